@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,39 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test judges by the clock: a slow machine is not a bug.
 settings.register_profile("weft", deadline=None, print_blob=True)
 settings.load_profile("weft")
+
+
+GOLDEN = Path(__file__).parent / "data" / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts of tests/data/golden anew")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden one of a name; with --update-golden, write it."""
+
+    def compare(name: str, text: str) -> None:
+        file = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        assert file.read_text(encoding="utf-8") == text, f"{file.name} differs; if it should, pytest --update-golden"
+
+    return compare
+
+
+def pin_to_core() -> None:
+    """Give each of several processes of pytest-xdist a core of its own, which what it starts inherits: engines whose
+    threads share cores with another's take twice the time."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
+pin_to_core()
 
 
 @pytest.fixture(autouse=True)

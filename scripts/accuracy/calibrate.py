@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tests.pure.measured import Case
-from weft.planner.profiles import Constant, Profile, engines, profile
+from weft.planner.profiles import Constant, Profile, engine_names, load_profile
 
 Name = tuple[str, str]  # engine, empty for all, and constant
 
@@ -45,7 +45,7 @@ FLOOR = 0.06  # errors above this count by their size, below it by their square
 
 def profiles(constants: Mapping[Name, float]) -> dict[str, Profile]:
     """Every engine's profile with these in the place of its own."""
-    return {engine: _with(profile(engine), constants) for engine in engines()}
+    return {engine: _with(load_profile(engine), constants) for engine in engine_names()}
 
 
 def _with(it: Profile, constants: Mapping[Name, float]) -> Profile:

@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, ranking_error
 from weft.hardware import kernel_shares, links
 from weft.hardware.cluster import Cluster, Node
-from weft.planner.profiles import engines, profile
+from weft.planner.profiles import engine_names, load_profile
 from weft.planner.ranking import RANKING_ERROR
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def by_kind(rows: Sequence[Case]) -> Iterator[str]:
 
 def by_engine(rows: Sequence[Case]) -> Iterator[str]:
     yield "| engine | rows | mean absolute error | nine in ten are within |\n|---|--:|--:|--:|"
-    for engine in engines():
+    for engine in engine_names():
         errors = sorted(abs(row.error()) for row in rows if row.engine == engine)
         if errors:
             yield f"| {engine} | {len(errors)} | {fmean(errors):.1%} | {errors[int(0.9 * (len(errors) - 1))]:.0%} |"
@@ -142,34 +142,36 @@ def _errors(what: str, found: Sequence[tuple[Case, float]]) -> str:
 def provenance() -> Iterator[str]:
     yield "\n## Constants\n"
     yield "Of all engines, where an engine has none of its own:\n"
-    shared: Mapping[str, str] = profile(engines()[0]).provenance()
-    for engine in engines():
-        shared = {name: text for name, text in shared.items() if profile(engine).provenance().get(name) == text}
+    shared: Mapping[str, str] = load_profile(engine_names()[0]).provenance()
+    for engine in engine_names():
+        shared = {name: text for name, text in shared.items() if load_profile(engine).provenance().get(name) == text}
     yield from (f"- `{name}` {text}" for name, text in shared.items())
-    for engine in engines():
+    for engine in engine_names():
         yield f"\n{engine}:\n"
-        yield from (f"- `{name}` {text}" for name, text in profile(engine).provenance().items() if name not in shared)
+        yield from (
+            f"- `{name}` {text}" for name, text in load_profile(engine).provenance().items() if name not in shared
+        )
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
-    for it in kernel_shares.table():
+    for it in kernel_shares.kernel_share_entries():
         name = it.gpu or ("any CPU" if it.cpu else "any other")
         yield (
             f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
             f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
         )
     yield "\n## Links\n"
-    for link in links.table().nvlink:
+    for link in links.link_table().nvlink:
         yield f"- NVLink of capability {'.'.join(map(str, link.capability))}: {link.source}"
-    yield f"- PCIe: {links.table().pcie.source}"
-    yield f"- network: {links.table().network.source}"
+    yield f"- PCIe: {links.link_table().pcie.source}"
+    yield f"- network: {links.link_table().network.source}"
 
 
 def plot(rows: Sequence[Case]) -> None:
     figure, panels = pyplot.subplots(1, len(LIMITS), figsize=(15, 5))
     for panel, kind in zip(panels, LIMITS, strict=True):
         some = [row for row in rows if row.kind == kind]
-        for engine in engines():
+        for engine in engine_names():
             points = [(row.value, row.predicted()) for row in some if row.engine == engine]
             if points:
                 panel.scatter(*zip(*points, strict=True), s=22, label=engine, alpha=0.8)

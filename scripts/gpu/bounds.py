@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scripts.gpu.shapes import Shape
 
 if TYPE_CHECKING:  # what is missing is named before Weft is imported
-    from weft.bench.workload import Ask
+    from weft.bench.workload import BenchRequest
 
 ANY = ""  # a target for every card
 PROFILE_BELOW = 0.75  # share of the roofline below which a kernel goes to ncu
@@ -54,7 +54,7 @@ def target_of(row: str, card: str, roofline: float | None) -> float | None:
     return None
 
 
-def batch_roofline(shape: Shape, asks: Sequence[Ask], copy_Bps: float) -> float:
+def batch_roofline(shape: Shape, asks: Sequence[BenchRequest], copy_Bps: float) -> float:
     """Output tokens/s if all requests decode at once and each step takes as long as copying what it reads takes:
     the weights once, and the keys and values of every request's context. Prompts count nothing."""
     cached = sum(context_tokens(len(ask.prompt), ask.output_len) for ask in asks)

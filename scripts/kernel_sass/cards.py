@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.hardware.gpus import HALVED, TENSOR_FLOPS, GpuSpec, find_gpu
+from weft.hardware.gpus import HALF_RATE, TENSOR_FLOPS, GpuSpec, find_gpu
 
 WARP = 32  # threads
 ISSUED = 4  # warp instructions that a multiprocessor issues in a cycle, one by each of its schedulers
@@ -78,7 +78,7 @@ class Card:
     def flops_per_cycle(self) -> int:
         """Dense operations of one multiprocessor's tensor cores in 16 bits; half for GeForce cards that sum so."""
         each = TENSOR_FLOPS[self.spec.capability]
-        return each // 2 if self.name.startswith("RTX") and self.spec.capability in HALVED else each
+        return each // 2 if self.name.startswith("RTX") and self.spec.capability in HALF_RATE else each
 
 
 CARDS = (

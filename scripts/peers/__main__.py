@@ -100,7 +100,7 @@ class Probe:
 def main() -> int:
     said = arguments()
     said.folder.mkdir(parents=True, exist_ok=True)
-    models, probe = Models(said.folder, demo.fetch()), Probe(said.folder)
+    models, probe = Models(said.folder, demo.fetch_demo()), Probe(said.folder)
     left_out: dict[str, str] = {}
     figures: list[report.Figure] = []
     for model in said.models:

@@ -65,11 +65,11 @@ class LLM:
 
         A CPU is measured for a second the first time. Raises ConfigError for hardware without known figures.
         """
-        from weft.planner.execution import seen
-        from weft.planner.forecast import forecast
+        from weft.planner.execution import measured_speeds
+        from weft.planner.forecast import forecast_plan
 
         engine = self._running
-        return forecast(engine.plan, engine.host, seen(engine.plan, engine.host))
+        return forecast_plan(engine.plan, engine.host, measured_speeds(engine.plan, engine.host))
 
     @property
     def capacities(self) -> list[Capacity]:

@@ -9,10 +9,17 @@ import torch
 
 from tests.cpu.kernels import native
 from weft.core.params import SamplingParams
-from weft.worker.chooser import Chooser, NativeChooser, Settings, TorchChooser, TritonChooser
 from weft.worker.filters import weigh
 from weft.worker.logprobs import Scorer, score
 from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
+from weft.worker.sample_arrays import SampleArrays
+from weft.worker.token_sampler import (
+    NativeTokenSampler,
+    SamplingSettings,
+    TokenSampler,
+    TorchTokenSampler,
+    TritonTokenSampler,
+)
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1
@@ -38,13 +45,15 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
 
 
-def chooser_of(kind: str, slots: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Chooser:
+def token_sampler_of(
+    kind: str, slots: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> TokenSampler:
     """The one of Triton, or that of the compiled CPU kernels for a model of this dtype."""
-    return NativeChooser(slots, native(dtype)) if kind == "native" else TritonChooser(slots, device)
+    return NativeTokenSampler(slots, native(dtype)) if kind == "native" else TritonTokenSampler(slots, device)
 
 
 def scorer_of(kind: str, dtype: torch.dtype = torch.float32) -> Scorer:
-    """The one that goes with a chooser."""
+    """The one that goes with a token sampler."""
     return native(dtype).score if kind == "native" else score
 
 
@@ -55,15 +64,18 @@ def chosen(
     device: torch.device = CPU,
     kind: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a chooser chooses for rows with these parameters, in turn, and what torch does on a CPU."""
+    """What a token sampler draws for rows with these parameters, in turn, and what torch does on a CPU."""
     rows = len(logits)
     slots, found = np.arange(rows)[::-1].copy(), []
-    for chooser, there in ((chooser_of(kind, rows, logits.dtype, device), device), (TorchChooser(rows), CPU)):
+    for token_sampler, there in (
+        (token_sampler_of(kind, rows, logits.dtype, device), device),
+        (TorchTokenSampler(rows), CPU),
+    ):
         for row, slot in enumerate(slots):
-            chooser.admit(int(slot), params[row % len(params)], key_of(row))
-        arrays = [slots, positions, *chooser.arrays()]
-        tensors = [torch.from_numpy(array).to(there) for array in arrays]
-        found.append(chooser.choose(logits.to(there), slots, positions, tensors).cpu())
+            token_sampler.admit(int(slot), params[row % len(params)], key_of(row))
+        arrays = SampleArrays(np.arange(rows), slots, positions, settings=token_sampler.take_settings_update())
+        tensors = arrays.with_tensors(torch.from_numpy(array).to(there) for array in arrays.flatten())
+        found.append(token_sampler.sample_tokens(logits.to(there), arrays, tensors).cpu())
     return found[0], found[1]
 
 
@@ -77,7 +89,7 @@ def far_apart(
     """Rows whose tokens differ, though not by the rounding of two times that are almost the same."""
     rows = []
     for row in (got != want).nonzero().flatten().tolist():
-        it = Settings(1)
+        it = SamplingSettings(1)
         it.admit(0, params[row % len(params)], key_of(row))
         weights = weigh(logits[row : row + 1].float(), it.columns)
         sums = block_sums(weights)[0].double()

@@ -12,16 +12,18 @@ import numpy as np
 import torch
 
 from tests.cpu.fake_cuda import CardError, OnCard, card
-from weft.formats.schemes import ALL, Scheme
+from weft.formats.schemes import ALL_SCHEMES, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import PlainKernels
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import round_into
-from weft.worker.chooser import TorchChooser
+from weft.worker.sample_arrays import SampleArrays
+from weft.worker.token_sampler import TorchTokenSampler
 
 LOG2_E = 1.4426950408889634
 MOST = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
 PLAIN = PlainKernels()
+NO_PICKS = np.zeros(0, dtype=np.int64)
 
 
 def launch(real: Callable[..., None]) -> Callable[..., None]:
@@ -96,9 +98,10 @@ def _draw(
     **_: Any,
 ) -> None:  # fmt: skip
     assert logits.shape[1] == vocab and logits.stride(0) == stride
-    torchs: Any = TorchChooser(len(settings))
+    torchs: Any = TorchTokenSampler(len(settings))
     torchs._settings.columns[:], torchs._settings.keys[:] = settings.numpy(), keys.numpy().view(np.uint64)
-    chosen.copy_(torchs.choose(logits, slots.numpy(), positions.numpy(), []))
+    arrays = SampleArrays(NO_PICKS, slots.numpy(), positions.numpy())
+    chosen.copy_(torchs.sample_tokens(logits, arrays, arrays))
 
 
 def _round(
@@ -108,7 +111,7 @@ def _round(
 ) -> None:  # fmt: skip
     assert (total, width) == (len(weight) * groups, weight.shape[1])
     scheme = Scheme(bits=BITS, group=GROUP, lowest=LOWEST)  # type: ignore[arg-type]
-    type = next(name for name, known in ALL.items() if known == scheme)
+    type = next(name for name, known in ALL_SCHEMES.items() if known == scheme)
     into = QuantisedWeight(type, values, scales, None if LOWEST == "middle" else lowest, lacking, weight.dtype)
     assert into.shape == (len(weight), cols)
     round_into(weight, into, importance if COUNTED else None)

@@ -21,10 +21,10 @@ def importance_by_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[int,
     by_rank = dict[int, dict[str, torch.Tensor]]()
 
     def spy(plan: Plan, rank: int, *rest: Any) -> dict[str, torch.Tensor]:
-        by_rank[rank] = importance.importance(plan, rank, *rest)
+        by_rank[rank] = importance.measure_importance(plan, rank, *rest)
         return by_rank[rank]
 
-    monkeypatch.setattr(worker, "importance", spy)
+    monkeypatch.setattr(worker, "measure_importance", spy)
     executor = InlineExecutor()
     try:
         executor.start(plan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,15 @@ import torch
 
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.core.step import Admission, StepPlan, StepResult
+from weft.core.step import Admission, StepPlan
 from weft.executors.inline import InlineExecutor
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.worker.sampler import Order
-from weft.worker.worker import Worker
+from weft.worker.sample_arrays import SampleArrays
+from weft.worker.sampler import SampleBatch
+from weft.worker.worker import Result, Worker
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def plan_for(path: Path, name: str, **config: Any) -> Plan:
     config = {"model": str(path), **LAYOUTS[name], **config}
-    return layout(EngineConfig(**config), resolve(str(path)), host.probe())
+    return build_plan(EngineConfig(**config), resolve(str(path)), host.probe_host())
 
 
 class LogitsWorker(Worker):
@@ -41,12 +41,16 @@ class LogitsWorker(Worker):
     logits: torch.Tensor
 
     def _finish(
-        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
-    ) -> StepResult | Callable[[], StepResult] | None:
+        self,
+        step: StepPlan,
+        hidden: torch.Tensor,
+        samples: SampleBatch | None,
+        tensors: SampleArrays[torch.Tensor] | None,
+    ) -> Result:
         logits = self.model.logits(hidden)
         if logits is not None:
             LogitsWorker.logits = logits.float()
-        return super()._finish(step, hidden, order, there)
+        return super()._finish(step, hidden, samples, tensors)
 
 
 def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from weft.architectures.published import ROW
 from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import sources
+from weft.formats.checkpoint import expected_tensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # awq/modules/linear/gemm.py: which of eight numbers comes i-th
 
@@ -110,7 +110,7 @@ def write(folder: Path, shape: ModelShape, recipe: Recipe, config: dict[str, Any
     """Random weights, quantised, with a config.json of `config`; what each tensor of the model stands for."""
     generator = torch.Generator().manual_seed(5)
     tensors, truth = {}, {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         weight = torch.randn(dims, generator=generator) * (0.3 if name.endswith("bias") else 0.15)
         if name.endswith("norm.weight"):
             weight = weight + 1

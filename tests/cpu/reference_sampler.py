@@ -14,7 +14,7 @@ from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.worker.random import SAMPLING_BLOCK
-from weft.worker.sampler import Sampled, Sampler
+from weft.worker.sampler import SampledTokens, Sampler
 
 EOS = 1
 FILTERS = {
@@ -160,9 +160,10 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=generator) * spread).mul_(8).round_().div_(8)
 
 
-def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> Sampled:
-    order = sampler.order(slots, positions)
-    return sampler.sample(logits.clone(), order, [torch.from_numpy(array).to(logits.device) for array in order.arrays])
+def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SampledTokens:
+    batch = sampler.prepare_batch([*range(len(slots))], slots, positions)
+    tensors = (torch.from_numpy(array).to(logits.device) for array in batch.arrays.flatten())
+    return sampler.sample(logits.clone(), batch, batch.arrays.with_tensors(tensors))
 
 
 def check_logprobs(found: object, logits: list[float], token: int, top: int) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.formats import config_json
-from weft.formats.checkpoint import sources
+from weft.formats.checkpoint import expected_tensors
 
 SMALL = {
     "vocab_size": 320,
@@ -70,15 +70,15 @@ def test_as_transformers_has_them(tmp_path: Path, architecture: str, config: dic
     theirs = kind.from_pretrained(tmp_path)
     if complete:
         theirs.save_pretrained(tmp_path)
-    shape = config_json.read(tmp_path, run=False)
+    shape = config_json.read_shape(tmp_path, run=False)
     with torch.device("meta"):
         model = getattr(transformers, architecture)(theirs)
     named = dict(model.named_parameters())
     # The router's correction is no parameter, but is stored like one.
     named |= {name: value for name, value in model.named_buffers() if name.endswith("correction_bias")}
-    assert params(shape) == sum(value.numel() for value in named.values())
-    stored = dict(sources(shape))
-    assert sum(map(prod, stored.values())) == params(shape)
+    assert parameter_count(shape) == sum(value.numel() for value in named.values())
+    stored = dict(expected_tensors(shape))
+    assert sum(map(prod, stored.values())) == parameter_count(shape)
     if architecture in PLAIN:
         tied = {"lm_head.weight"} if shape.tied else set()
         assert {name: tuple(value.shape) for name, value in named.items() if name not in tied} == stored

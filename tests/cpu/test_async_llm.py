@@ -72,12 +72,12 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
         await last(llm.generate("a"))
 
 
-def test_the_readme_s_program(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (program,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "AsyncLLM" in block]
+def test_the_page_s_program(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/python.md").read_text()
+    (program,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "AsyncLLM" in block]
     small = program.replace('AsyncLLM("demo")', f"AsyncLLM({str(folder)!r}, **{ENGINE!r})")
     assert small != program
-    exec(compile(small, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(small, "docs/python.md", "exec"), {"__name__": "__main__"})
     numbers = [line.split(" ")[0] for line in capfd.readouterr().out.splitlines() if line]
     assert numbers.count("0") >= 2 and numbers.count("1") >= 2
 

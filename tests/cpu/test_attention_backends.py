@@ -250,7 +250,7 @@ def test_graphs_give_the_same_tokens(
 
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", capture)
-    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     assert answers(checkpoint, attention_backend=backend, max_num_seqs=4) == plain
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import tiny
-from weft.bench import calibrate
-from weft.bench.calibrate import Load, Subject
 from weft.bench.suite import one_thread
-from weft.bench.synthetic import TINY, of_size
 from weft.cache import cache_dir
 from weft.cli import main
 from weft.hardware import calibration, host
 from weft.llm import LLM
-from weft.probes import speeds
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import CalibrationLoad, Subject
+from weft.probes.synthetic import TINY, synthetic_of_size
 
 SMALL = "--dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M"
 
@@ -53,17 +52,22 @@ def test_calibrate_then_plan(
     (tmp_path / "weft").mkdir()
     (tmp_path / "weft" / "kernels").symlink_to(cache_dir() / "kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    thin, wide = of_size("thin", 1e6, layers=4, vocab=1024), of_size("wide", 4e6, layers=2, vocab=1024)
+    thin, wide = (
+        synthetic_of_size("thin", 1e6, layers=4, vocab=1024),
+        synthetic_of_size("wide", 4e6, layers=2, vocab=1024),
+    )
     subjects = (Subject(TINY), Subject(thin), Subject(wide), Subject(wide, "int4"))
-    loads = [Load("decode", batch, 8, 4) for batch in (1, 4)] + [Load("prefill", 1, length, 2) for length in (16, 64)]
-    monkeypatch.setattr(calibrate, "subjects", lambda gpu: subjects)
-    monkeypatch.setattr(calibrate, "LOADS", {"cpu": tuple(loads), "gpu": ()})
+    loads = [CalibrationLoad("decode", batch, 8, 4) for batch in (1, 4)] + [
+        CalibrationLoad("prefill", 1, length, 2) for length in (16, 64)
+    ]
+    monkeypatch.setattr(engine_speed, "subjects", lambda gpu: subjects)
+    monkeypatch.setattr(engine_speed, "LOADS", {"cpu": tuple(loads), "gpu": ()})
     assert main.main(["bench", "calibrate", "--device", "cpu", "--json", "--save"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["points"] == len(told["measurements"]) == 2 + 4 + 4 + 3 and told["precision"] == "bf16"
     assert told["quantised"].keys() == {"q4_1+q8_0"}
     assert {it["kind"] for it in told["measurements"]} == {"decode", "prefill"}
-    (kept,) = calibration.known(speeds.calibrated_machine(host.probe()))
+    (kept,) = calibration.load_calibrations(speeds.calibrated_machine(host.probe_host()))
     assert kept.device == told["device"] and 0 < kept.runtime_MiB.value < 4096
     assert main.main(["plan", "SmolLM2-135M", "--json"]) == 0
     assert "measured here on" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from weft.comm import Comm, Solo
 from weft.comm.base import add_up
-from weft.comm.connect import own_gpus
+from weft.comm.connect import have_own_gpus
 from weft.comm.shared import SharedComm
 from weft.comm.threads import ThreadGroups
 from weft.executors import processes
@@ -149,4 +149,4 @@ def test_nccl_is_for_ranks_with_a_gpu_each() -> None:
 
     plan = make_plan(tensor=2)
     for devices, own in ((("cpu", "cpu"), False), (("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False)):
-        assert own_gpus(msgspec.structs.replace(plan, devices=devices)) == own
+        assert have_own_gpus(msgspec.structs.replace(plan, devices=devices)) == own

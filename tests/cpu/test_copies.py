@@ -9,7 +9,7 @@ from weft.errors import ConfigError
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.probes import links
-from weft.probes.on_gpu.copies import COPIES, difference
+from weft.probes.on_gpu.copies import COPIES, wrong_bytes
 
 CPU = torch.device("cpu")
 SENT = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -17,7 +17,7 @@ SENT = torch.randint(0, 256, (1000,), dtype=torch.uint8, generator=torch.Generat
 
 @pytest.mark.parametrize("copy", COPIES)
 def test_a_good_copy_differs_in_nothing(copy: str) -> None:
-    assert difference(SENT, CPU, COPIES[copy]) == 0
+    assert wrong_bytes(SENT, CPU, COPIES[copy]) == 0
 
 
 @pytest.mark.parametrize("copy", COPIES)
@@ -27,12 +27,12 @@ def test_each_byte_that_arrives_wrong_is_counted(copy: str) -> None:
         arrived[10:17] += 1
         return arrived
 
-    assert difference(SENT, CPU, spoilt) == 7
+    assert wrong_bytes(SENT, CPU, spoilt) == 7
 
 
 def test_a_copy_that_never_happened_is_seen() -> None:
     """As with a link that drops all that is written to it: what was there before stays."""
-    wrong = difference(SENT, CPU, lambda sent, target: torch.zeros_like(sent))
+    wrong = wrong_bytes(SENT, CPU, lambda sent, target: torch.zeros_like(sent))
     assert wrong == int((SENT != 0).sum()) > 900
 
 
@@ -42,7 +42,7 @@ def test_a_strided_copy_that_writes_beside_its_place_is_seen() -> None:
         wide[: sent.numel()] = sent  # as one run after all
         return wide[::2] + wide[1::2]
 
-    assert difference(SENT, CPU, stray) > 900
+    assert wrong_bytes(SENT, CPU, stray) > 900
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA GPUs")
@@ -50,6 +50,6 @@ def test_a_driver_s_gpu_that_torch_does_not_see_is_told() -> None:
     card = Gpu(index=0, name="card", uuid="GPU-0", total_bytes=1, free_bytes=1, capability=(8, 0))
     here = Host(hostname="here", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=(card,))
     with pytest.raises(
-        ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs where the driver tells of 1"
+        ConfigError, match=r"cannot measure the GPUs of here: torch .* sees 0 GPUs, but the driver reports 1"
     ):
-        links.measure(here)
+        links.measure_links(here)

@@ -9,17 +9,17 @@ from fake_worker import HERE, make_plan
 
 from weft.errors import ConfigError
 from weft.executors.inline import InlineExecutor
-from weft.worker.device import check_number
+from weft.worker.device import check_gpu_number
 
 PLAIN = ["8f1c5d6e-0011", "00112233-4455"]
 
 
 def test_the_number_is_that_of_the_same_gpu() -> None:
-    check_number(1, "GPU-00112233-4455", PLAIN)
+    check_gpu_number(1, "GPU-00112233-4455", PLAIN)
     # A driver that has other names for them says nothing of their order.
-    check_number(1, "GPU-virtual", PLAIN)
+    check_gpu_number(1, "GPU-virtual", PLAIN)
     with pytest.raises(ConfigError, match=r"GPU 0 is cuda:1 in this process.* set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        check_number(0, "GPU-00112233-4455", PLAIN)
+        check_gpu_number(0, "GPU-00112233-4455", PLAIN)
 
 
 def test_threads_count_along_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.cpu.test_architectures import CASES, SMALL
-from weft.architectures.modules import holds_weights, units
+from weft.architectures.modules import holds_weights, pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import config_json
-from weft.plan.device_map import Room, Stages, pipeline
-from weft.planner.balance import Load, load_of, spread
+from weft.plan.device_map import AvailableDevices, Stages, map_to_stages
+from weft.planner.balance import ModelBytes, balance_layers, model_bytes
 
 FEW = settings(max_examples=60, deadline=None)
 # Layers are larger than embedding and head: then the room that accelerate keeps for the largest is theirs.
@@ -36,7 +36,7 @@ def meta(architecture: str, config: dict[str, Any], folder: Path) -> tuple[Any, 
     )
     with torch.device("meta"):
         model = getattr(transformers, architecture)(kind.from_pretrained(folder))
-    return model.to(torch.bfloat16), config_json.read(folder, run=False)
+    return model.to(torch.bfloat16), config_json.read_shape(folder, run=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
 
 
 def stages(shape: ModelShape, device_map: dict[str, Any], gpus: int = 4) -> Stages:
-    return pipeline(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 1))
+    return map_to_stages(shape, device_map, AvailableDevices(gpus=range(gpus), nbytes=lambda unit: 1))
 
 
 # --- modules ---
@@ -76,7 +76,7 @@ def test_every_module_is_known(tmp_path: Path, architecture: str, config: dict[s
     whole = named | {name: 0 for name in around if not name.startswith(inside)}
     check_device_map(model, whole)
     assert stages(shape, whole) == Stages((0,), (shape.layers,))
-    assert sorted(named) == sorted(unit.name for unit in units(shape) if unit.kind == "layer")
+    assert sorted(named) == sorted(unit.name for unit in pipeline_units(shape) if unit.kind == "layer")
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration"])
@@ -90,7 +90,7 @@ def test_models_that_also_see(tmp_path: Path, name: str) -> None:
         model = kind(config)
     config.architectures = [name]
     config.save_pretrained(tmp_path)
-    shape = config_json.read(tmp_path, run=False)
+    shape = config_json.read_shape(tmp_path, run=False)
     for module, _ in model.named_modules():
         assert not module or holds_weights(shape, module) is not None, module
     there = {"model.vision_tower": 1, "model.multi_modal_projector": 1, "model.language_model": 0, "lm_head": 0}
@@ -120,8 +120,8 @@ def test_maps_cover_what_accelerate_says_they_do(llama: tuple[Any, ModelShape], 
 # --- words for a map ---
 
 
-def load(shape: ModelShape) -> Load:
-    return load_of(shape, "bf16", "bf16", 0, window_cache=False)
+def load(shape: ModelShape) -> ModelBytes:
+    return model_bytes(shape, "bf16", "bf16", 0, window_cache=False)
 
 
 def layers_of(device_map: dict[str, Any], shape: ModelShape, gpus: int) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def test_sequential_is_accelerate_s(llama: tuple[Any, ModelShape], shares: list[
     last = on[f"model.layers.{shape.layers - 1}"]
     assume(last != 0 and on["model.norm"] == on["lm_head"] == last)
     assume(on["model.embed_tokens"] == on["model.layers.0"])
-    assert spread(ours, rooms, "sequential") == layers_of(on, shape, len(rooms))
+    assert balance_layers(ours, rooms, "sequential") == layers_of(on, shape, len(rooms))
     assert stages(shape, theirs).layers == tuple(filter(None, layers_of(on, shape, len(rooms))))
 
 
@@ -177,7 +177,7 @@ def test_balanced_is_at_least_as_even_as_accelerate_s(
     blocks = model._no_split_modules
     balanced = get_balanced_memory(model, max_memory=caps, no_split_module_classes=blocks)
     theirs = infer_auto_device_map(model, max_memory=balanced, no_split_module_classes=blocks, clean_result=False)
-    ours, each = load(shape), spread(load(shape), [float(PLENTY)] * gpus, "balanced")
+    ours, each = load(shape), balance_layers(load(shape), [float(PLENTY)] * gpus, "balanced")
     assert sum(each) == shape.layers and all(each)
     assert stages(shape, theirs).devices == tuple(range(len(stages(shape, theirs).devices)))
     sizes = compute_module_sizes(model)
@@ -196,4 +196,4 @@ def test_balanced_low_0_leaves_the_first_gpu_free(llama: tuple[Any, ModelShape])
     low = get_balanced_memory(model, max_memory=caps, no_split_module_classes=blocks, low_zero=True)
     theirs = infer_auto_device_map(model, max_memory=low, no_split_module_classes=blocks, clean_result=False)
     assert layers_of(theirs, shape, 3)[0] == 0
-    assert spread(load(shape), [float(PLENTY)] * 3, "balanced_low_0")[0] == 0
+    assert balance_layers(load(shape), [float(PLENTY)] * 3, "balanced_low_0")[0] == 0

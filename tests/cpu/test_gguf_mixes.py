@@ -12,11 +12,11 @@ from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
-from weft.architectures.parameters import parameters
+from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import resolve, sources
-from weft.formats.gguf_types import type_of
-from weft.formats.precision import as_held, summed
+from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.gguf_types import gguf_type
+from weft.formats.precision import held_precision, sum_by_kind
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.
@@ -33,8 +33,8 @@ LAYOUTS = {
 
 def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
     return {
-        part.source.format(layer=layer): type_of(shape, mix, parameter, part, layer)
-        for parameter in parameters(shape)
+        part.source.format(layer=layer): gguf_type(shape, mix, parameter, part, layer)
+        for parameter in model_parameters(shape)
         for part in parameter.parts
         for layer in (range(shape.layers) if parameter.where == "layer" else [0])
     }
@@ -68,9 +68,11 @@ def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: Model
     for name in LAYOUTS if mix == "q4_k_m" else ("whole", "pp 1,2, tp 2:1"):
         plan = plan_for(path, "whole", **LAYOUTS[name])
         assert plan.quantization == "gguf"
-        assert len(plan.schemes) == sum(len(dims) == 2 for _, dims in sources(shape)), "nothing is left in 16 bits"
+        assert len(plan.schemes) == sum(len(dims) == 2 for _, dims in expected_tensors(shape)), (
+            "nothing is left in 16 bits"
+        )
         for place in plan.places:
-            assert plan.weight_bytes(place.rank) == summed(shape, as_held(mix), place).total
+            assert plan.weight_bytes(place.rank) == sum_by_kind(shape, held_precision(mix), place).total
         got = logits_of(plan, PROMPT)
         # Activations are rounded to bf16, and to 8 bits.
         assert (got - want).abs().mean() <= 0.06 * want.std(), name

@@ -24,11 +24,11 @@ from tests.cpu.test_quantised import measured
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Links, Solo
-from weft.formats.checkpoint import resolve, sources, tensors
-from weft.weights.load import allocate, open_source
-from weft.weights.stored import Stored
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
+from weft.weights.load import allocate_parameters, open_source
+from weft.weights.stored import StoredWeights
 from weft.worker import importance
-from weft.worker.importance import TOKENS, drawn, evened, is_rounded
+from weft.worker.importance import TOKENS, needs_importance, random_batch, relative_importance
 
 CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ def of_transformers(path: Path) -> dict[str, torch.Tensor]:
                 found[key] = inputs[0][0].square().mean(dim=0)
 
             module.register_forward_pre_hook(note)
-    model(drawn(model.config.vocab_size, TOKENS, CPU).tokens[None].long())
+    model(random_batch(model.config.vocab_size, TOKENS, CPU).tokens[None].long())
     return found
 
 
@@ -72,7 +72,7 @@ def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkey
             _, layer, _, product, _ = name.split(".")
             cols = columns(plan.shape, plan.places[rank], product)
             want = truth[f"{layer}.{theirs[product]}"][cols.start : cols.stop]
-            torch.testing.assert_close(got, evened(want), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got, relative_importance(want), rtol=1e-3, atol=1e-3)
         assert len(found) == 4 * len(plan.places[rank].layers)
         seen += len(found)
     assert seen >= 4 * plan.shape.layers
@@ -85,7 +85,7 @@ def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkey
 def test_it_is_for_what_is_rounded_to_4_bits(quantization: str, wanted: bool) -> None:
     """The demo's file is in q4_1, which int4 means."""
     plan = plan_for(Path(resolve("demo").path), "whole", quantization=quantization)
-    assert is_rounded(plan, open_source(plan)) == wanted
+    assert needs_importance(plan, open_source(plan)) == wanted
 
 
 @torch.inference_mode()
@@ -100,9 +100,10 @@ def test_a_card_multiplies_in_one_thread(wide: Path, card: Card, monkeypatch: py
         return product(x, weight)
 
     monkeypatch.setattr(importance.F, "linear", linear)
-    monkeypatch.setattr(importance, "bands", partial(bands_of, 16))
+    monkeypatch.setattr(importance, "row_bands", partial(bands_of, 16))
     here, there = (
-        importance.importance(plan, 0, links, allocate(plan, plan.places[0], device), device) for device in (CPU, CUDA)
+        importance.measure_importance(plan, 0, links, allocate_parameters(plan, plan.places[0], device), device)
+        for device in (CPU, CUDA)
     )
     assert seen == {threading.current_thread().name}
     assert here.keys() == there.keys()
@@ -123,7 +124,7 @@ def test_weights_that_are_made_up_need_none(wide: Path, monkeypatch: pytest.Monk
 def test_what_is_no_number_counts_as_others() -> None:
     squares = torch.rand(3, 32) + 1
     squares[0], squares[1, 3], squares[2, 5] = 0, torch.nan, torch.inf
-    found = evened(squares.flatten()).view(3, 32)
+    found = relative_importance(squares.flatten()).view(3, 32)
     assert (found[0] == 1).all()
     assert found.isfinite().all() and found.min() >= importance.LEAST
 
@@ -136,7 +137,7 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo with its channels in another order, in 16 bits: the same model to the last bit, but no group of 32 lies
     on the grid of 4 bits that its file has."""
     path, demo = tmp_path_factory.mktemp("shuffled"), resolve("demo")
-    shape, source = demo.shape, Stored(tensors(demo.path, demo.format, demo.shape))
+    shape, source = demo.shape, StoredWeights(locate_tensors(demo.path, demo.format, demo.shape))
     generator = torch.Generator().manual_seed(1)
     hidden, ffn = (torch.randperm(size, generator=generator) for size in (shape.hidden, shape.ffn))
     # Of the heads' channels those that values go through; a KV head's are those of its whole group.
@@ -145,9 +146,9 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (torch.arange(heads)[:, None] * shape.head_dim + inside).flatten() for heads in (shape.kv_heads, shape.q_heads)
     )
     made = {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         weight = torch.empty(dims, dtype=torch.bfloat16)
-        source.read(name, Span(0, dims[0]), None, weight)
+        source.read_range(name, Span(0, dims[0]), None, weight)
         rows, cols = {
             "v_proj": (value, hidden),
             "o_proj": (hidden, out),

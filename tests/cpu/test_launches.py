@@ -51,7 +51,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.Worker, "_captures", True)
     monkeypatch.setattr(worker, "CudaGraphs", lambda: lambda run: (run(), run)[1])
-    monkeypatch.setattr(graphs, "sizes", lambda most: [1, 2, 4, 12])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4, 12])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.cpu.draws import scorer_of
 from tests.cpu.reference_sampler import check_logprobs, grid
 from weft import LLM, SamplingParams
 from weft.kernels.native import NativeKernels
-from weft.worker.logprobs import score, unpack
+from weft.worker.logprobs import score, unpack_logprobs
 
 KINDS = ["native", "torch"]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -90,7 +90,7 @@ def test_rows_that_are_no_distribution(kind: str, dtype: torch.dtype) -> None:
     logits = logits.to(dtype)
     targets = torch.tensor([7, 300, 5, 400, 0, 9])
     figures = scorer_of(kind, dtype)(logits, targets, 3)
-    found = [unpack(row, 3) for row in figures.tolist()]
+    found = [unpack_logprobs(row, 3) for row in figures.tolist()]
     for row in (0, 5):
         check_logprobs(found[row], logits[row].tolist(), int(targets[row]), 3)
     for row in (1, 2, 4):

@@ -24,7 +24,7 @@ from weft.core.step import StepPlan
 from weft.kernels import contest, triton
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.worker import graphs, worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
@@ -247,14 +247,14 @@ def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
     params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5, "prompt_logprobs": 1}, {"logprobs": 1}])
     want = answers(path, params, **ON_CPU)
     eager: list[int] = []
-    forward = Decoder.hidden
+    forward = DecoderModel.hidden
 
-    def hidden(self: Decoder, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
+    def hidden(self: DecoderModel, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
         if not batch.fixed:
             eager.append(batch.rows)
         return forward(self, incoming, rope, caches, batch)
 
-    monkeypatch.setattr(Decoder, "hidden", hidden)
+    monkeypatch.setattr(DecoderModel, "hidden", hidden)
     for limit in (worker.EAGER_BYTES, 0):
         monkeypatch.setattr(worker, "EAGER_BYTES", limit)
         with LLM(path, **how) as llm:

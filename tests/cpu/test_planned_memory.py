@@ -17,14 +17,14 @@ from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.hardware.cluster import parse_gpus
 from weft.hardware.cpu import CpuSpeed
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.plan import Plan
 from weft.planner.deployment import Workload, deploy
 from weft.planner.execution import plan_to_run
 from weft.planner.footprint import activation_bytes, footprint
-from weft.planner.forecast import forecast
-from weft.planner.profiles import profile
+from weft.planner.forecast import forecast_plan
+from weft.planner.profiles import load_profile
 from weft.probes.speeds import Speeds
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -78,9 +78,9 @@ def test_planned_bytes_are_the_allocated_ones(
     if cut == "tp3" and quantization != "none":
         # Heads of 16: two ranks would share what is multiplied at once.
         with pytest.raises(PlanError, match=r"columns 0 to 16 .* cut in multiples of 32"):
-            layout(config, checkpoint, host.probe())
+            build_plan(config, checkpoint, host.probe_host())
         return
-    plan = layout(config, checkpoint, host.probe())
+    plan = build_plan(config, checkpoint, host.probe_host())
     real = started(plan)
     kv = "fp32" if dtype == "float32" else "bf16"
     same = deploy(
@@ -92,7 +92,7 @@ def test_planned_bytes_are_the_allocated_ones(
         kv_dtype=kv,
     )
     assert same.places == plan.places
-    cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), profile("weft")
+    cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), load_profile("weft")
     planned = footprint(plan.shape, same, cluster, weft, Workload(max_model_len=plan.max_model_len)).ranks
     for mine, theirs, place in zip(planned, real, plan.places, strict=True):
         assert mine.weights.total == theirs.weight_bytes
@@ -119,9 +119,9 @@ def test_planned_bytes_of_guessing_are_the_allocated_ones(tmp_path: Path, cut: s
         speculative_config={"method": "ngram"} if how == "ngram" else {"model": path},
         **LAYOUTS[cut],
     )
-    here = host.probe()
+    here = host.probe_host()
     plan = plan_to_run(config, resolve(path, load_format="dummy"), here)
-    found = forecast(plan, here, Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12)))
+    found = forecast_plan(plan, here, Speeds(machine="", cpu=CpuSpeed(40e9, 0.3e12)))
     real = started(plan)
     assert found.weight_bytes == sum(rank.weight_bytes for rank in real)
     for planned, step, rank in zip(found.memory.ranks, found.step_bytes, real, strict=True):

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from weft.weights.load_weights import allocate_parameters, load_weights
 
 from tests.cpu import published
 from tests.cpu.layouts import logits_of, plan_for
@@ -19,11 +20,10 @@ from weft import LLM, SamplingParams
 from weft.architectures.published import ORDERED
 from weft.errors import ModelError
 from weft.formats.checkpoint import resolve
-from weft.formats.precision import as_held, summed
-from weft.plan.fills import fills
+from weft.formats.precision import held_precision, sum_by_kind
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import allocate, load
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -68,10 +68,10 @@ def held(plan: Plan, truth: dict[str, torch.Tensor]) -> set[str]:
     """The tensors that the ranks hold quantised. All that they hold is the truth, in no more bytes than planned."""
     found = set()
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             want = truth[fill.source][fill.rows.start : fill.rows.stop]
             want = want if fill.cols is None else want[:, fill.cols.start : fill.cols.stop]
             part = room[fill.param].narrow(0, fill.at, len(fill.rows))
@@ -110,8 +110,8 @@ def test_what_the_config_promises_is_what_is_there(folder: Path, name: str, trut
     plan = plan_for(folder / name, "tp2")
     hollow = msgspec.structs.replace(plan, load_format="dummy")
     for place in plan.places:
-        room = allocate(hollow, place, CPU)
-        load(hollow, place, room)
+        room = allocate_parameters(hollow, place, CPU)
+        load_weights(hollow, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
         for part in room.values():
             if isinstance(part, QuantisedWeight):
@@ -124,8 +124,8 @@ def test_what_lies_apart_is_told_once(folder: Path, caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "weft")
     plan = plan_for(folder / "told", "whole")
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since the columns of a group lie apart (desc_act), for "
-        "which there are no kernels: 14 of INT4_64"
+        "14 of 14 quantised tensors are held in bfloat16, since there are no kernels for columns of a group that lie "
+        "apart (desc_act): 14 of INT4_64"
     ]
     assert plan.shape.published and plan.shape.published.scheme == "INT4_64" + ORDERED
 
@@ -174,11 +174,11 @@ def test_columns_that_kernels_do_not_take(tmp_path: Path, caplog: pytest.LogCapt
     plan = plan_for(tmp_path, "tp2")
     assert held(plan, truth) == {name for name in truth if recipe.quantises(name) and "down_proj" not in name}
     assert [record.message for record in caplog.records] == [
-        "Of 14 quantised tensors these are held in bfloat16, since their columns are no multiple of 32, as kernels "
-        "need them: 2 of INT4_ROW_SYM"
+        "2 of 14 quantised tensors are held in bfloat16, since kernels need columns in multiples of 32: 2 of "
+        "INT4_ROW_SYM"
     ]
     for place in plan.places:
-        assert summed(plan.shape, as_held("int4"), place).total == plan.weight_bytes(place.rank)
+        assert sum_by_kind(plan.shape, held_precision("int4"), place).total == plan.weight_bytes(place.rank)
 
 
 def test_groups_that_were_never_set(tmp_path: Path) -> None:
@@ -225,20 +225,20 @@ def test_scales_that_float16_does_not_have(tmp_path: Path, caplog: pytest.LogCap
     save_file(tensors, tmp_path / "model.safetensors")
     plan = plan_for(tmp_path, "whole")
     caplog.clear()
-    load(plan, plan.places[0], allocate(plan, plan.places[0], CPU))
+    load_weights(plan, plan.places[0], allocate_parameters(plan, plan.places[0], CPU))
     (line,) = [record.message for record in caplog.records]
     assert "which some of model.layers.1.mlp.down_proj.weight are not" in line and "by up to" in line
     scale[3, 1] = 1e6
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"down_proj.weight is 999424, .* up to 65,504; give --quantization none"):
-        load(plan, plan.places[0], allocate(plan, plan.places[0], CPU))
+        load_weights(plan, plan.places[0], allocate_parameters(plan, plan.places[0], CPU))
 
 
 def test_zero_points_that_are_not_in_the_middle(tmp_path: Path) -> None:
     written(tmp_path, Recipe("gptq", symmetric=False, config={"sym": True}))
     plan = plan_for(tmp_path, "whole")
     with pytest.raises(ModelError, match=r"zero points of .*q_proj.weight are not all 8, .* set sym to false"):
-        load(plan, plan.places[0], allocate(plan, plan.places[0], CPU))
+        load_weights(plan, plan.places[0], allocate_parameters(plan, plan.places[0], CPU))
 
 
 def test_an_engine_runs_it(tmp_path: Path) -> None:

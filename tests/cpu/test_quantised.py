@@ -18,20 +18,19 @@ from tests.pure.gguf_files import write_model
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.checkpoint import resolve, sources
-from weft.formats.schemes import SCHEMES, STORED, UNIT, held_as
+from weft.formats.checkpoint import expected_tensors, resolve
+from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
 from weft.kernels.plain import PlainKernels
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
 from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
 from weft.quant.rounding import round_weight
 from weft.weights import stored
-from weft.weights.load import allocate, load
-from weft.weights.quantised import quantise, split
-from weft.weights.quantised import unpack as unpack_blocks
-from weft.weights.stored import Stored
+from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.quantised import quantise, split_blocks, unpack_blocks
+from weft.weights.stored import StoredWeights
 
 CPU = torch.device("cpu")
 TEXT = Path(__file__).parents[2] / "LICENSE"  # English that does not change
@@ -89,7 +88,7 @@ def test_a_cut_has_the_same_numbers(type: str) -> None:
 
 
 def quantised_plan(path: Path | None, kind: str, type: str, **more: Any) -> Plan:
-    found = {name: type for name, dims in sources(SHAPE) if len(dims) == 2}
+    found = {name: type for name, dims in expected_tensors(SHAPE) if len(dims) == 2}
     return plan_for(SHAPE, path, kind, dtype="bfloat16", schemes=found, **more)
 
 
@@ -98,10 +97,10 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
     schemes = held_tensors(SHAPE, resolve(str(path)).quantised)
     plan = plan_for(SHAPE, path, "gguf", dtype="bfloat16", schemes=schemes, layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
         assert sum(part.nbytes for part in room.values()) == plan.weight_bytes(place.rank)
-        for fill in fills(SHAPE, place):
+        for fill in rank_fills(SHAPE, place):
             part, whole = room[fill.param], torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
             if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 got = part.narrow(0, fill.at, len(fill.rows)).dequantise()
@@ -113,13 +112,13 @@ LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q4_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, 
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
-@pytest.mark.parametrize("type", STORED)
+@pytest.mark.parametrize("type", GGUF_SCHEMES)
 def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
     """Bit for bit, but for LOST. Columns end within blocks of 256, and heads within what is read at once."""
     monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})
     truth, seen = write_model(tmp_path / "m.gguf", SHAPE, type), 0
     for scheme, got, want in held(tmp_path / "m.gguf", truth):
-        assert scheme == held_as([type])
+        assert scheme == scheme_for_types([type])
         assert (got - want).norm() <= LOST.get(type, 0) * want.norm()
         seen += got.numel()
     assert seen == sum(values.size for values in truth.values() if values.ndim == 2)
@@ -150,7 +149,7 @@ def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type:
     blocks = torch.randint(0, 256, (3, 4, ENCODINGS[type].nbytes), generator=torch.Generator().manual_seed(1))
     blocks[..., 1:4:2] &= 0x3B  # the upper bytes of what may be a half: finite
     made = [QuantisedWeight.empty(type, 3, Span(0, 4 * 32), torch.bfloat16, CPU) for _ in range(2)]
-    split(blocks.to(torch.uint8), made[0])
+    split_blocks(blocks.to(torch.uint8), made[0])
     unpack_blocks(blocks.to(torch.uint8).view(3, -1), type, 0, made[1])
     for one, other in zip(*((it.values, it.scales, it.lowest) for it in made), strict=True):
         assert torch.equal(one, other) if one is not None else other is None
@@ -170,9 +169,9 @@ def test_another_type_is_rounded_from_what_it_stands_for(tmp_path: Path) -> None
     truth = write_model(tmp_path / "m.gguf", SHAPE, "Q8_0")
     plan = quantised_plan(tmp_path / "m.gguf", "gguf", "INT8", layout=UNEVEN)
     for place in plan.places:
-        room = allocate(plan, place, CPU)
-        load(plan, place, room)
-        for fill in fills(SHAPE, place):
+        room = allocate_parameters(plan, place, CPU)
+        load_weights(plan, place, room)
+        for fill in rank_fills(SHAPE, place):
             part = room[fill.param]
             if isinstance(part, QuantisedWeight) and fill.cols is not None:
                 want = torch.from_numpy(truth[fill.source])[fill.rows.start : fill.rows.stop]
@@ -256,7 +255,7 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 5 < truth < 50
     assert measured() < 1.02 * truth
     assert measured(quantization="int8") < 1.03 * truth
-    monkeypatch.setattr(Stored, "read_blocks", lambda *_: False)
+    monkeypatch.setattr(StoredWeights, "read_blocks", lambda *_: False)
     assert measured(quantization="int4") < 1.05 * truth
 
 

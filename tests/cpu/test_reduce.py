@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
-from weft.comm.parts import PLACES, Parts
-from weft.comm.symmetric import LAID_BYTES, SymmetricComm
-from weft.comm.threads import Meeting, ThreadComm
+from weft.comm.parts import TURNS, Parts
+from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricComm
+from weft.comm.threads import Rendezvous, ThreadComm
 from weft.comm.trial import all_add_up
 from weft.kernels.base import Kernels
 from weft.kernels.plain import PlainKernels
@@ -58,9 +58,9 @@ class Here(SymmetricComm):
 class Group:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
-        self.meeting, self.barrier = Meeting(size), threading.Barrier(size)
+        self.meeting, self.barrier = Rendezvous(size), threading.Barrier(size)
         self._memory = [
-            [torch.zeros(LAID_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(PLACES)
+            [torch.zeros(PUBLISHED_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(TURNS)
         ]
 
     def places(self) -> list[list[torch.Tensor]]:
@@ -177,10 +177,10 @@ def test_a_rank_that_is_far_ahead_overwrites_nothing_that_another_still_reads() 
 def test_what_is_large_or_of_another_dtype_is_summed_as_ever() -> None:
     group = Group(1, torch.bfloat16)
     comm = Here(group, 0)
-    most = LAID_BYTES // 2
-    assert comm.lay(torch.ones(1, most, dtype=torch.bfloat16)) is not None
+    most = PUBLISHED_BYTES // 2
+    assert comm.publish_part(torch.ones(1, most, dtype=torch.bfloat16)) is not None
     for x in (torch.ones(1, most + 1, dtype=torch.bfloat16), torch.ones(1, 8)):
-        assert comm.lay(x) is None
+        assert comm.publish_part(x) is None
         residual, weight = torch.ones_like(x), torch.ones(x.shape[1], dtype=x.dtype)
         out = TritonKernels(1).sum_add_norm(x, residual, weight, 0.0, comm)
         assert residual.unique().item() == 2 and out.unique().item() == 1

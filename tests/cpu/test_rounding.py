@@ -13,15 +13,15 @@ from tests.cpu.test_kernels import native
 from tests.pure.costs import cut
 from weft.architectures.place import Span
 from weft.formats.catalogue import find
-from weft.formats.schemes import ALL, SCHEMES, Scheme
+from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
 from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
 from weft.kernels.native.rounding import NativeRounding, create_native_rounding, supports_scheme
 from weft.native import build
-from weft.plan.fills import fills
+from weft.plan.fills import rank_fills
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.quantised import bands, quantise
+from weft.weights.quantised import quantise, row_bands
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPE = AttentionShape(
@@ -75,7 +75,7 @@ def parts(matrix: QuantisedWeight) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("type", "counts"),
-    [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL[type].bits == 4)],
+    [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL_SCHEMES[type].bits == 4)],
     ids=lambda it: it if isinstance(it, str) else "alike" if it is None else "by importance",
 )
 def test_it_loses_no_more_than_torch(
@@ -201,7 +201,9 @@ def test_an_8b_is_rounded_on_a_card_in_few_launches(
         seen[type] = card.launches - before
     place = cut(shape, [0]).places[0]
     pieces = [
-        len([*bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)]) for fill in fills(shape, place) if fill.cols
+        len([*row_bands(fill.rows, len(fill.cols), shape.head_dim, CUDA)])
+        for fill in rank_fills(shape, place)
+        if fill.cols
     ]
     assert sum(pieces) > 32 * 7 and max(seen.values()) * sum(pieces) <= 2000
 

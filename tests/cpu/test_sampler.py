@@ -97,7 +97,7 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     logits = grid(300, 40, 0)
     positions = [1] * 40
     at_once = sampled(sampler_of(300, rows), logits, list(range(40)), positions).result()
-    monkeypatch.setattr(chunks, "CPU_FIGURES", 0)
+    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 0)
     assert sampled(sampler_of(300, rows), logits, list(range(40)), positions).result() == at_once
 
 
@@ -289,7 +289,7 @@ def test_wishes_with_nothing_to_do_leave_the_logits_as_they_are(monkeypatch: pyt
     def refuse(*_: object) -> NoReturn:
         raise AssertionError("the logits are changed")
 
-    monkeypatch.setattr(sampler_module, "shape", refuse)
+    monkeypatch.setattr(sampler_module, "apply_edits", refuse)
     rows = [
         Row(0, SamplingParams(min_tokens=2), [3], [7, 8]),
         Row(1, SamplingParams(bad_word_ids=((5, 6),)), [3], []),

@@ -324,7 +324,7 @@ def test_a_killed_rank_fails_the_requests_and_the_server_with_the_cause(words: l
 
 def test_the_demo_answers() -> None:
     try:
-        demo.fetch()
+        demo.fetch_demo()
     except ModelError as error:
         pytest.skip(f"the demo model cannot be had: {error}")
     asked: list[Any] = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

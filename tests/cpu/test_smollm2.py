@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from weft import LLM, SamplingParams
-from weft.formats.demo import fetch
+from weft.formats.demo import fetch_demo
 
-NEW = 64
+NEW = 32
 PROMPTS = [
     "Why is the sky blue?",
     "Once upon a time there was a",
@@ -25,14 +25,14 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    return Path(fetch())
+    return Path(fetch_demo())
 
 
 @pytest.fixture(scope="module")
 def ids(gguf: Path) -> list[list[int]]:
     from weft.text import tokenizer
 
-    words = tokenizer.load(str(gguf))
+    words = tokenizer.load_tokenizer(str(gguf))
     return [words.encode(prompt) for prompt in PROMPTS]
 
 

@@ -25,7 +25,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.kernels.batch import Batch
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan.memory import fit_length
 from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
@@ -100,14 +100,14 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
         DraftProposer, "record_accepted", lambda self, guessed, confirmed: judged.append((guessed, confirmed))
     )
     with LLM(model, speculative_config={"model": model, "num_speculative_tokens": 3}, **how) as llm:
-        logits, calls = Decoder.logits, count()
+        logits, calls = DecoderModel.logits, count()
 
-        def at_first_wrong(self: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+        def at_first_wrong(self: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
             found = logits(self, hidden)
-            drafts = sys._getframe(1).f_code.co_filename.endswith("drafter.py")
+            drafts = sys._getframe(1).f_code.co_filename.endswith("draft_runner.py")
             return -found if drafts and next(calls) < 12 and found is not None else found
 
-        monkeypatch.setattr(Decoder, "logits", at_first_wrong)
+        monkeypatch.setattr(DecoderModel, "logits", at_first_wrong)
         guesses_when(monkeypatch, lambda step: step < 4 or step > 8)  # some guesses are not judged, and then it rests
         assert llm.generate([PROMPTS[0]], GREEDY)[0].outputs[0].token_ids == want
     wrong = [step for step, (guessed, confirmed) in enumerate(judged) if confirmed < guessed]
@@ -199,8 +199,8 @@ def test_a_draft_reads_what_it_missed(
     assert stats.draft_tokens > 10 and stats.accepted_tokens == stats.draft_tokens
 
 
-def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU hears of an admission with the next order, and a draft reads prompts too, from which nobody samples yet."""
+def test_what_is_prepared_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU hears of an admission with the next batch, and a draft reads prompts too, from which nobody samples yet."""
     calls: list[str] = []
 
     def counted(name: str) -> None:
@@ -209,10 +209,12 @@ def test_what_is_ordered_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch)
 
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "max_num_batched_tokens": 16}
     with LLM(model, speculative_config={"model": model}, **how) as llm:
-        counted("order")
+        counted("prepare_batch")
         counted("sample")
         llm.generate([list(range(3, 44))], GREEDY)
-    assert calls[::2] == ["order"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    assert (
+        calls[::2] == ["prepare_batch"] * (len(calls) // 2) and calls[1::2] == ["sample"] * (len(calls) // 2) and calls
+    )
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest.MonkeyPatch, reads: list[int]) -> None:
@@ -258,7 +260,7 @@ def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) ->
 
 def drafted(model: str, **how: object) -> Plan:
     config = EngineConfig(model=model, dtype="float32", speculative_config={"model": model}, **how)
-    return plan_to_run(config, resolve(model), host.probe())
+    return plan_to_run(config, resolve(model), host.probe_host())
 
 
 def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

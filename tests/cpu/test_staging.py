@@ -36,7 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         begun.append((torch.full_like(tensor, 255), tensor))
         return begun[-1][0]
 
-    monkeypatch.setattr(Staging, "_made", lambda _, size: (torch.empty(size, dtype=torch.uint8), Event()))
+    monkeypatch.setattr(Staging, "_allocate", lambda _, size: (torch.empty(size, dtype=torch.uint8), Event()))
     monkeypatch.setattr(torch.Tensor, "to", to)
     return there
 

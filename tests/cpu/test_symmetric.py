@@ -20,7 +20,7 @@ from trial_worker import HERE
 from weft.comm import symmetric, trial
 from weft.comm.base import add_up
 from weft.comm.distributed import DistributedComm
-from weft.comm.symmetric import LAID_BYTES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricComm
 from weft.comm.votes import Votes
 from weft.errors import EngineError
 from weft.executors.processes import ProcessExecutor
@@ -41,7 +41,7 @@ def group(store: dist.Store) -> Iterator[dist.ProcessGroup]:
 
 
 def join(group: dist.ProcessGroup, store: dist.Store) -> DistributedComm:
-    return trial.joined(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
+    return trial.connect_symmetric(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
 
 
 def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,27 +73,27 @@ class Handle:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parts_lie_behind_the_memory_of_torch_s_own_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=dtype)
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=dtype)
     handle = Handle(memory)
     comm = SymmetricComm(group, CPU, memory, handle)
     for turn in (0, 1, 0):
-        laid = comm.lay(torch.full((2, 4), 3.0, dtype=dtype))
+        laid = comm.publish_part(torch.full((2, 4), 3.0, dtype=dtype))
         assert laid is not None
-        assert laid.tolist() == [memory.data_ptr() + TWO_SHOT_BYTES + turn * LAID_BYTES]
+        assert laid.tolist() == [memory.data_ptr() + TWO_SHOT_BYTES + turn * PUBLISHED_BYTES]
     assert handle.met == 3
     assert memory.nonzero().flatten().tolist() == [
-        TWO_SHOT_BYTES // 2 + at for at in (*range(8), *range(LAID_BYTES // 2, LAID_BYTES // 2 + 8))
+        TWO_SHOT_BYTES // 2 + at for at in (*range(8), *range(PUBLISHED_BYTES // 2, PUBLISHED_BYTES // 2 + 8))
     ]
 
 
 def test_a_sum_of_another_kind_begins_the_turns_anew(group: dist.ProcessGroup) -> None:
     """So that what a graph has captured follows any other."""
-    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=torch.float16)
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=torch.float16)
     comm, x = SymmetricComm(group, CPU, memory, Handle(memory)), torch.ones(1, 8, dtype=torch.float16)
-    first = comm.lay(x)
+    first = comm.publish_part(x)
     # Two parts of a dtype that torch's own sums do not know.
     assert torch.equal(comm.sum(x.clone()), x)
-    again = comm.lay(x)
+    again = comm.publish_part(x)
     assert first is not None and again is not None and torch.equal(first, again)
 
 
@@ -115,7 +115,7 @@ def test_four_parts_are_rounded_once(
 
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", one_shot, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", two_shots, raising=False)
-    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2, dtype=dtype)
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=dtype)
     comm = SymmetricComm(group, CPU, memory, Handle(memory))
     comm.size = 4
     assert torch.equal(comm.sum(parts[0].clone()), add_up(parts, torch.empty_like(parts[0])))
@@ -123,7 +123,7 @@ def test_four_parts_are_rounded_once(
 
 
 def test_memory_that_lies_elsewhere_is_not_used(group: dist.ProcessGroup) -> None:
-    memory = torch.zeros((TWO_SHOT_BYTES + 2 * LAID_BYTES) // 2 + 8, dtype=torch.bfloat16)
+    memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2 + 8, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="where it does not lie"):
         SymmetricComm(group, CPU, memory[:-8], Handle(memory, begin=8))
 
@@ -172,9 +172,9 @@ def test_none_begins_where_another_cannot(
         raise AssertionError("it waits for the other rank")
 
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
-    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
-    monkeypatch.setattr(symmetric, "meet", begun)
-    monkeypatch.setattr(Votes, "objection", lambda *_: "out of memory (rank 1)")
+    monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "connect_buffers", begun)
+    monkeypatch.setattr(Votes, "first_objection", lambda *_: "out of memory (rank 1)")
     assert type(join(group, store)) is DistributedComm
 
 
@@ -186,8 +186,8 @@ def test_wrong_sums_are_a_verdict_for_nccl_as_well(
     monkeypatch.delenv("NCCL_P2P_DISABLE")
     made = DistributedComm(group, CPU)
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
-    monkeypatch.setattr(symmetric, "buffer", lambda *_: torch.empty(0))
-    monkeypatch.setattr(symmetric, "meet", lambda *_: made)
+    monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
+    monkeypatch.setattr(symmetric, "connect_buffers", lambda *_: made)
     monkeypatch.setattr(trial, "all_add_up", lambda _: right)
     assert (join(group, store) is made) == right
     assert os.environ.get("NCCL_P2P_DISABLE") == (None if right else "1")
@@ -198,7 +198,7 @@ def test_the_first_objection_is_heard_by_all() -> None:
 
     def ask(rank: int) -> None:
         votes = Votes(store, [4, 5, 6], 4 + rank, timedelta(seconds=60))
-        heard[rank] = [votes.objection("sing", ("", "no", "never")[rank]), votes.objection("dance", "")]
+        heard[rank] = [votes.first_objection("sing", ("", "no", "never")[rank]), votes.first_objection("dance", "")]
 
     threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -210,7 +210,7 @@ def test_the_first_objection_is_heard_by_all() -> None:
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
     with pytest.raises(EngineError, match=r"rank 7 failed during start: the others have waited 0\.2 s for it to sing"):
-        Votes(dist.HashStore(), [6, 7], 6, SOON).objection("sing", "")
+        Votes(dist.HashStore(), [6, 7], 6, SOON).first_objection("sing", "")
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from tests.pure.vocabularies import (
     sentencepiece_model,
     write_gguf,
 )
-from weft.text.pretokenizers import WORDS
+from weft.text.pretokenizers import PRE_TOKENIZERS
 from weft.text.template import ChatTemplate
-from weft.text.tokenizer import load
+from weft.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_saved_tokenizer(tmp_path: Path, bos: bool, flag: bool | None) -> None
     saved.add_tokens(["<tool>"])
     saved.save_pretrained(tmp_path)
     oracle = AutoTokenizer.from_pretrained(tmp_path)
-    this = load(str(tmp_path))
+    this = load_tokenizer(str(tmp_path))
     assert (this.bos_id, this.eos_id, this.vocab_size) == (oracle.bos_token_id, oracle.eos_token_id, len(oracle))
     assert this.special_ids == set(oracle.all_special_ids) | {0}
     for text in (*TEXTS, "", "<tool>weft<|im_end|>"):
@@ -55,16 +55,16 @@ def test_a_saved_tokenizer(tmp_path: Path, bos: bool, flag: bool | None) -> None
 
 
 # Transformers has no words of its own for the others: it takes GPT-2's for all of them.
-@pytest.mark.parametrize("pre", [*sorted(WORDS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()), "gpt-2", "default"])
+@pytest.mark.parametrize("pre", [*sorted(PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()), "gpt-2", "default"])
 def test_gguf_words(tmp_path: Path, pre: str) -> None:
     write_gguf(tmp_path / "m.gguf", **byte_level_fields(byte_level(), pre), add_bos_token=False)
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    this = load(str(tmp_path / "m.gguf"))
+    this = load_tokenizer(str(tmp_path / "m.gguf"))
     # What is whole in one and merged in the other shows in the ids, not in how a text is cut.
     for text in (*TEXTS, "a1234 b\r\n\r\nc  d'LL e/\n/f"):
-        cut = WORDS[pre].pre_tokenizer().pre_tokenize_str(text)
+        cut = PRE_TOKENIZERS[pre].create_pre_tokenizer().pre_tokenize_str(text)
         assert cut == oracle.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        if not WORDS[pre].whole:
+        if not PRE_TOKENIZERS[pre].whole:
             assert this.encode(text) == oracle.encode(text)
         assert this.decode(this.encode(text)) == text
 
@@ -73,7 +73,7 @@ def test_gguf_sentencepiece(tmp_path: Path) -> None:
     model = sentencepiece_model()
     write_gguf(tmp_path / "m.gguf", **sentencepiece_fields(model))
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    this = load(str(tmp_path / "m.gguf"))
+    this = load_tokenizer(str(tmp_path / "m.gguf"))
     for text in TEXTS:
         if text.startswith(" "):
             continue  # Transformers puts no second space before it, SentencePiece does

@@ -98,6 +98,7 @@ def launch_all():
         (90, "128", "bfloat16", "float8_e4m3fn"),
         (86, "256,8", "bfloat16", "bfloat16"),
         (86, "128", "float32", "float32"),
+        (75, "256", "float32", "float32"),
         (75, "64,128,256", "float16", "float16"),  # heads of 96 take what those of 128 take
     ],
     ids=str,

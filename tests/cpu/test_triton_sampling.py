@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu import checkpoints
-from tests.cpu.draws import MASK, chooser_of
+from tests.cpu.draws import MASK, token_sampler_of
 from tests.cpu.reference_sampler import EOS, FILTERS, Row, grid
 from weft import LLM
 from weft.core.params import SamplingParams
-from weft.worker import chooser, chunks, filters
+from weft.worker import chunks, filters, token_sampler
 from weft.worker.filters import weigh
 from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
-from weft.worker.rows import Rows
+from weft.worker.request_slots import RequestSlots
 from weft.worker.sampler import Sampler
 from weft.worker.staging import Staging
 
@@ -101,16 +101,17 @@ def test_what_its_filters_leave_is_what_torchs_leave(
 
 
 def test_a_steady_step_tells_the_device_of_nothing_but_slots_and_positions() -> None:
-    sampler = Sampler(50, 4, (EOS,), chooser_of("triton", 4))
+    sampler = Sampler(50, 4, (EOS,), token_sampler_of("triton", 4))
     for slot in range(4):
         sampler.admit(Row(slot, SamplingParams(top_p=0.5), [1], []).admission(slot))
     sizes = []
     for position in (1, 2, 3):
         if position == 3:
             sampler.admit(Row(9, SamplingParams(), [1], []).admission(2))
-        order = sampler.order([0, 1, 2, 3], [position] * 4)
-        sampler.sample(grid(50, 4, 0), order, [torch.from_numpy(array) for array in order.arrays])
-        sizes.append(sum(array.nbytes for array in order.arrays))
+        batch = sampler.prepare_batch([], [0, 1, 2, 3], [position] * 4)
+        arrays = batch.arrays.flatten()
+        sampler.sample(grid(50, 4, 0), batch, batch.arrays.with_tensors(map(torch.from_numpy, arrays)))
+        sizes.append(sum(array.nbytes for array in arrays))
     assert sizes == [2 * 32 + 4 * 48, 2 * 32, 2 * 32 + 48]
 
 
@@ -126,9 +127,9 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("an array goes to the device on its own")
 
     counted(Staging, "put")
-    counted(Rows, "stage")
-    for module in (chooser, chunks, filters):
-        monkeypatch.setattr(module, "sent", alone)
+    counted(RequestSlots, "stage")
+    for module in (token_sampler, chunks, filters):
+        monkeypatch.setattr(module, "copy_to_device", alone)
     path = checkpoints.make("llama", tmp_path)
     wishes = [{"logprobs": 2}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 0}, {"repetition_penalty": 1.2}]
     params = [SamplingParams(max_tokens=2 + i % 2, ignore_eos=True, **it) for i, it in enumerate(wishes)]

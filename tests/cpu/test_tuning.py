@@ -19,7 +19,7 @@ from weft import kernels
 from weft.errors import ConfigError
 from weft.kernels.base import AttentionShape
 from weft.probes.on_gpu import tuner
-from weft.probes.tuning import Raced, Tune, Tuned, tune
+from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest, tune_attention
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -86,16 +86,16 @@ def test_the_fastest_of_each_number_of_rows_is_found(monkeypatch: pytest.MonkeyP
         told.append(what)
         assert not obstacles and len(times) == len(DECODE_CANDIDATES if "decode" in what else PREFILL_CANDIDATES)
 
-    found = trials.measured(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
+    found = trials.measure_tunings(SHAPE, CPU, Clock({1: FEW, 4: MANY}, monkeypatch), tell)
     assert found == FOUND
     assert told == ["decode of 1 row over 40 tokens", "decode of 4 rows over 40 tokens", *trials.PROMPTS]
 
 
 def test_contexts_are_mixed() -> None:
-    assert trials.mixed(1, 4096) == [1074] and trials.mixed(4, 20) == [20] * 4
-    many = trials.mixed(256, 4096)
+    assert trials.mixed_lengths(1, 4096) == [1074] and trials.mixed_lengths(4, 20) == [20] * 4
+    many = trials.mixed_lengths(256, 4096)
     assert min(many) < 110 and max(many) > 2040 and sum(many) == pytest.approx(256 * 1074, rel=0.01)
-    assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed(256, 4096)
+    assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed_lengths(256, 4096)
 
 
 def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> None:
@@ -112,7 +112,7 @@ def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> Non
         return torch.full((2, 64), torch.nan)
 
     race.entries |= {names[0]: hungry, names[2]: wrong, names[3]: empty}
-    times, obstacles = race.run(lambda run: 1.0)
+    times, obstacles = race.run_entries(lambda run: 1.0)
     assert obstacles == {
         names[0]: "out of resource: shared memory, Required: 262144, Hardware limit: 101376.",
         names[2]: "it gives other numbers",
@@ -124,34 +124,34 @@ def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> Non
 def test_calls_take_turns_over_places_that_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "COLD_BYTES", 3 * 2 * 48 * 2 * 16 * 2)  # of 48 tokens in whole blocks
     race = trials.decode_race(SHAPE, CPU, [40])
-    assert len({it.keys.data_ptr() for _, it, _ in race.given}) == 4
+    assert len({it.keys.data_ptr() for _, it, _ in race.samples}) == 4
     race.entries = {DECODE: race.entries[DECODE]}
-    assert race.run(lambda run: 8.0)[0] == {DECODE: 2.0}
+    assert race.run_entries(lambda run: 8.0)[0] == {DECODE: 2.0}
 
 
 def test_a_lead_within_the_noise_is_none() -> None:
     other = DECODE_CANDIDATES[3]
-    assert trials.best([{DECODE: 1.0, other: 0.98}], DECODE) == DECODE
-    assert trials.best([{DECODE: 1.0, other: 0.96}], DECODE) == other
-    assert trials.best([{other: 1.0}], DECODE) == other
-    assert trials.best([{}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.98}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.96}], DECODE) == other
+    assert trials.fastest_tuning([{other: 1.0}], DECODE) == other
+    assert trials.fastest_tuning([{}], DECODE) == DECODE
     # Over several races each counts the same, and what did not run in all of them is out.
-    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 10.0, other: 16.0}], DECODE) == other
-    assert trials.best([{DECODE: 1.0, other: 0.5}, {DECODE: 1.0}], DECODE) == DECODE
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.5}, {DECODE: 10.0, other: 16.0}], DECODE) == other
+    assert trials.fastest_tuning([{DECODE: 1.0, other: 0.5}, {DECODE: 1.0}], DECODE) == DECODE
 
 
 def test_memory_that_is_not_there_leaves_a_size_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    decodes = trials.decodes
+    decode_inputs = trials.decode_inputs
 
     def short(shape: object, device: object, contexts: list[int]) -> object:
         if len(contexts) == 4:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
-        return decodes(shape, device, contexts)  # type: ignore[arg-type]
+        return decode_inputs(shape, device, contexts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trials, "decodes", short)
+    monkeypatch.setattr(trials, "decode_inputs", short)
     told = {}
     clock = Clock({1: FEW, 4: MANY}, monkeypatch)
-    found = trials.measured(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
+    found = trials.measure_tunings(SHAPE, CPU, clock, lambda what, times, obstacles: told.update({what: obstacles}))
     assert found.decode == {1: FEW, 4: DECODE}
     assert told["decode of 4 rows"] == {"all": "CUDA out of memory. Tried"}
 
@@ -175,7 +175,7 @@ def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFi
     assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
     # Of the most that may come they are independent, of heads and dtypes not.
     assert saved_tunings.load_tunings(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
-    for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"kept": torch.float8_e4m3fn}):
+    for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}):
         assert saved_tunings.load_tunings(CPU, replace(SHAPE, **other)) == DEFAULT
 
 
@@ -218,40 +218,41 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
         tell("decode of 1 row", {DECODE: 2e-6, FEW: 1e-6}, {MANY: "no room"})
         return FOUND
 
-    monkeypatch.setattr(trials, "measured", measured)
+    monkeypatch.setattr(trials, "measure_tunings", measured)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
     whole = AttentionShape.from_plan(plan, 0)
     ranks = (1, whole.kv_heads)
-    tuner.measure(Tune(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    tuner.measure_sizes(TuneRequest(plan, ranks, keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     races, tuned = said[::2], said[1::2]
     seconds = {str(DECODE): 2e-6, str(FEW): 1e-6}
-    assert races[1] == Raced("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
+    assert races[1] == RaceResult("1 query and 1 KV heads, decode of 1 row", seconds, {str(MANY): "no room"})
     assert [(it.q_heads, it.kv_heads) for it in tuned] == [  # type: ignore[attr-defined]
         (whole.q_heads // n, whole.kv_heads // n) for n in ranks
     ]
     for n, it in zip(ranks, tuned, strict=True):
         shape = replace(whole, q_heads=whole.q_heads // n, kv_heads=whole.kv_heads // n)
-        assert isinstance(it, Tuned) and Path(it.path).is_file() and not it.lost
+        assert isinstance(it, TunedSizes) and Path(it.path).is_file() and not it.lost
         assert it.decode == {1: str(FEW), 4: str(MANY)} and saved_tunings.load_tunings(CPU, shape) == FOUND
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "weft").write_text("a file in the folder's place")
-    monkeypatch.setattr(trials, "measured", lambda *given, **named: FOUND)
+    monkeypatch.setattr(trials, "measure_tunings", lambda *given, **named: FOUND)
     plan = msgspec.structs.replace(make_plan(), attention_backend="triton")
-    said: list[Tuned] = []
-    tuner.measure(Tune(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    said: list[TunedSizes] = []
+    tuner.measure_sizes(TuneRequest(plan, (1,), keep=True), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     assert not said[0].path and "XDG_CACHE_HOME" in said[0].lost
-    tuner.measure(Tune(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
+    tuner.measure_sizes(TuneRequest(plan, (1,), keep=False), SimpleNamespace(send=said.append))  # type: ignore[arg-type]
     assert not said[1].path and not said[1].lost
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
+@pytest.mark.long
 def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
-    races: list[Raced] = []
+    races: list[RaceResult] = []
     with pytest.raises(ConfigError, match=r"the sizes of attention cannot be measured: .*(CUDA|NVIDIA)"):
-        tune(short, (1,), keep=True, tell=races.append)
-    assert [it.what.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
+        tune_attention(short, (1,), keep=True, tell=races.append)
+    assert [it.title.partition(", ")[2] for it in races] == ["decode of 1 row over 4 tokens", *trials.PROMPTS]
     assert not any(it.seconds for it in races) and not list(tmp_path.rglob("*.json"))

@@ -24,14 +24,14 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
 from weft.errors import ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import resolve, sources, tensors
+from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.formats.tensor import ENCODINGS, TensorInfo
-from weft.plan.fills import fills
-from weft.plan.places import places
+from weft.plan.fills import Fill, rank_fills
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
-from weft.weights.load import load
+from weft.weights.load import load_weights
 
 SHAPE = ModelShape(
     architecture="LlamaForCausalLM",
@@ -58,7 +58,7 @@ def plan_for(
     dtype: str = "float32",
     **more: Any,
 ) -> Plan:
-    ranks = places(shape, *layout)
+    ranks = cut_places(shape, *layout)
     return Plan(
         model="test",
         checkpoint=str(path or ""),
@@ -82,7 +82,7 @@ def loaded(plan: Plan, place: Place) -> dict[str, torch.Tensor]:
         name: torch.full(parameter_dims(plan.shape, place, parameter), torch.nan, dtype=getattr(torch, plan.dtype))
         for name, parameter, _ in rank_parameters(plan.shape, place)
     }
-    load(plan, place, targets)
+    load_weights(plan, place, targets)
     return targets
 
 
@@ -90,7 +90,7 @@ def pieces(plan: Plan) -> Iterator[tuple[str, Span, Span | None, torch.Tensor]]:
     """(source, rows, cols, values) of everything that the ranks of a plan hold after loading."""
     for place in plan.places:
         targets = loaded(plan, place)
-        for fill in fills(plan.shape, place):
+        for fill in rank_fills(plan.shape, place):
             yield fill.source, fill.rows, fill.cols, targets[fill.param][fill.at : fill.at + len(fill.rows)]
 
 
@@ -110,7 +110,7 @@ def agrees(plan: Plan, truth: dict[str, torch.Tensor]) -> None:
 
 def random_weights(shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in sources(shape)}
+    return {name: torch.randn(dims, generator=generator).to(dtype) for name, dims in expected_tensors(shape)}
 
 
 @settings(max_examples=25)
@@ -170,10 +170,10 @@ def test_vectors_may_be_quantised_too(tmp_path: Path) -> None:
     infos = resolve(str(tmp_path / "m.gguf")).tensors()
     matrix = infos["model.layers.0.mlp.down_proj.weight"]
     row = TensorInfo(file=matrix.file, type="Q8_0", dims=(512,), offset=matrix.offset, nbytes=512 // 32 * 34)
-    source = stored.Stored({"matrix": matrix, "row": row})
+    source = stored.StoredWeights({"matrix": matrix, "row": row})
     whole, part = torch.empty(256, 512), torch.empty(100)
-    source.read("matrix", Span(0, 256), Span(0, 512), whole)
-    source.read("row", Span(7, 107), None, part)
+    source.read_range("matrix", Span(0, 256), Span(0, 512), whole)
+    source.read_range("row", Span(7, 107), None, part)
     assert torch.equal(part, whole[0, 7:107])
 
 
@@ -188,27 +188,27 @@ def test_numbers_off_their_own_grid(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
     agrees(plan_for(SHAPE, tmp_path, "safetensors"), truth)
     # Most processors forgive that most of the time, so look at where the numbers are read from.
-    assert stored.typed(torch.zeros(9, dtype=torch.uint8)[1:], torch.float32).data_ptr() % 4 == 0
+    assert stored.view_bytes(torch.zeros(9, dtype=torch.uint8)[1:], torch.float32).data_ptr() % 4 == 0
 
 
 def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(random_weights(SHAPE, torch.bfloat16), tmp_path / "model.safetensors")
     plan = plan_for(SHAPE, tmp_path, "safetensors", dtype="bfloat16")
     mapped: list[tuple[TensorInfo, int, int]] = []
-    original = stored.mapped
+    original = stored.map_bytes
 
     def record(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
         mapped.append((info, start, nbytes))
         return original(info, start, nbytes, whole=whole)
 
-    monkeypatch.setattr(stored, "mapped", record)
+    monkeypatch.setattr(stored, "map_bytes", record)
     for place in plan.places:
         mapped.clear()
         targets = loaded(plan, place)
         # Matrices that are cut by columns, and vectors, are mapped from end to end.
-        by_rows = {name for name, dims in sources(SHAPE) if dims[1:] == (SHAPE.hidden,)}
-        owned = [fill for fill in fills(SHAPE, place) if fill.source in by_rows]
-        assert len(mapped) == len(list(fills(SHAPE, place)))
+        by_rows = {name for name, dims in expected_tensors(SHAPE) if dims[1:] == (SHAPE.hidden,)}
+        owned = [fill for fill in rank_fills(SHAPE, place) if fill.source in by_rows]
+        assert len(mapped) == len(list(rank_fills(SHAPE, place)))
         assert sorted(n for info, _, n in mapped if info.dims[1:] == (SHAPE.hidden,)) == sorted(
             2 * SHAPE.hidden * len(fill.rows) for fill in owned
         )
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(random_weights(SHAPE, torch.float32), path)
     plan = plan_for(SHAPE, tmp_path, "safetensors")
-    infos = tensors(plan.checkpoint, plan.load_format, plan.shape)
+    infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ModelError, match="is cut short"):
         loaded(plan, plan.places[0])
@@ -240,7 +240,23 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
         loaded(plan, plan.places[0])
     name = "model.norm.weight"
     with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
-        stored.Stored(infos).read(name, Span(0, 256), None, torch.empty(256))
+        stored.StoredWeights(infos).read_range(name, Span(0, 256), None, torch.empty(256))
+
+
+@pytest.mark.parametrize("unread", [{"expert": 0}, {"index": 1}, {"transposed": True}], ids=str)
+def test_a_fill_with_a_field_that_the_loader_does_not_read_is_refused(
+    unread: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would load other numbers than the table of parameters says."""
+
+    def with_unread(shape: ModelShape, place: Place) -> list[Fill]:
+        return [msgspec.structs.replace(fill, **unread) for fill in rank_fills(shape, place)]
+
+    plan = plan_for(SHAPE, None, "dummy")
+    loaded(plan, plan.places[0])
+    monkeypatch.setattr("weft.weights.load.rank_fills", with_unread)
+    with pytest.raises(AssertionError, match=f"the loader ignores {next(iter(unread))} of Fill"):
+        loaded(plan, plan.places[0])
 
 
 @settings(max_examples=25)
@@ -275,7 +291,7 @@ def test_dummies_are_normal_and_differ() -> None:
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
     try:
-        return demo.fetch()
+        return demo.fetch_demo()
     except ModelError as error:
         pytest.skip(f"{Path(demo.MEMBER).name} is not here: {error}")
 

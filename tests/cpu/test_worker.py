@@ -22,13 +22,13 @@ from weft.hardware import host
 from weft.kernels import create_kernels
 from weft.kernels.base import Kernels, Product
 from weft.layers import rope
-from weft.models.decoder import Decoder
+from weft.models.decoder import DecoderModel
 from weft.plan import memory
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import LOGITS_BYTES
 from weft.plan.plan import Plan, Speculation
-from weft.worker import worker as worker_module
-from weft.worker.sampler import Order, Sampler
+from weft.worker import prompt_logprobs, rehearsal
+from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.worker import Worker
 
 
@@ -46,8 +46,8 @@ def alone(plan: Plan) -> Iterator[Worker]:
 
 def tiny_plan(folder: Path, **flags: Any) -> Plan:
     path = str(tiny.write(folder / "tiny"))
-    return layout(
-        EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe()
+    return build_plan(
+        EngineConfig(model=path, load_format="dummy", **flags), resolve(path, load_format="dummy"), host.probe_host()
     )
 
 
@@ -95,24 +95,24 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
 def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
-    monkeypatch.setattr(memory, "SCORED", 1)
+    monkeypatch.setattr(memory, "SCORED_POSITIONS", 1)
     plan = tiny_plan(tmp_path, max_num_seqs=3)
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
-    orders: list[list[int]] = []
+    prepared: list[list[int]] = []
 
-    def spy(sampler: Sampler, slots: list[int], positions: list[int]) -> Order:
-        orders.append(slots)
-        return order(sampler, slots, positions)
+    def spy(sampler: Sampler, picks: list[int], slots: list[int], positions: list[int]) -> SampleBatch:
+        prepared.append(slots)
+        return prepare_batch(sampler, picks, slots, positions)
 
-    order = Sampler.order
-    monkeypatch.setattr(Sampler, "order", spy)
+    prepare_batch = Sampler.prepare_batch
+    monkeypatch.setattr(Sampler, "prepare_batch", spy)
     found = []
     for it in (plan, guessing):
         with alone(it) as worker:
             found.append(worker.load().activation_bytes)
             worker.allocate(3)
     assert found[1] - found[0] == LOGITS_BYTES * 3 * 4 * plan.shape.vocab
-    assert orders == [[0], [0], [0] * 5, [0]]
+    assert prepared == [[0], [0], [0] * 5, [0]]
 
 
 def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
@@ -121,25 +121,25 @@ def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
     """Of few requests fewer are sampled after than a prompt has tokens: the engine would find no memory for them."""
     plan = tiny_plan(tmp_path, max_num_seqs=1)
     held: list[int] = []
-    logits = Decoder.logits
+    logits = DecoderModel.logits
 
-    def spy(model: Decoder, hidden: torch.Tensor) -> torch.Tensor | None:
+    def spy(model: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
         held.append(len(hidden))
         return logits(model, hidden)
 
     with alone(plan) as worker:
         reported = worker.load().activation_bytes
         worker.allocate(4)
-        monkeypatch.setattr(Decoder, "logits", spy)
-        monkeypatch.setattr(worker_module, "SCORED", 5)
-        worker._rehearse([13], worker_module.SCORING)
+        monkeypatch.setattr(DecoderModel, "logits", spy)
+        monkeypatch.setattr(prompt_logprobs, "SCORED_POSITIONS", 5)
+        worker._rehearse([13], rehearsal.SCORING)
     assert held == [5, 5, 2, 1]  # twelve of the prompt, and the one that is sampled
-    assert reported > LOGITS_BYTES * min(memory.SCORED, plan.max_num_batched_tokens) * plan.shape.vocab
+    assert reported > LOGITS_BYTES * min(memory.SCORED_POSITIONS, plan.max_num_batched_tokens) * plan.shape.vocab
 
 
 def test_fewer_rows_of_the_table_are_the_same_rows() -> None:
     """Also where its base depends on the longest text, as in dynamic scaling."""
     for kind in (Rope(), Rope(kind="dynamic", factor=4.0), Rope(kind="yarn", factor=4.0, original_max_positions=64)):
-        whole = rope.table(kind, 16, 64, 256, 256)
-        assert torch.equal(rope.table(kind, 16, 64, 256, 40), whole[:40])
+        whole = rope.rope_table(kind, 16, 64, 256, 256)
+        assert torch.equal(rope.rope_table(kind, 16, 64, 256, 40), whole[:40])
         assert whole.shape == (256, 16)

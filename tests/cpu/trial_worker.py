@@ -17,7 +17,7 @@ from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 
 HERE = "trial_worker:TrialWorker"
-PATIENCE = timedelta(seconds=1.9)
+TIMEOUT = timedelta(seconds=1.9)
 
 
 class TrialWorker(FakeWorker):
@@ -40,15 +40,17 @@ class TrialWorker(FakeWorker):
                 ctypes.PyDLL(None).sleep(600)  # which keeps Python's lock
             store.get("what the other rank never says")
 
-        symmetric.buffer = lambda *_: torch.empty(0)  # type: ignore[assignment]
-        symmetric.meet = meet  # type: ignore[assignment]
+        symmetric.allocate_buffer = lambda *_: torch.empty(0)  # type: ignore[assignment]
+        symmetric.connect_buffers = meet  # type: ignore[assignment]
         trial.obstacle = lambda *_: ""
         logging.getLogger("weft").setLevel(logging.INFO)
         cpu, ranks = torch.device("cpu"), range(size)
         names = ["cpu"] * size
-        made = trial.joined(group, cpu, torch.float32, store=store, ranks=ranks, devices=names, patience=PATIENCE)
+        made = trial.connect_symmetric(
+            group, cpu, torch.float32, store=store, ranks=ranks, devices=names, timeout=TIMEOUT
+        )
         assert type(made).__name__ == "DistributedComm"
         # And the store is as patient as it was.
-        assert made.sum(torch.ones(1)).item() == size and store.timeout > PATIENCE
+        assert made.sum(torch.ones(1)).item() == size and store.timeout > TIMEOUT
         dist.destroy_process_group()
         return super().load()

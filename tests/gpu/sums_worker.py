@@ -8,7 +8,7 @@ import torch
 from fake_worker import FakeWorker
 
 from weft.comm.base import add_up
-from weft.comm.symmetric import LAID_BYTES, SymmetricComm
+from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricComm
 from weft.core.step import StepPlan, StepResult
 from weft.kernels.plain import PlainKernels
 from weft.kernels.triton.kernels import TritonKernels
@@ -42,7 +42,7 @@ class SumsWorker(FakeWorker):
 
     def bits(self) -> None:
         """The residual to the bit, the norm nearly, the same bits of both on every rank."""
-        for rows in (1, 3, LAID_BYTES // 2 // WIDTH, LAID_BYTES // 2 // WIDTH + 1):
+        for rows in (1, 3, PUBLISHED_BYTES // 2 // WIDTH, PUBLISHED_BYTES // 2 // WIDTH + 1):
             ours, theirs = (self.brought(99, 0, rows) for _ in range(2))
             for turn in range(5):
                 if turn % self.comm.size == self.rank:
@@ -50,7 +50,7 @@ class SumsWorker(FakeWorker):
                 out = self.kernels.sum_add_norm(self.brought(self.rank, turn, rows), ours, self.weight, EPS, self.comm)
                 parts = [self.brought(rank, turn, rows) for rank in range(self.comm.size)]
                 want = PlainKernels().add_norm(add_up(parts, torch.empty_like(out)), theirs, self.weight, EPS)
-                if rows * WIDTH * 2 <= LAID_BYTES:
+                if rows * WIDTH * 2 <= PUBLISHED_BYTES:
                     assert torch.equal(ours, theirs), (rows, turn)
                 torch.testing.assert_close(out, want, atol=0.05, rtol=0.05)
                 everyone = self.comm.gather(torch.cat([out, ours], dim=-1), [2 * WIDTH] * self.comm.size)
@@ -96,7 +96,7 @@ class SumsWorker(FakeWorker):
         for rows in SPEED_ROWS:
             told = []
             for name, way in (("nccl", by(nccl)), ("shots", by(self.comm.sum)), ("laid", laid)):
-                if name == "laid" and rows * WIDTH * 2 > LAID_BYTES:
+                if name == "laid" and rows * WIDTH * 2 > PUBLISHED_BYTES:
                     continue
                 x, residual = self.brought(self.rank, 0, rows), self.brought(9, 0, rows)
 

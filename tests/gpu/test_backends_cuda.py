@@ -19,7 +19,7 @@ from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, 
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
-from weft.worker.graphs import CudaGraphs, blank
+from weft.worker.graphs import CudaGraphs, blank_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -75,7 +75,7 @@ def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     dtype, rows = torch.float16, 8
     shape = shaped(dtype, 128, 16, 8, windows=(None, 33), rows=rows, length=4096)
     kernels = create_kernels(backend, CUDA, shape)
-    batch = blank(rows, 256, CUDA)
+    batch = blank_batch(rows, 256, CUDA)
     contexts = [[1 + 517 * i * (n + 1) % 3000 for i in range(n)] for n in range(1, rows + 1)]
     steps = [ragged([1] * len(row), row, 16, seed=len(row)) for row in contexts]
     torch.manual_seed(1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.probes import links
-from weft.probes.machine import this_machine
-from weft.probes.speeds import Speeds, sound
+from weft.probes.machine import host_cluster
+from weft.probes.speeds import Speeds, is_plausible
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
 
 def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
-    here = probe()
+    here = probe_host()
     assert here.driver and len(here.gpus) == torch.cuda.device_count()
     assert len(here.pairs) == len(here.gpus) * (len(here.gpus) - 1) // 2
     for gpu in here.gpus:
@@ -29,20 +29,20 @@ def test_the_driver_and_torch_tell_of_the_same_gpus() -> None:
 
 
 def test_every_gpu_and_pair_is_measured() -> None:
-    here = probe()
-    gpus, pairs = links.measure(here)
+    here = probe_host()
+    gpus, pairs = links.measure_links(here)
     found = Speeds(machine="", gpus=gpus, pairs=pairs)
     assert [speed.gpu for speed in gpus] == [gpu.uuid for gpu in here.gpus]
-    assert sound(found) and all(speed.copy_Bps > speed.from_host_Bps for speed in gpus)
+    assert is_plausible(found) and all(speed.copy_Bps > speed.from_host_Bps for speed in gpus)
     assert {pair.verdict for pair in pairs} <= {"works"}, pairs
-    (node,) = this_machine(here, found).nodes
+    (node,) = host_cluster(here, found).nodes
     for spec, speed in zip(node.gpus, gpus, strict=True):
         # None copies faster than its data sheet says.
         assert spec.bandwidth_Bps >= speed.copy_Bps
 
 
 def test_peer_to_peer_is_what_torch_says() -> None:
-    here = probe()
+    here = probe_host()
     for pair in here.pairs:
         if pair.peer is not None:
             assert torch.cuda.can_device_access_peer(pair.first, pair.second) == pair.peer

@@ -74,7 +74,7 @@ def test_sizes_are_measured_kept_and_used(
             print("".join(f"  passed over: {name}: {why}\n" for name, why in obstacles.items()), end="")
         assert not any("other numbers" in why for why in obstacles.values())
 
-    found = trials.measured(shape, CUDA, tell=tell)
+    found = trials.measure_tunings(shape, CUDA, tell=tell)
     assert len(ran) == 5 and min(ran) >= 3 and [*found.decode] == [1, 8, 64]
     saved_tunings.save_tunings(CUDA, shape, found)
     with caplog.at_level(logging.INFO, "weft"):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from weft.architectures.shape import ModelShape
 from weft.hardware.cluster import Cluster, parse_gpus
 from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload, deploy
-from weft.planner.profiles import profile
+from weft.planner.deployment import DeploymentLayout, Workload, deploy
+from weft.planner.profiles import load_profile
 
 
 def cut(
@@ -19,7 +19,7 @@ def cut(
     stages: int = 1,
     precision: str = "bf16",
     experts: bool = False,
-) -> Layout:
+) -> DeploymentLayout:
     each, rest = divmod(shape.layers, stages)
     return deploy(
         shape,
@@ -33,7 +33,7 @@ def cut(
 
 
 def speed(
-    shape: ModelShape, layout: Layout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster | str, engine: str = "vllm", **workload: int | None
 ) -> Prediction:
     cluster = parse_gpus(cluster) if isinstance(cluster, str) else cluster
-    return predict(shape, layout, cluster, Workload(**workload), profile(engine))
+    return predict(shape, layout, cluster, Workload(**workload), load_profile(engine))

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import sources
+from weft.formats.checkpoint import expected_tensors
 from weft.formats.gguf_names import LAYER_MODULES, MODULES
 from weft.formats.tensor import ENCODINGS
 
@@ -130,7 +130,7 @@ def write_model(
     random bytes or made for a standard deviation; its values as float32 under Hugging Face's names, in their order."""
     rng = np.random.default_rng(seed)
     usual, truth, stored = type, {}, {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         others = others or {}
         type = others.get(name) or others.get(name.split(".")[-2], usual)
         ggml_type = gguf.GGMLQuantizationType[type]

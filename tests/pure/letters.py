@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 from weft.client.frontend import Frontend, TextTools
 from weft.core.request import FinishReason, Output
 from weft.core.step import TokenLogprobs
-from weft.text.byte_level import ALPHABET, build
+from weft.text.byte_level import ALPHABET, build_byte_level
 from weft.text.pretokenizers import GPT2
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
@@ -26,9 +26,11 @@ TEMPLATE = (
 
 @cache
 def text_tools() -> TextTools:
-    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust = build_byte_level(
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
+    )
     rust.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", "<s>", "<e>")])
-    tokenizer = Tokenizer(rust, Settings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True))
+    tokenizer = Tokenizer(rust, TokenizerSettings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True))
     return TextTools(tokenizer, ChatTemplate(TEMPLATE, tokenizer.special_tokens))
 
 

@@ -12,9 +12,9 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
-from weft.planner.forecast import Forecast, forecast
+from weft.planner.forecast import Forecast, forecast_plan
 from weft.probes.speeds import Speeds
 
 CARDS = {  # memory in MiB, compute capability
@@ -50,7 +50,7 @@ def host(gpus: int | tuple[Gpu, ...] = (), **facts: Any) -> Host:
 
 def plan(where: Host | None = None, shape: ModelShape = SMOLLM2, kind: str = "safetensors", **flags: Any) -> Plan:
     checkpoint = Checkpoint(model="m", path="/models/m", format=kind, shape=shape, generation={})  # type: ignore[arg-type]
-    return layout(EngineConfig(model="m", **flags), checkpoint, where or host())
+    return build_plan(EngineConfig(model="m", **flags), checkpoint, where or host())
 
 
 def rig(*names: str, **facts: Any) -> Host:
@@ -71,11 +71,11 @@ def rig(*names: str, **facts: Any) -> Host:
 
 
 def checkpoint(name: str) -> Checkpoint:
-    model = catalogue.look_up(name)
+    model = catalogue.find_known(name)
     assert model is not None
     return Checkpoint(model=model.name, path="/models/m", format="dummy", shape=model.shape, generation={})  # type: ignore[arg-type]
 
 
 def expected(**flags: Any) -> Forecast:
     """Of SmolLM2-135M on a CPU."""
-    return forecast(plan(kind="dummy", **flags), host(), MEASURED)
+    return forecast_plan(plan(kind="dummy", **flags), host(), MEASURED)

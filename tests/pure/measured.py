@@ -17,8 +17,8 @@ from weft.formats.precision import canonical
 from weft.hardware.cluster import Cluster, parse_gpus
 from weft.plan.split import split
 from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload, deploy
-from weft.planner.profiles import Profile, profile
+from weft.planner.deployment import DeploymentLayout, Workload, deploy
+from weft.planner.profiles import Profile, load_profile
 
 TABLE = Path(__file__).parents[1] / "data/measured_speed.csv"
 LIMITS = {"single": 0.12, "load": 0.15, "peak": 0.15}  # mean absolute error by kind, issue 3
@@ -36,12 +36,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     per_gpu: bool
     shape: ModelShape
     cluster: Cluster
-    layout: Layout
+    layout: DeploymentLayout
     workload: Workload
 
     def predicted(self, profiles: Mapping[str, Profile] | None = None) -> float:
         """The planner's figure for it, with other constants where `profiles` gives them."""
-        return self.figure(self.prediction((profiles or {}).get(self.engine) or profile(self.engine)))
+        return self.figure(self.prediction((profiles or {}).get(self.engine) or load_profile(self.engine)))
 
     def prediction(self, constants: Profile) -> Prediction:
         return predict(self.shape, self.layout, self.cluster, self.workload, constants)
@@ -80,7 +80,7 @@ def case(row: Mapping[str, str]) -> Case:
         stage_layers=layers,
         gpus=range(count),
         precision=precision,
-        kv_dtype=profile(engine).kv_dtype(precision),
+        kv_dtype=load_profile(engine).kv_dtype(precision),
         expert_parallel=shared and count > 1,
     )
     split_as = f"TP {tensor}" * (tensor > 1 and not shared) + f"PP {stages}" * (stages > 1) + "DEP" * shared

@@ -15,7 +15,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan
-from weft.plan.plan import Draft, Speculation
+from weft.plan.plan import DraftModel, Speculation
 
 LIMITS: dict[str, Any] = {
     "num_blocks": 64,
@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
     "lookahead": False,
     "speculation": None,
 }
-DRAFT = Draft(model="draft", checkpoint="", load_format="dummy", shape=SMOLLM2)
+DRAFT = DraftModel(model="draft", checkpoint="", load_format="dummy", shape=SMOLLM2)
 AHEAD: list[dict[str, Any]] = [
     {},
     {"lookahead": True},

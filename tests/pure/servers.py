@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from tests.pure.worlds import World
-from weft.bench.http import Server
+from weft.bench.http import ServerAddress
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits
 from weft.serving.options import ServeOptions
-from weft.serving.server import Server as ServingServer
+from weft.serving.server import ServingServer
 
 PATIENCE_S = 10.0  # for what must happen some time
 
@@ -54,7 +54,7 @@ Answering = Callable[[Exchange], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(answering: Answering) -> AsyncIterator[Server]:
+async def serving(answering: Answering) -> AsyncIterator[ServerAddress]:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -73,7 +73,7 @@ async def serving(answering: Answering) -> AsyncIterator[Server]:
             writer.close()
 
     async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
-        yield Server(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
+        yield ServerAddress(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {"X-Team": "blue"})
 
 
 async def good(exchange: Exchange) -> None:
@@ -138,7 +138,7 @@ async def weft_server(world: World, **limits: Any) -> AsyncIterator[Live]:
     with listen.bind(ServeOptions(port=0)) as listener:
         server = ServingServer(world.service, listener, asyncio.Event().wait, ConnectionLimits(**limits))
         live = Live(server, listener)
-        listen.begin(listener, world.service.options)
+        listen.start_listening(listener, world.service.options)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield live

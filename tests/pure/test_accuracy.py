@@ -7,11 +7,11 @@ import pytest
 from tests.pure.measured import LIMITS, Case, cases, layouts_compared, mean_errors, ranking_error
 from weft.formats.catalogue import find
 from weft.hardware.cluster import parse_gpus
-from weft.planner.answer import bands
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload, deploy
 from weft.planner.footprint import footprint
-from weft.planner.profiles import profile
+from weft.planner.plan_json import bands
+from weft.planner.profiles import load_profile
 from weft.planner.ranking import RANKING_ERROR
 
 
@@ -29,7 +29,7 @@ def test_no_engine_hides_behind_another(engine: str) -> None:
 
 
 def test_most_rows_are_within_the_band_that_is_told() -> None:
-    inside = [abs(case.error()) <= profile(case.engine).error.value for case in cases()]
+    inside = [abs(case.error()) <= load_profile(case.engine).error.value for case in cases()]
     assert sum(inside) / len(inside) >= 0.85
 
 
@@ -42,7 +42,7 @@ def test_most_layouts_rank_within_the_error_that_makes_a_tie() -> None:
 def test_bands_hold_what_was_measured_in_eight_rows_of_ten() -> None:
     inside = []
     for case in cases():
-        predicted = case.prediction(profile(case.engine))
+        predicted = case.prediction(load_profile(case.engine))
         name = {"single": "single_tok_s", "load": "tpot_s_at_concurrency", "peak": "saturated_tok_s"}[case.kind]
         low, high = bands(predicted)[name]
         unit = case.figure(predicted) / ((low + high) / 2)
@@ -52,7 +52,7 @@ def test_bands_hold_what_was_measured_in_eight_rows_of_ten() -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
 def test_what_was_measured_fits(case: Case) -> None:
-    memory = footprint(case.shape, case.layout, case.cluster, profile(case.engine), case.workload)
+    memory = footprint(case.shape, case.layout, case.cluster, load_profile(case.engine), case.workload)
     assert memory.fits
 
 
@@ -67,7 +67,7 @@ def llama_70b(gpus: str, tensor: int, stages: int, prompt: int = 1000, answer: i
         precision="fp8",
         kv_dtype="fp8",
     )
-    return predict(shape, layout, cluster, Workload(input_len=prompt, output_len=answer), profile("trtllm"))
+    return predict(shape, layout, cluster, Workload(input_len=prompt, output_len=answer), load_profile("trtllm"))
 
 
 def test_eight_l40s_gain_little_over_four() -> None:

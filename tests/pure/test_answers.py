@@ -224,11 +224,11 @@ def test_demo_cuts_the_model_in_two(llm: Any, capsys: pytest.CaptureFixture[str]
 
 
 def test_demo_takes_a_layout_and_shares_a_single_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: SimpleNamespace(gpus=("one",)))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: SimpleNamespace(gpus=("one",)))
     assert demo.demo_layout(parsed("demo")) == {"tensor_parallel_size": 2, "device_ids": (0, 0)}
     assert demo.demo_layout(parsed("demo --device cpu")) == {"tensor_parallel_size": 2}
     assert demo.demo_layout(parsed("demo -pp 3")) == {}
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: SimpleNamespace(gpus=("one", "two")))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: SimpleNamespace(gpus=("one", "two")))
     assert demo.demo_layout(parsed("demo")) == {"tensor_parallel_size": 2}
 
 

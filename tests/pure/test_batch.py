@@ -13,15 +13,15 @@ from tests.pure.costs import cut
 from weft.formats.catalogue import find
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
-from weft.planner.batch import FULL, KV_SHARE, Choice, choices, chosen
+from weft.planner.batch import FULL, KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import Workload
 from weft.planner.footprint import ReplicaMemory, footprint
-from weft.planner.profiles import Constant, Profile, profile
+from weft.planner.profiles import Constant, Profile, load_profile
 from weft.planner.question import Question
-from weft.planner.replica import Replica, replicas
+from weft.planner.replica import Replica, build_replicas
 from weft.planner.search import engine_profile
 
-WEFT = profile("weft")
+WEFT = load_profile("weft")
 LIMIT_S = WEFT.hold_up_ms.value * 1e-3
 MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B")
 
@@ -30,11 +30,11 @@ def replica(model: str, gpus: str, stages: int = 1, tensor: int = 1, **limits: f
     shape, cluster = find(model).shape, parse_gpus(gpus)
     own = msgspec.structs.replace(WEFT, **{name: Constant(value, "a test") for name, value in limits.items()})
     layout = cut(shape, range(stages * tensor), stages=stages, tensor=tensor)
-    return replicas(shape, layout, cluster, own)[0], own
+    return build_replicas(shape, layout, cluster, own)[0], own
 
 
-def best(*asked: Any, longest: int = 32_768, **limits: float) -> Choice:
-    return next(choices(*replica(*asked, **limits), longest))
+def best(*asked: Any, longest: int = 32_768, **limits: float) -> TokenBudget:
+    return next(token_budgets(*replica(*asked, **limits), longest))
 
 
 def memory(model: str, cluster: Cluster, own: Profile = WEFT, workload: Workload | None = None) -> ReplicaMemory:
@@ -68,17 +68,17 @@ def test_the_first_choice_is_the_largest_that_nobody_waits_long_for(
     model: str, gpu: str, limit_ms: float, sequences: int, longest: int
 ) -> None:
     run, own = replica(model, f"1x{gpu}", hold_up_ms=limit_ms, max_num_seqs=sequences)
-    found = list(choices(run, own, longest))
+    found = list(token_budgets(run, own, longest))
     sizes = [choice.tokens for choice in found]
     assert sizes == sorted(sizes, reverse=True) and all(size & (size - 1) == 0 for size in sizes)
     assert sizes[-1] == max(512, 1 << (2 * sequences - 1).bit_length())
     assert sizes[0] <= max(16_384, sizes[-1])
     if len(sizes) > 1:
         # Within the limit, or half of it would waste more.
-        took, half = run.read_s(sizes[0], longest), run.read_s(sizes[0] // 2, longest)
+        took, half = run.full_step_s(sizes[0], longest), run.full_step_s(sizes[0] // 2, longest)
         assert took <= limit_ms * 1e-3 or took <= 2 * (1 - FULL) * half
     if sizes[0] < 16_384 and 2 * sizes[0] <= sequences * longest:
-        assert run.read_s(2 * sizes[0], longest) > limit_ms * 1e-3
+        assert run.full_step_s(2 * sizes[0], longest) > limit_ms * 1e-3
 
 
 def test_a_step_is_no_longer_than_all_requests_together() -> None:
@@ -89,7 +89,7 @@ def test_stages_wait_for_each_other_less_in_short_steps() -> None:
     assert best("Qwen3-0.6B", "4xH200", 4).tokens < best("Qwen3-0.6B", "1xH200").tokens
     run, own = replica("Llama-3.1-70B", "8xH100", 8)
     work = Workload(input_len=1024, output_len=256)
-    first, *_ = list(choices(run, own, 8192))
+    first, *_ = list(token_budgets(run, own, 8192))
     assert first.tokens == 512 and "GPUs of the pipeline" in first.reason
     assert run.throughput(384, work, first.tokens) > 1.3 * run.throughput(384, work, 2048)
 
@@ -106,8 +106,8 @@ def test_the_kv_cache_keeps_its_room(model: str, gib: float, gpu: str) -> None:
     spec = msgspec.structs.replace(find_gpu(gpu), memory_bytes=int(gib * 2**30))
     cluster = Cluster((Node((spec,), "pcie"),), 1.0)
     found = memory(model, cluster)
-    least = memory(model, cluster, chosen(WEFT, Choice(512, "")))
-    assert found.kv_tokens >= (1 - KV_SHARE) * least.kv_tokens
+    least = memory(model, cluster, with_token_budget(WEFT, TokenBudget(512, "")))
+    assert found.kv_tokens >= (1 - KV_SHARE_FOR_STEP) * least.kv_tokens
     assert (found.kv_tokens >= found.length) == (least.kv_tokens >= least.length)
     assert not found.takes_more(least)
     if found.batched_tokens == 512:
@@ -129,11 +129,11 @@ def test_who_says_so_gets_it_and_other_engines_keep_their_own() -> None:
     )
     found = memory("Qwen3-8B", parse_gpus("1xH200"), fixed)
     assert (found.batched_tokens, found.batched_reason) == (3000, "--max-num-batched-tokens")
-    assert memory("Qwen3-8B", parse_gpus("1xH200"), profile("vllm")).batched_tokens == 8192
+    assert memory("Qwen3-8B", parse_gpus("1xH200"), load_profile("vllm")).batched_tokens == 8192
     asked = Question(
         model="m", shape=find("Qwen3-8B").shape, cluster=parse_gpus("1xRTX4090"), engine="vllm", precisions=("bf16",)
     )
     for engine in ("weft", "vllm"):
         own = engine_profile(msgspec.structs.replace(asked, engine=engine, max_num_batched_tokens=10_000))
         assert memory("Qwen3-8B", asked.cluster, own).batched_tokens == 10_000
-    assert memory("Qwen3-8B", parse_gpus("1xRTX4090"), profile("vllm")).batched_tokens == 2048
+    assert memory("Qwen3-8B", parse_gpus("1xRTX4090"), load_profile("vllm")).batched_tokens == 2048

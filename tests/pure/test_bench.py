@@ -13,25 +13,25 @@ from hypothesis import strategies as st
 from tests.pure.machines import host, plan
 from weft.bench import __main__ as side
 from weft.bench import suite
-from weft.bench.compare import changes, read
-from weft.bench.measure import Run, run, typical
-from weft.bench.predicted import FIGURES, beside, predicted
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.compare import figure_changes, read_result
+from weft.bench.measure import BatchRun, median_figures, run_batch
+from weft.bench.predicted import FIGURES, comparison_lines, predict_batch
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
-from weft.planner.forecast import Forecast, forecast
+from weft.planner.forecast import Forecast, forecast_plan
 from weft.probes.speeds import Speeds
 
 
 @given(seed=st.integers(0, 2**32), low=st.integers(1, 40), more=st.integers(0, 40), count=st.integers(1, 9))
 def test_random_requests(seed: int, low: int, more: int, count: int) -> None:
-    def draw(seed: int) -> list[Ask]:
+    def draw(seed: int) -> list[BenchRequest]:
         return random_requests(seed, vocab=97, count=count, input_len=(low, low + more), output_len=5)
 
-    def wide(seed: int) -> list[Ask]:
+    def wide(seed: int) -> list[BenchRequest]:
         return random_requests(seed, vocab=97, count=9, input_len=(40, 40), output_len=5)
 
     asks = draw(seed)
@@ -86,7 +86,7 @@ class FakeLLM:
 
 def test_a_run_s_figures() -> None:
     llm: Any = FakeLLM(model="m")
-    done = run(llm, [Ask([1, 2], 11), Ask([3], 21)])
+    done = run_batch(llm, [BenchRequest([1, 2], 11), BenchRequest([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
     assert done.decode_tok_s == pytest.approx(10)
@@ -96,16 +96,16 @@ def test_a_run_s_figures() -> None:
     assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(11, True, 0.0), (21, True, 0.0)]
     llm.short = 1
     with pytest.raises(ConfigError, match="after 10 of 11"):
-        run(llm, [Ask([1], 11)])
+        run_batch(llm, [BenchRequest([1], 11)])
     llm.short = 0
-    assert run(llm, [Ask([1], 1)]).decode_tok_s == 0
+    assert run_batch(llm, [BenchRequest([1], 1)]).decode_tok_s == 0
 
 
 def test_typical_is_the_median_of_each_figure() -> None:
-    def made(seconds: float, ttft_s: float) -> Run:
-        return Run(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
+    def made(seconds: float, ttft_s: float) -> BatchRun:
+        return BatchRun(seconds=seconds, ttft_s=ttft_s, tpot_s=0.5, input_tokens=10, output_tokens=20)
 
-    got = typical([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
+    got = median_figures([made(1, 0.3), made(4, 0.1), made(2, 0.2)])
     assert got == {
         "ttft_s": 0.2,
         "tpot_s": 0.5,
@@ -153,37 +153,39 @@ def test_bench_throughput(llm: list[FakeLLM], capsys: pytest.CaptureFixture[str]
     assert all(32 <= len(p["prompt_token_ids"]) <= 256 for prompts, _ in llm[0].asked for p in prompts)
     assert main.main(["bench", "throughput", "m", "--num-iters", "1", "--workload", "nano-vllm"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"] == 256
-    assert "tokens/s" in bench.run_line("run 1", run(llm[0], [Ask([1], 2)]))  # type: ignore[arg-type]
+    assert "tokens/s" in bench.run_line("run 1", run_batch(llm[0], [BenchRequest([1], 2)]))  # type: ignore[arg-type]
 
 
 # --- beside the planner ---
 
 
 def planned(**flags: Any) -> Forecast:
-    return forecast(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
+    return forecast_plan(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
 
 
 def test_what_is_predicted_of_a_batch() -> None:
     expected = planned()
 
-    def asks(count: int, input_len: int, output_len: int) -> list[Ask]:
-        return [Ask([1] * input_len, output_len)] * count
+    def asks(count: int, input_len: int, output_len: int) -> list[BenchRequest]:
+        return [BenchRequest([1] * input_len, output_len)] * count
 
-    alone = predicted(expected, asks(1, 128, 128))
+    alone = predict_batch(expected, asks(1, 128, 128))
     speed = expected.speed(128, 128)
     assert alone["ttft_s"] == pytest.approx(speed.ttft_s, abs=1e-5)
     assert alone["decode_tok_s"] == pytest.approx(speed.single_tok_s, rel=0.01)
     seconds = speed.ttft_s + 127 / speed.single_tok_s
     assert alone["output_tok_s"] == pytest.approx(128 / seconds, rel=0.01)
     # All prompts of a step have their first token at its end.
-    several = predicted(expected, asks(8, 128, 128))
+    several = predict_batch(expected, asks(8, 128, 128))
     assert several["ttft_s"] == pytest.approx(speed.ttft_s + 7 * speed.prefill_s, rel=0.01)
     assert alone["decode_tok_s"] > several["decode_tok_s"] > alone["decode_tok_s"] / 8
     assert several["output_tok_s"] > alone["output_tok_s"]
     # Of 32 prompts of 128 tokens 16 are read in a step of 2,048.
-    many = predicted(expected, asks(32, 128, 128))
+    many = predict_batch(expected, asks(32, 128, 128))
     assert many["ttft_s"] == pytest.approx(speed.ttft_s + 15 * speed.prefill_s, rel=0.01)
-    lines = beside({"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0})
+    lines = comparison_lines(
+        {"ttft_s": 0.1, "decode_tok_s": 50.0, "output_tok_s": 0.0}, alone | {"decode_tok_s": 100.0}
+    )
     assert lines[1] == "of a request after it: 50.0 tokens/s, predicted 100.0, ratio 0.50" and len(lines) == 2
 
 
@@ -209,7 +211,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         "prefill": {"prompt_tok_s": 3000.0, "predicted": None},
         "memory": {"beyond_kv_bytes": 800_000_000},
     }
-    monkeypatch.setattr(side, "measure", lambda *_: found)
+    monkeypatch.setattr(side, "measure_parts", lambda *_: found)
     assert side.main(["--save-result", str(tmp_path / "a.json")]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[4:8] == [
@@ -219,8 +221,8 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         "| memory beyond the KV in use | GB | 0.80 |  |  | 0.9 or less |",
     ]
     assert json.loads(out[-1])["latency"]["decode_tok_s"] == 90.0
-    old = read(str(tmp_path / "a.json"))
-    names = {change.name: change.higher_is_better for change in changes(old, old)}
+    old = read_result(str(tmp_path / "a.json"))
+    names = {change.name: change.higher_is_better for change in figure_changes(old, old)}
     assert names == {
         "latency: ttft_s": False,
         "latency: decode_tok_s": True,
@@ -231,7 +233,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def broken(*_: object) -> suite.Tasks:
         raise WeftError("no engine")
 
-    monkeypatch.setattr(side, "measure", broken)
+    monkeypatch.setattr(side, "measure_parts", broken)
     assert side.main([]) == 1
     assert capsys.readouterr().err == "weft.bench: error: no engine\n"
 
@@ -243,10 +245,10 @@ def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.Monk
     assert names == ["latency", "prefill", "throughput", "prefix"]
     for batch in suite.BATCHES:
         llm.asked.clear()
-        found = suite.figures(llm, batch, 2)
+        found = suite.measure_batch(llm, batch, 2)
         seen = [tuple(prompts[0]["prompt_token_ids"]) for prompts, _ in llm.asked]
         assert len(set(seen)) == len(seen) == 2 + suite.WARM_UPS
         assert found["runs"] == 2 and (found["predicted"] is None) == (batch.name == "prefix")
     (prompts, _), *_ = llm.asked
     assert len({tuple(it["prompt_token_ids"][:512]) for it in prompts}) == 1 < len({*map(str, prompts)}) == 128
-    assert suite.figures(llm, suite.BATCHES[1], 1)["prompt_tok_s"] == 1024.0
+    assert suite.measure_batch(llm, suite.BATCHES[1], 1)["prompt_tok_s"] == 1024.0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pure.commands import parsed, weft
 from tests.pure.servers import Exchange, good, serving
-from weft.bench.compare import Change, changes, read
+from weft.bench.compare import Change, figure_changes, read_result
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
 from weft.cli.plot import Curve, Panel, ReferenceLine, line_colors, text_plot, write_image
@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_before_the_load(url: str) -> None:
     for words, status, what in [
         ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
         (["serve"], 2, "which server?"),
-        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is no limit"),
+        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is not a limit"),
         ([*where, "--request-rate", "-1"], 2, "must be above 0"),
         ([*where, "--burstiness", "inf"], 2, "must be finite"),
         ([*where, "--random-range-ratio", "1"], 2, "below 1"),
@@ -126,9 +126,9 @@ def test_sweep(url: str, tmp_path: Path) -> None:
     assert [point["request_rate"] for point in result["points"]] == [500, "inf"]
     assert json.loads((tmp_path / "b.json").read_text()) == result
     with pytest.raises(ConfigError, match="no result"):
-        read(str(Path(__file__)))
-    old, new = read(str(tmp_path / "a.json")), read(str(tmp_path / "a.json"))
-    found = changes(old, new)
+        read_result(str(Path(__file__)))
+    old, new = read_result(str(tmp_path / "a.json")), read_result(str(tmp_path / "a.json"))
+    found = figure_changes(old, new)
     assert {change.ratio for change in found} == {1.0} and len({change.name for change in found}) == len(found)
     assert "at once 1: median_ttft_ms" in {change.name for change in found}
 

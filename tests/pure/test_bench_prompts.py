@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.bench.arrivals import arrivals
-from weft.bench.prompts import Prompt, random_prompts, read, spread
+from weft.bench.arrivals import arrival_times
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.errors import ConfigError
 
 
 @given(seed=st.integers(0, 99), rate=st.floats(0.1, 100), shape=st.floats(0.2, 20))
 def test_arrivals(seed: int, rate: float, shape: float) -> None:
-    due = arrivals(seed, count=50, rate=rate, burstiness=shape)
-    assert due == sorted(due) == arrivals(seed, count=50, rate=rate, burstiness=shape)
-    assert arrivals(seed, count=50, rate=inf) == [0.0] * 50
+    due = arrival_times(seed, count=50, rate=rate, burstiness=shape)
+    assert due == sorted(due) == arrival_times(seed, count=50, rate=rate, burstiness=shape)
+    assert arrival_times(seed, count=50, rate=inf) == [0.0] * 50
 
 
 def test_arrivals_have_their_rate_and_burstiness() -> None:
     for shape in (0.5, 1.0, 10.0):
-        due = arrivals(0, count=20_000, rate=8.0, burstiness=shape)
+        due = arrival_times(0, count=20_000, rate=8.0, burstiness=shape)
         gaps = np.diff([0.0, *due])
         assert gaps.mean() == pytest.approx(1 / 8, rel=0.05)
         assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1 / shape, rel=0.1)
@@ -40,7 +40,7 @@ def test_arrivals_have_their_rate_and_burstiness() -> None:
     vocab=st.one_of(st.none(), st.integers(1, 99)),
 )
 def test_random_prompts(seed: int, length: int, ratio: float, prefix: int, vocab: int | None) -> None:
-    low, high = spread(length, ratio)
+    low, high = length_range(length, ratio)
     assert 1 <= low <= length <= high
 
     def draw() -> list[Prompt]:
@@ -62,7 +62,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7},
     ]
     lines.write_text("\n\n".join(map(json.dumps, rows)))
-    assert read(str(lines), output_len=9) == [
+    assert read_prompts(str(lines), output_len=9) == [
         Prompt("one", 5),
         Prompt([1, 2], 9),
         Prompt([{"role": "user", "content": "x"}], 7),
@@ -73,7 +73,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
         {"conversations": []},
     ]
     shared.write_text(json.dumps(talks))
-    assert read(str(shared), output_len=9) == [Prompt("hi", 9)]
+    assert read_prompts(str(shared), output_len=9) == [Prompt("hi", 9)]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,6 @@ def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> Non
     path = tmp_path / "it.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
-        read(str(path), output_len=4)
+        read_prompts(str(path), output_len=4)
     with pytest.raises(ConfigError, match="cannot read"):
-        read(str(tmp_path / "none"), output_len=4)
+        read_prompts(str(tmp_path / "none"), output_len=4)

@@ -11,19 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
-from weft.bench.http import Client, HttpFailure, Refused, Server
-from weft.bench.load import Asking, Load, Record, ask, lay_on, message
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
+from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
-from weft.bench.summary import meets, parse_limits, percentile, summary, warnings
+from weft.bench.summary import load_warnings, meets_limits, parse_limits, percentile, summarise_load
 from weft.errors import ConfigError
 
 
-async def one(answering: Answering, asking: Asking | None = None, prompt: Prompt | None = None) -> Record:
+async def one(
+    answering: Answering, asking: RequestOptions | None = None, prompt: Prompt | None = None
+) -> RequestRecord:
     async with serving(answering) as server:
-        client, asking = Client(server), asking or Asking(model="m")
+        client, asking = HttpClient(server), asking or RequestOptions(model="m")
         prompt = prompt or Prompt([1, 2, 3], 4)
-        record = Record(due_s=0.0, wanted=prompt.output_len)
-        await ask(client, asking, record, asking.body(prompt))
+        record = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
+        await send_request(client, asking, record, asking.body(prompt))
         client.close()
         return record
 
@@ -38,7 +40,7 @@ async def test_a_good_answer_is_timed_and_counted() -> None:
         seen.append(exchange)
         await good(exchange)
 
-    record = await one(noting, Asking(model="m", extra={"top_k": 3}))
+    record = await one(noting, RequestOptions(model="m", extra={"top_k": 3}))
     assert record.error is None
     assert (record.input_tokens, record.output_tokens, record.cached_tokens) == (3, 4, 1)
     assert len(record.pieces_s) == 4 and record.pieces_s == sorted(record.pieces_s)
@@ -67,7 +69,7 @@ async def test_chat_has_messages_and_deltas() -> None:
         exchange.event(b"[DONE]")
         exchange.end()
 
-    record = await one(chat, Asking(api="openai-chat"), Prompt("hello", 9))
+    record = await one(chat, RequestOptions(api="openai-chat"), Prompt("hello", 9))
     assert record.error is None and len(record.pieces_s) == 2
     assert record.output_tokens == 2  # a server that counts nothing
 
@@ -154,25 +156,25 @@ async def forever(exchange: Exchange) -> None:
     ("answering", "what"),
     [
         (refused, "HTTP 503: the queue is full"),
-        (cut_off, "the server cut the answer off"),
+        (cut_off, "the server closed the connection in the middle of its response"),
         (torso, "the stream ended before the answer"),
         (in_the_stream, "in the stream: a rank has died"),
-        (nonsense, "an event that is none of OpenAI's"),
-        (no_http, "the answer is no HTTP"),
-        (mute, "the server hung up before it answered"),
-        (forever, "no end after 0.2 s"),
+        (nonsense, "an event that is not in OpenAI's format"),
+        (no_http, "the response is not HTTP"),
+        (mute, "the server closed the connection before it answered"),
+        (forever, "not complete after 0.2 s"),
     ],
 )
 async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
-    record = await one(answering, Asking(timeout_s=0.2 if answering is forever else 600))
+    record = await one(answering, RequestOptions(timeout_s=0.2 if answering is forever else 600))
     assert record.error is not None and record.error.startswith(what)
 
 
 async def test_nobody_there() -> None:
     async with serving(good) as server:
         pass
-    record = Record(due_s=0.0, wanted=1)
-    await ask(Client(server), Asking(), record, b"{}")
+    record = RequestRecord(due_s=0.0, requested_tokens=1)
+    await send_request(HttpClient(server), RequestOptions(), record, b"{}")
     assert record.error is not None and record.error.startswith("cannot connect to http://127.0.0.1:")
 
 
@@ -184,16 +186,16 @@ async def test_connections_are_kept_and_a_stale_one_is_no_failure() -> None:
         await good(exchange)
 
     async with serving(noting) as server:
-        client, asking = Client(server), Asking()
+        client, asking = HttpClient(server), RequestOptions()
         for _ in range(3):
-            record = Record(due_s=0.0, wanted=4)
-            await ask(client, asking, record, asking.body(Prompt([1], 4)))
+            record = RequestRecord(due_s=0.0, requested_tokens=4)
+            await send_request(client, asking, record, asking.body(Prompt([1], 4)))
             assert record.error is None
         assert len(connections) == 1
         # The server hangs up in the moment in which the next request is on its way.
         client._idle[0]._transport.write(b"GET / HTTP/1.1\r\nContent-Length: nonsense\r\n\r\n")  # type: ignore[union-attr]
-        record = Record(due_s=0.0, wanted=4)
-        await ask(client, asking, record, asking.body(Prompt([1], 4)))
+        record = RequestRecord(due_s=0.0, requested_tokens=4)
+        await send_request(client, asking, record, asking.body(Prompt([1], 4)))
         assert record.error is None and len(connections) == 2
         client.close()
 
@@ -206,11 +208,11 @@ async def test_get_and_refusals() -> None:
             exchange.refuse("401 No", b"who are you?")
 
     async with serving(listing) as server:
-        client = Client(server)
+        client = HttpClient(server)
         assert await client.get("/v1/models") == b'{"data": []}'
-        with pytest.raises(Refused) as told:
+        with pytest.raises(HttpRefusal) as told:
             await client.get("/else")
-        assert told.value.status == 401 and message(told.value.body) == "who are you?"
+        assert told.value.status == 401 and error_text(told.value.body) == "who are you?"
         client.close()
 
 
@@ -232,7 +234,7 @@ async def test_the_loop_is_open() -> None:
 
     async with serving(together) as server:
         prompts = [Prompt([1] * n, 3) for n in range(1, count + 1)]
-        load = await lay_on(Client(server), Asking(), prompts, [0.001 * n for n in range(count)])
+        load = await run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.001 * n for n in range(count)])
     assert [record.error for record in load.records] == [None] * count
     assert load.most_at_once == count
     assert all(record.began_s >= record.due_s for record in load.records)
@@ -250,12 +252,17 @@ async def test_a_limit_on_concurrency_holds_requests_back() -> None:
         running -= 1
         await good(exchange)
 
-    ended: list[Record] = []
+    ended: list[RequestRecord] = []
     async with serving(counting) as server:
-        load = await lay_on(
-            Client(server), Asking(), [Prompt([1], 2)] * 7, [0.0] * 7, max_concurrency=2, on_end=ended.append
+        load = await run_open_loop(
+            HttpClient(server),
+            RequestOptions(),
+            [Prompt([1], 2)] * 7,
+            [0.0] * 7,
+            max_concurrency=2,
+            on_end=ended.append,
         )
-    figures = summary(load)
+    figures = summarise_load(load)
     assert (most, load.most_at_once) == (2, 2) and len(ended) == 7
     assert figures["held_back"] == 5 and figures["completed"] == 7
     # Waiting for a turn is no fault of the client's.
@@ -271,17 +278,19 @@ async def test_a_load_that_is_cancelled_keeps_what_was_answered() -> None:
         under_way += 1
         await (good(exchange) if under_way <= 4 else asyncio.sleep(60))
 
-    ended: list[Record] = []
+    ended: list[RequestRecord] = []
     async with serving(four_then_silence) as server:
         prompts = [Prompt([1], 2)] * 9
-        laying = asyncio.create_task(lay_on(Client(server), Asking(), prompts, [0.0] * 9, on_end=ended.append))
+        laying = asyncio.create_task(
+            run_open_loop(HttpClient(server), RequestOptions(), prompts, [0.0] * 9, on_end=ended.append)
+        )
         while len(ended) < 4 or under_way < 9:
             await asyncio.sleep(0.001)
         laying.cancel()
         load = await laying
-    figures = summary(load)
+    figures = summarise_load(load)
     assert (figures["completed"], figures["failed"], figures["interrupted"]) == (4, 0, True)
-    assert any("interrupted after 4 of 9 requests" in text for text in warnings(figures, 9))
+    assert any("interrupted after 4 of 9 requests" in text for text in load_warnings(figures, 9))
 
 
 async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
@@ -289,7 +298,7 @@ async def test_a_load_without_an_answer_is_cancelled_for_good() -> None:
         await asyncio.sleep(60)
 
     async with serving(silent) as server:
-        laying = asyncio.create_task(lay_on(Client(server), Asking(), [Prompt([1], 2)], [0.0]))
+        laying = asyncio.create_task(run_open_loop(HttpClient(server), RequestOptions(), [Prompt([1], 2)], [0.0]))
         await asyncio.sleep(0.05)
         laying.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -301,25 +310,29 @@ async def test_some_fail_and_all_are_counted() -> None:
         await (good if exchange.json["max_tokens"] % 2 else refused)(exchange)
 
     async with serving(every_other) as server:
-        load = await lay_on(Client(server), Asking(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6)
-    figures = summary(load, {"ttft": 600.0})
+        load = await run_open_loop(
+            HttpClient(server), RequestOptions(), [Prompt([1], n) for n in range(1, 7)], [0.0] * 6
+        )
+    figures = summarise_load(load, {"ttft": 600.0})
     assert (figures["completed"], figures["failed"]) == (3, 3)
     assert figures["errors"] == {"HTTP 503: the queue is full": 3}
     assert figures["goodput_share"] == 0.5
-    assert any("3 of 6 requests failed" in text for text in warnings(figures, 6))
+    assert any("3 of 6 requests failed" in text for text in load_warnings(figures, 6))
 
 
 # --- figures ---
 
 
-def made(due: float, first: float, gap: float, tokens: int, *, wanted: int = 0, error: str | None = None) -> Record:
+def made(
+    due: float, first: float, gap: float, tokens: int, *, wanted: int = 0, error: str | None = None
+) -> RequestRecord:
     pieces = [due + first + gap * n for n in range(tokens)]
-    return Record(
+    return RequestRecord(
         due_s=due,
         began_s=due,
         pieces_s=pieces,
         ended_s=pieces[-1] if pieces else due,
-        wanted=wanted or tokens,
+        requested_tokens=wanted or tokens,
         input_tokens=10,
         output_tokens=tokens,
         error=error,
@@ -333,9 +346,9 @@ def test_the_figures_of_a_load() -> None:
         made(2, 0.2, 0.03, 6, wanted=8),
         made(3, 9, 1, 1, error="x"),
     ]
-    load = Load(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
+    load = LoadResult(records=records, began_s=0.0, ended_s=4.0, beats_late_s=[0.0, 0.001], most_at_once=2)
     limits = parse_limits(["ttft:250", "tpot:25"])
-    got = summary(load, limits)
+    got = summarise_load(load, limits)
     assert (got["completed"], got["failed"], got["short_answers"]) == (3, 1, 1)
     assert (got["total_input_tokens"], got["total_output_tokens"]) == (30, 28)
     assert got["request_throughput"] == 0.75 and got["output_throughput"] == 7.0
@@ -344,22 +357,22 @@ def test_the_figures_of_a_load() -> None:
     assert got["median_tpot_ms"] == pytest.approx(20) and got["median_itl_ms"] == pytest.approx(20)
     assert got["p95_e2el_ms"] == pytest.approx(485)  # of 200, 350, 500
     assert got["client_late_requests"] == 0
-    assert any("fewer tokens" in text for text in warnings(got, 4))
-    alone = summary(Load(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
+    assert any("fewer tokens" in text for text in load_warnings(got, 4))
+    alone = summarise_load(LoadResult(records=records[:1], began_s=0, ended_s=1, beats_late_s=[], most_at_once=1))
     assert alone["request_goodput"] is None and alone["std_ttft_ms"] == 0
-    nobody = summary(Load(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
+    nobody = summarise_load(LoadResult(records=records[3:], began_s=0, ended_s=0, beats_late_s=[], most_at_once=1))
     assert nobody["mean_ttft_ms"] is None and nobody["output_throughput"] == 0
 
 
 def test_a_client_that_is_late_says_so() -> None:
     late = [made(n, 0.1, 0.01, 3) for n in range(20)]
     late[3].began_s += 0.05
-    load = Load(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
-    figures = summary(load)
+    load = LoadResult(records=late, began_s=0, ended_s=20, beats_late_s=[0.03] * 5, most_at_once=1)
+    figures = summarise_load(load)
     assert figures["client_late_requests"] == 1 and figures["client_max_late_ms"] == pytest.approx(50)
-    said = warnings(figures, 20)
+    said = load_warnings(figures, 20)
     assert any("could not keep up" in text for text in said) and any("clock" in text for text in said)
-    assert warnings({**figures, "client_late_requests": 0, "client_p99_loop_late_ms": 0}, 20) == []
+    assert load_warnings({**figures, "client_late_requests": 0, "client_p99_loop_late_ms": 0}, 20) == []
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1), percent=st.floats(0, 100))
@@ -371,9 +384,9 @@ def test_percentiles_are_numpy_s(values: list[float], percent: float) -> None:
 @given(first=st.floats(0.01, 1), gap=st.floats(0.001, 0.1), tokens=st.integers(1, 9), more=st.floats(1.0, 9.0))
 def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: int, more: float) -> None:
     record, limits = made(0, first, gap, tokens), {"ttft": 0.5, "tpot": 0.05, "e2el": 1.0}
-    if meets(record, limits):
-        assert meets(record, {name: limit * more for name, limit in limits.items()})
-    assert not meets(made(0, first, gap, tokens, error="x"), dict.fromkeys(limits, inf))
+    if meets_limits(record, limits):
+        assert meets_limits(record, {name: limit * more for name, limit in limits.items()})
+    assert not meets_limits(made(0, first, gap, tokens, error="x"), dict.fromkeys(limits, inf))
 
 
 @pytest.mark.parametrize(
@@ -386,12 +399,12 @@ def test_limits_that_are_none(word: str) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address of a server"):
-        Server(url)
+    with pytest.raises(ConfigError, match="not the address of a server"):
+        ServerAddress(url)
 
 
 def test_addresses() -> None:
-    assert Server("localhost:9").url == "http://localhost:9"
-    assert Server("https://a.b/llm/").url == "https://a.b:443/llm"
-    assert Server("http://[::1]:8000").url == "http://[::1]:8000"
-    assert issubclass(Refused, HttpFailure)
+    assert ServerAddress("localhost:9").url == "http://localhost:9"
+    assert ServerAddress("https://a.b/llm/").url == "https://a.b:443/llm"
+    assert ServerAddress("http://[::1]:8000").url == "http://[::1]:8000"
+    assert issubclass(HttpRefusal, HttpFailure)

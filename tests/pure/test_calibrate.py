@@ -17,10 +17,8 @@ from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import LOADS, Load, Point
-from weft.bench.fit import QUANTISED, WIDTHS, Planned
-from weft.bench.synthetic import LONGEST, Synthetic, of_size
+from weft.bench import fit
+from weft.bench.fit import PER_PRECISION, WIDTHS, PointPredictor
 from weft.cache import warn_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
@@ -28,22 +26,24 @@ from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.errors import ConfigError, WeftError
 from weft.formats import config_json, fields
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware import calibration, host
-from weft.hardware.calibration import Calibration, Measured
+from weft.hardware.calibration import Calibration, MeasuredFigure
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
-from weft.planner.profiles import LEAST_ERROR, calibrated, profile
+from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
-from weft.planner.roofline import Rank
+from weft.planner.roofline import Roofline
 from weft.planner.search import engine_profile, search
-from weft.planner.work import Product
-from weft.probes import speeds
-from weft.probes.machine import this_machine
+from weft.planner.work import MatrixProduct
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import LOADS, CalibrationLoad, CalibrationPoint
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
-from weft.probes.tuning import Raced, Tuned
+from weft.probes.synthetic import LONGEST, SyntheticModel, synthetic_of_size
+from weft.probes.tuning import RaceResult, TunedSizes
 
 HOST = Host(
     hostname="here",
@@ -67,30 +67,30 @@ HELD = {"weights_Bps": 0.7, "matmul_flops": 0.8}  # of those, what quantised wei
 
 
 def cpu(known: Calibration | None = None) -> GpuSpec:
-    (spec,) = this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ())).gpus
+    (spec,) = host_cluster(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ())).gpus
     return spec
 
 
-def shape(model: Synthetic) -> ModelShape:
-    return config_json.shape(fields.Fields(model.config(), "config.json"))
+def shape(model: SyntheticModel) -> ModelShape:
+    return config_json.shape_from_config(fields.Fields(model.config(), "config.json"))
 
 
-def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[Point]:
+def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[CalibrationPoint]:
     """What an engine with these constants would be measured at."""
     random = Random(seed)
     found = [
-        Point(
+        CalibrationPoint(
             model=subject.name,
             shape=shape(subject.model),
-            precision=MADE.get(subject.quantization, "bf16"),
+            precision=ONLINE_QUANTIZATIONS.get(subject.quantization, "bf16"),
             load=load,
             seconds=1.0,
         )
-        for subject in calibrate.subjects(gpu)
-        for load in calibrate.loads(gpu, subject)
+        for subject in engine_speed.subjects(gpu)
+        for load in engine_speed.loads_of(gpu, subject)
     ]
-    planned = Planned(gpu, found)
-    quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in QUANTISED}
+    planned = PointPredictor(gpu, found)
+    quantised = {f"{name} {it}": values[name] * HELD[name] for it in planned.quantised for name in PER_PRECISION}
     times = planned.seconds(values | quantised)
     return [
         msgspec.structs.replace(point, seconds=seconds * exp(random.gauss(0, noise)))
@@ -108,16 +108,16 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
     true = {name: value * (scale if name.endswith("Bps") else 1) for name, value in TRUE.items()}
     true |= dict.fromkeys(("matmul_flops", "attention_flops"), 0.6 * spec.flops["bf16"])
     made = points(spec, true)
-    planned = Planned(spec, made)
+    planned = PointPredictor(spec, made)
     before = [abs(log(a / point.seconds)) for a, point in zip(planned.seconds(planned.start()), made, strict=True)]
-    found = fit.fit(spec, made)
-    errors = [abs(error) for error in fit.errors(made, found)]
+    found = fit.fit_constants(spec, made)
+    errors = [abs(error) for error in fit.fit_errors(made, found)]
     assert max(errors) < 0.03 < max(before)
     for name in ("weights_Bps", "matmul_flops", "step_us", "layer_us"):
         assert found.values[name] == pytest.approx(true[name], rel=0.2), name
-    assert planned.quantised == (tuple(MADE[it] for it in calibrate.QUANTISED))
+    assert planned.quantised == (tuple(ONLINE_QUANTIZATIONS[it] for it in engine_speed.QUANTISED))
     for precision in planned.quantised:
-        for name in QUANTISED:
+        for name in PER_PRECISION:
             assert found.values[f"{name} {precision}"] == pytest.approx(true[name] * HELD[name], rel=0.2)
 
 
@@ -126,7 +126,7 @@ def test_the_fit_finds_the_constants_that_made_the_points(gpu: str) -> None:
 def test_noise_is_not_followed(seed: int) -> None:
     spec = cpu()
     made = points(spec, TRUE, noise=0.05, seed=seed)
-    found = fit.fit(spec, made)
+    found = fit.fit_constants(spec, made)
     real = [point.seconds for point in points(spec, TRUE)]
     assert max(abs(predicted / there - 1) for predicted, there in zip(found.predicted, real, strict=True)) < 0.2
     assert 0 <= found.values["overlap"] <= 1 and all(
@@ -138,8 +138,8 @@ def test_one_wild_point_does_not_move_the_others() -> None:
     spec = cpu()
     made = points(spec, TRUE)
     made[2] = msgspec.structs.replace(made[2], seconds=4 * made[2].seconds)
-    found = fit.fit(spec, made)
-    errors = [abs(error) for error in fit.errors(made, found)]
+    found = fit.fit_constants(spec, made)
+    errors = [abs(error) for error in fit.fit_errors(made, found)]
     assert sorted(errors)[-2] < 0.2 and errors[2] > 0.5
 
 
@@ -148,7 +148,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
 
 @given(size=st.floats(5e6, 5e9), layers=st.integers(1, 40), vocab=st.sampled_from([1024, 16_384, 65_536]))
 def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) -> None:
-    model = of_size("m", size, layers=layers, vocab=vocab)
+    model = synthetic_of_size("m", size, layers=layers, vocab=vocab)
     made = shape(model)
     assert made.layers == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
     if model.hidden >= 1024:  # widths come in steps
@@ -157,7 +157,7 @@ def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) ->
 
 def test_the_models_differ_in_what_a_layer_streams() -> None:
     for spec in (cpu(), find_gpu("H200")):
-        whole = [subject for subject in calibrate.subjects(spec) if subject.quantization == "none"]
+        whole = [subject for subject in engine_speed.subjects(spec) if subject.quantization == "none"]
         tiny, thin, wide = (shape(subject.model) for subject in whole)
         assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
         assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
@@ -172,11 +172,11 @@ class FakeLLM:
     def __init__(self, **said: Any) -> None:
         from weft.config import EngineConfig
         from weft.formats.checkpoint import Checkpoint
-        from weft.plan.layout import layout
+        from weft.plan.layout import build_plan
 
-        self.asked: list[Load] = []
+        self.asked: list[CalibrationLoad] = []
         model = Checkpoint(model="m", path=Path(), format="dummy", shape=SMOLLM2, generation={})
-        self.plan = layout(EngineConfig(model="m", **said), model, HOST)
+        self.plan = build_plan(EngineConfig(model="m", **said), model, HOST)
         self.capacities: list[Any] = []
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
@@ -188,23 +188,23 @@ class FakeLLM:
 
 
 def test_what_is_quantised_is_measured_in_short() -> None:
-    tiny, thin, _, *quantised = calibrate.subjects(cpu())
+    tiny, thin, _, *quantised = engine_speed.subjects(cpu())
     assert [subject.name for subject in quantised] == ["wide int4", "wide int8", "wide q4_0", "wide q8_0"]
-    assert [(it.kind, it.batch, it.length) for it in calibrate.loads(cpu(), quantised[0])] == [
+    assert [(it.kind, it.batch, it.length) for it in engine_speed.loads_of(cpu(), quantised[0])] == [
         ("decode", 1, 64),
         ("decode", 32, 64),
         ("prefill", 1, 1024),
     ]
-    assert {it.kind for it in calibrate.loads(cpu(), tiny)} == {"decode"}
-    assert calibrate.loads(cpu(), thin) == calibrate.loads(cpu(), None) == LOADS["cpu"]
-    *_, made = calibrate.subjects(find_gpu("H200"))
-    assert (made.name, len(calibrate.loads(find_gpu("H200"), made))) == ("wide q8_0", 3)
+    assert {it.kind for it in engine_speed.loads_of(cpu(), tiny)} == {"decode"}
+    assert engine_speed.loads_of(cpu(), thin) == engine_speed.loads_of(cpu(), None) == LOADS["cpu"]
+    *_, made = engine_speed.subjects(find_gpu("H200"))
+    assert (made.name, len(engine_speed.loads_of(find_gpu("H200"), made))) == ("wide q8_0", 3)
 
 
 def test_what_is_measured() -> None:
     llm: Any = FakeLLM(max_num_batched_tokens=8192)
-    told: list[Point] = []
-    found = calibrate.measure(llm, "m", LOADS["cpu"], told.append)
+    told: list[CalibrationPoint] = []
+    found = engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)
     assert found == told and [point.load for point in found] == list(LOADS["cpu"])
     assert [point.seconds for point in found if point.load.kind == "decode"] == pytest.approx([0.002] * 6)
     assert [point.seconds for point in found if point.load.kind == "prefill"] == pytest.approx(
@@ -212,7 +212,9 @@ def test_what_is_measured() -> None:
     )
     # Where there is no room, or the prompts need several steps, it is left out.
     llm = FakeLLM(max_num_batched_tokens=2048, max_num_seqs=16)
-    assert [(it.load.batch, it.load.length) for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)] == [
+    assert [
+        (it.load.batch, it.load.length) for it in engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)
+    ] == [
         (1, 64),
         (1, 1024),
         (4, 64),
@@ -223,7 +225,7 @@ def test_what_is_measured() -> None:
         (1, 2048),
     ]
     llm.num_blocks = 10
-    assert {it.load.length for it in calibrate.measure(llm, "m", LOADS["cpu"], told.append)} == {64}
+    assert {it.load.length for it in engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)} == {64}
     assert max(load.length + load.output for loads in LOADS.values() for load in loads) <= LONGEST
 
 
@@ -244,28 +246,28 @@ def test_what_disturbs_the_machine_for_a_while_is_in_no_measurement() -> None:
 
     llm: Any = Disturbed(max_num_batched_tokens=8192)
     steps = [load for load in LOADS["cpu"] if load.kind == "decode"]
-    found = calibrate.measure(llm, "m", steps, lambda point: None)
+    found = engine_speed.measure_loads(llm, "m", steps, lambda point: None)
     assert [point.seconds for point in found] == pytest.approx([0.002] * len(steps))
     # Where the two fastest differ by then it goes on, but not for ever.
-    assert llm.runs == 1 + calibrate.REPEATS * len(steps)
+    assert llm.runs == 1 + engine_speed.REPEATS * len(steps)
 
 
 def test_runs_that_differ_are_repeated() -> None:
-    assert calibrate.settled([1.0, 9.0, 1.04]) and not calibrate.settled([1.0, 1.06, 9.0])
+    assert engine_speed.has_settled([1.0, 9.0, 1.04]) and not engine_speed.has_settled([1.0, 1.06, 9.0])
 
 
 def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
     spec = cpu()
     there = points(spec, TRUE)
-    planned = Planned(spec, there)
+    planned = PointPredictor(spec, there)
     # A machine three times as slow as it was expected to be is one; one point alone is not.
     slow = [msgspec.structs.replace(point, seconds=3 * at) for point, at in zip(there, planned.expected(), strict=True)]
-    assert calibrate.doubtful(slow, planned.expected()) == []
+    assert engine_speed.doubtful_points(slow, planned.expected()) == []
     hiccup = next(number for number, point in enumerate(slow) if point.model == "wide q8_0")
     slow[hiccup] = msgspec.structs.replace(slow[hiccup], seconds=2 * slow[hiccup].seconds)
-    assert calibrate.doubtful(slow, planned.expected()) == [slow[hiccup]]
+    assert engine_speed.doubtful_points(slow, planned.expected()) == [slow[hiccup]]
     again = [msgspec.structs.replace(slow[hiccup], seconds=0.5), msgspec.structs.replace(slow[0], seconds=99.0)]
-    mended = calibrate.faster(slow, again)
+    mended = engine_speed.faster_points(slow, again)
     assert mended[hiccup].seconds == min(0.5, slow[hiccup].seconds) and mended[0] == slow[0]
 
 
@@ -274,7 +276,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
     there = points(spec, TRUE)
     there = [
         msgspec.structs.replace(point, seconds=seconds)
-        for point, seconds in zip(there, Planned(spec, there).expected(), strict=True)
+        for point, seconds in zip(there, PointPredictor(spec, there).expected(), strict=True)
     ]
     true = {(point.model, point.load): point for point in there}
 
@@ -285,31 +287,31 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
         def __exit__(self, *_: object) -> None:
             pass
 
-    def measure(llm: object, name: str, loads: Any, tell: Any) -> list[Point]:
+    def measure(llm: object, name: str, loads: Any, tell: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]
         return [msgspec.structs.replace(it, seconds=times * it.seconds) for it in found]
 
     monkeypatch.setattr("weft.llm.LLM", lambda **said: Engine())
-    monkeypatch.setattr(host, "probe", lambda: HOST)
-    monkeypatch.setattr(calibrate, "measure", measure)
-    monkeypatch.setattr(calibrate, "runtime_bytes", lambda *_: 400 << 20)
+    monkeypatch.setattr(host, "probe_host", lambda: HOST)
+    monkeypatch.setattr(engine_speed, "measure_loads", measure)
+    monkeypatch.setattr(engine_speed, "runtime_bytes", lambda *_: 400 << 20)
     found = bench_calibrate.calibrate_device(said(""), bench_calibrate.measured_config(said("")), HOST, spec, None)
     assert asked[-2:] == [("wide q8_0", 3)] * 2
-    assert found.points == there and found.fit.values == fit.fit(spec, there).values
-    assert "wide q8_0: 3 took implausibly long" in capsys.readouterr().err
+    assert found.points == there and found.fit.values == fit.fit_constants(spec, there).values
+    assert "wide q8_0: 3 took too long to be believed" in capsys.readouterr().err
 
 
 # --- the file ---
 
 
 def made(device: str = "AMD EPYC (2 cores)", error: float = 0.05, **changed: float) -> Calibration:
-    there = Point(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
-    planned = Planned(cpu(), [there])
-    values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in QUANTISED} | changed
-    found = fit.calibration(
-        device, planned, values, runtime_MiB=400.0, date="2026-11-20", how="fit", measured=[error, -error]
+    there = CalibrationPoint(model="m", shape=SMOLLM2, precision="q4_1", load=LOADS["cpu"][0], seconds=1.0)
+    planned = PointPredictor(cpu(), [there])
+    values = TRUE | {f"{name} q4_1": TRUE[name] * HELD[name] for name in PER_PRECISION} | changed
+    found = fit.build_calibration(
+        device, planned, values, runtime_MiB=400.0, date="2026-11-20", method="fit", errors=[error, -error]
     )
     assert (found.points, found.error, found.worst) == (2, error, error)
     return found
@@ -324,25 +326,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_is_kept_is_known(cache: Path) -> None:
     machine = speeds.calibrated_machine(HOST)
-    assert calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
     for it in (made(layer_us=1.0), other, one):  # the last of a device counts
-        path = calibration.keep(machine, it)
-    assert path.parent == cache and calibration.known(machine) == (other, one)
-    assert speeds.known(HOST).calibrations == (other, one)
-    assert calibration.known(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
+        path = calibration.store_calibration(machine, it)
+    assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
+    assert speeds.load_speeds(HOST).calibrations == (other, one)
+    assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()
     assert list(cache.glob("*.part")) == []
     # Speeds have a file of their own.
-    speeds.keep(HOST, Speeds(machine=speeds.known(HOST).machine, cpu=SPEED, calibrations=(one,)))
-    assert "weights_Bps" not in speeds.path(HOST).read_text()
-    assert speeds.known(HOST).cpu == SPEED and speeds.known(HOST).calibrations == (other, one)
+    speeds.store_speeds(HOST, Speeds(machine=speeds.load_speeds(HOST).machine, cpu=SPEED, calibrations=(one,)))
+    assert "weights_Bps" not in speeds.speeds_path(HOST).read_text()
+    assert speeds.load_speeds(HOST).cpu == SPEED and speeds.load_speeds(HOST).calibrations == (other, one)
 
 
 def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = speeds.calibrated_machine(HOST)
-    calibration.keep(machine, made())
+    calibration.store_calibration(machine, made())
     monkeypatch.setattr("weft.__version__", "9.9")
-    assert calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == ()
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "version", lambda name: "9.9")
     assert speeds.calibrated_machine(HOST) != machine
@@ -362,16 +364,16 @@ def test_other_versions_are_left_alone(cache: Path, monkeypatch: pytest.MonkeyPa
 )
 def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.LogCaptureFixture, text: Any) -> None:
     machine = speeds.calibrated_machine(HOST)
-    path = calibration.keep(machine, made())
+    path = calibration.store_calibration(machine, made())
     path.write_text(text if isinstance(text, str) else text(path.read_text()))
-    assert calibration.known(machine) == calibration.known(machine) == ()
+    assert calibration.load_calibrations(machine) == calibration.load_calibrations(machine) == ()
     assert len(caplog.records) == 1 and "run weft bench calibrate again" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("weft").write_text("a file in the folder's place")
     with pytest.raises(WeftError):
-        calibration.keep("m", made())
+        calibration.store_calibration("m", made())
 
 
 # --- the planner ---
@@ -382,7 +384,7 @@ def ask(cluster: Cluster, engine: str = "weft") -> Question:
 
 
 def machine(known: Calibration | None) -> Cluster:
-    return this_machine(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ()))
+    return host_cluster(HOST, Speeds(machine="", cpu=SPEED, calibrations=(known,) if known else ()))
 
 
 def test_the_planner_reckons_with_what_was_measured_here() -> None:
@@ -400,7 +402,7 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
 def test_quantised_weights_have_rates_of_their_own() -> None:
     found = engine_profile(ask(machine(made())))
     gpu = machine(made()).gpus[0]
-    whole, quantised, other = (Rank(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
+    whole, quantised, other = (Roofline(gpu, found, precision) for precision in ("bf16", "q4_1", "q8_0"))
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
@@ -413,14 +415,14 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
 
 
 def test_other_hardware_and_other_engines_are_not_touched() -> None:
-    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == profile("weft")
-    assert engine_profile(ask(machine(made()), "vllm")) == profile("vllm", on_cpu=True)
+    assert engine_profile(ask(parse_gpus("1xRTX4090"))) == load_profile("weft")
+    assert engine_profile(ask(machine(made()), "vllm")) == load_profile("vllm", on_cpu=True)
     assert engine_profile(ask(machine(made("another")))) == engine_profile(ask(machine(None)))
     # Of two kinds of cards, one of which was not measured, none counts.
     card = find_gpu("RTX 4090")
     known = msgspec.structs.replace(card, calibration=made("RTX4090"))
     mixed = Cluster((Node((known, find_gpu("RTX 3090")), "pcie"),), 1.0)
-    assert engine_profile(ask(mixed)) == profile("weft")
+    assert engine_profile(ask(mixed)) == load_profile("weft")
     both = engine_profile(ask(Cluster((Node((known, known), "pcie"),), 1.0)))
     assert both.kernels(known, "bf16").weights == pytest.approx(34e9 / card.bandwidth_Bps)
 
@@ -436,9 +438,9 @@ def test_ranks_that_share_a_cpu_share_its_rates() -> None:
 def test_less_overlap_is_never_faster(overlap: float, share: float) -> None:
     def seconds(value: float) -> list[float]:
         gpu = cpu(made(overlap=value))
-        made_of = calibrated(profile("weft", on_cpu=True), [gpu])
-        rank = Rank(gpu, made_of, "bf16")
-        return [rank.product_s(Product(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
+        made_of = calibrated(load_profile("weft", on_cpu=True), [gpu])
+        rank = Roofline(gpu, made_of, "bf16")
+        return [rank.product_s(MatrixProduct(10**6, 2 * 10**6, False), tokens) for tokens in (1, 8, 64, 1024)]
 
     assert all(a >= b for a, b in zip(seconds(overlap * share), seconds(overlap), strict=True))
 
@@ -461,13 +463,13 @@ def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_prints_keeps_and_doubts(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host, "probe", lambda: HOST)
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(host, "probe_host", lambda: HOST)
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
     there = points(cpu(), TRUE)
     worst = 0.02
 
     def one(*_: object) -> Any:
-        found = fit.fit(cpu(), there)
+        found = fit.fit_constants(cpu(), there)
         return bench_calibrate.DeviceResult(made(error=worst), there, found, [])
 
     monkeypatch.setattr(bench_calibrate, "calibrate_device", one)
@@ -476,16 +478,16 @@ def test_the_command_prints_keeps_and_doubts(
     assert "AMD EPYC (2 cores), bf16, measured here on 2026-11-20" in captured.out
     assert "       34 GB/s of weights in decode" in captured.out and "mean error 2.0 %" in captured.out
     assert "weft plan uses it from now on" in captured.err
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     worst = 0.6
     assert main.main(["bench", "calibrate", "--json"]) == 1
     captured = capsys.readouterr()
     (told,) = json.loads(captured.out)
     assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
     assert "was the machine busy" in captured.err and "Nothing is kept" in captured.err
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
-    assert calibration.known(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+    assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
 
 
 def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
@@ -495,12 +497,14 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
-    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[Tuned]:
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: Any) -> list[TunedSizes]:
         asked.append((ranks, keep))
-        tell(Raced("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
-        return [Tuned(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")]
+        tell(RaceResult("decode of 8 rows", {"slow": 2e-5, "fast": 1e-5}, {"large": "out of resource: shared memory"}))
+        return [
+            TunedSizes(q_heads=9, kv_heads=3, decode={1: "tile 64", 8: "fast"}, prefill="tile 128", path="/c/t.json")
+        ]
 
-    monkeypatch.setattr(bench_calibrate, "tune", tune)
+    monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
     found = bench_calibrate.tune_attention(plan, 2, keep=False)
     for gpus in (1, 2, 5, 8):
         bench_calibrate.tune_attention(wide, gpus, keep=True)
@@ -508,8 +512,8 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     assert asked == ways
     told = capsys.readouterr().err.splitlines()[:4]
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
-    assert told[3].strip() == "skipped: large: out of resource: shared memory"
-    fitted = fit.fit(cpu(), points(cpu(), TRUE))
+    assert told[3].strip() == "passed over: large: out of resource: shared memory"
+    fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
     whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, found)
     lines = bench_calibrate.device_lines(whole)
     assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]
@@ -517,19 +521,19 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     told_json = json.loads(json.dumps(bench_calibrate.device_json(whole)))
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
-    def broken(*_: object, **__: object) -> list[Tuned]:
+    def broken(*_: object, **__: object) -> list[TunedSizes]:
         raise ConfigError("the sizes of attention cannot be measured: it is hot")
 
-    monkeypatch.setattr(bench_calibrate, "tune", broken)
+    monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
     assert bench_calibrate.tune_attention(plan, 1, keep=True) == []
-    assert "it is hot; engines use the default sizes" in caplog.text
+    assert "it is hot; engines use those that were chosen by reading" in caplog.text
 
 
 def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.pure.machines import gpu
     from tests.pure.machines import host as with_gpus
 
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_: SPEED)
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
     config = bench_calibrate.measured_config(said(""))
     ((index, spec),) = bench_calibrate.devices(HOST, config)
     assert index is None and spec.kind == "cpu"
@@ -544,4 +548,4 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
 def test_all_constants_have_a_name_for_people() -> None:
     assert {*WIDTHS, "runtime_MiB"} == bench_calibrate.UNITS.keys()
     assert {*WIDTHS, "runtime_MiB", "weights_Bps q4_1", "matmul_flops q4_1"} == made().figures().keys()
-    assert made().figures()["overlap"] == Measured(0.8, "fit")
+    assert made().figures()["overlap"] == MeasuredFigure(0.8, "fit")

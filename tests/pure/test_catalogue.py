@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from weft.architectures.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.errors import ModelError
 from weft.formats import catalogue
 from weft.formats.precision import NAMES, canonical, weight_bytes
-from weft.plan.places import places
+from weft.plan.places import cut_places
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -33,7 +33,7 @@ def test_models_are_reproduced_exactly(row: dict[str, str]) -> None:
     model = catalogue.find(row["model"])
     shape = model.shape
     assert model.name == row["model"]
-    assert model.params == params(shape) == int(row["params"])
+    assert model.params == parameter_count(shape) == int(row["params"])
     assert weight_bytes(shape, "bf16") == weight_bytes(shape, "fp16") == 2 * int(row["params"])
     decimals = len(row["bf16_gb"].partition(".")[2])
     assert f"{weight_bytes(shape, 'bf16') / 1e9:.{decimals}f}" == row["bf16_gb"]
@@ -49,7 +49,7 @@ def test_kv_bytes_per_rank(row: dict[str, str], ranks: int) -> None:
     """Latent attention is the same on every rank; else a rank pays for its heads, at least one, and all together
     for the model's where no head is held twice."""
     shape = catalogue.find(row["model"]).shape
-    per_rank = [kv_bytes_per_token(shape, "bf16", place) for place in places(shape, [1.0] * ranks, [shape.layers])]
+    per_rank = [kv_bytes_per_token(shape, "bf16", place) for place in cut_places(shape, [1.0] * ranks, [shape.layers])]
     per_token = int(row["kv_bytes_per_token_bf16"])
     if shape.mla:
         assert per_rank == [per_token] * ranks
@@ -58,7 +58,7 @@ def test_kv_bytes_per_rank(row: dict[str, str], ranks: int) -> None:
         assert sum(per_rank) == per_token // shape.kv_heads * max(ranks, shape.kv_heads)
         if shape.kv_heads % ranks == 0:
             assert set(per_rank) == {per_token // ranks}
-    halves = places(shape, [1.0], [shape.layers - 1, 1])
+    halves = cut_places(shape, [1.0], [shape.layers - 1, 1])
     assert sum(kv_bytes_per_token(shape, "bf16", place) for place in halves) == per_token
 
 
@@ -67,7 +67,7 @@ def test_shapes_are_reproduced_exactly(row: dict[str, str]) -> None:
     model = catalogue.find(row["model"])
     shape = model.shape
     assert model.name == row["model"] and shape.architecture == row["architecture"]
-    assert not row["params"] or model.params == params(shape) == int(row["params"])
+    assert not row["params"] or model.params == parameter_count(shape) == int(row["params"])
     for key in ("layers", "hidden", "q_heads", "kv_heads", "vocab", "head_dim"):
         assert getattr(shape, key) == int(row[key])
     assert int(row["ffn"]) == (shape.experts.ffn if shape.experts else shape.ffn)
@@ -77,7 +77,7 @@ def test_shapes_are_reproduced_exactly(row: dict[str, str]) -> None:
 @pytest.mark.parametrize("entry", catalogue.entries(), ids=lambda entry: entry.names[0])
 def test_every_line_adds_up_to_its_published_total(entry: catalogue.Entry) -> None:
     model = catalogue.find(entry.names[0])
-    assert params(model.shape) == entry.params == model.params
+    assert parameter_count(model.shape) == entry.params == model.params
     assert model.source and canonical(model.precision) == model.precision
     assert model.shape.q_heads % model.shape.kv_heads == 0
     assert {catalogue.find(name).shape for name in entry.names} == {model.shape}
@@ -128,7 +128,7 @@ def test_names(name: str, model: str, precision: str) -> None:
     ],
 )
 def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
-    assert catalogue.look_up(name) is None
+    assert catalogue.find_known(name) is None
     with pytest.raises(ModelError, match=hint) as error:
         catalogue.find(name)
     assert "\n" not in str(error.value)

@@ -18,7 +18,7 @@ from tests.pure.gguf_files import write_model
 from weft.architectures.shape import ModelShape, Rope
 from weft.errors import ConfigError, ModelError
 from weft.formats import demo
-from weft.formats.checkpoint import Checkpoint, resolve, sources
+from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -49,7 +49,7 @@ SHAPE = ModelShape(
 
 
 def weights(dtype: type = np.float16) -> dict[str, np.ndarray]:
-    return {name: np.zeros(dims, dtype=dtype) for name, dims in sources(SHAPE)}
+    return {name: np.zeros(dims, dtype=dtype) for name, dims in expected_tensors(SHAPE)}
 
 
 def write(folder: Path, config: dict[str, Any] | None = None, tensors: dict[str, np.ndarray] | None = None) -> Path:
@@ -76,7 +76,7 @@ def test_a_directory(tmp_path: Path) -> None:
         shape=msgspec.structs.replace(SHAPE, eos=(3, 5)),
         generation={"top_p": 0.9},
     )
-    assert {name: info.dims for name, info in checkpoint.tensors().items()} == dict(sources(SHAPE))
+    assert {name: info.dims for name, info in checkpoint.tensors().items()} == dict(expected_tensors(SHAPE))
     # A file of the directory means the directory.
     for name in ("config.json", "model.safetensors"):
         assert resolve(str(folder / name)).path == str(folder)
@@ -110,7 +110,7 @@ def test_a_gguf_file_whatever_it_is_called(tmp_path: Path) -> None:
         write_model(tmp_path / name, SHAPE)
         checkpoint = resolve(str(tmp_path / name))
         assert (checkpoint.format, checkpoint.path) == ("gguf", str(tmp_path / name))
-        assert {tensor: info.dims for tensor, info in checkpoint.tensors().items()} == dict(sources(SHAPE))
+        assert {tensor: info.dims for tensor, info in checkpoint.tensors().items()} == dict(expected_tensors(SHAPE))
         assert resolve(str(tmp_path / name), load_format="dummy").format == "dummy"
     assert resolve(str(tmp_path)).path == str(tmp_path / "model.gguf")
     write_model(tmp_path / "another.gguf", SHAPE)
@@ -119,7 +119,7 @@ def test_a_gguf_file_whatever_it_is_called(tmp_path: Path) -> None:
 
 def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "kept.gguf", SHAPE)
-    monkeypatch.setattr(demo, "fetch", lambda: tmp_path / "kept.gguf")
+    monkeypatch.setattr(demo, "fetch_demo", lambda: tmp_path / "kept.gguf")
     checkpoint = resolve("demo")
     assert (checkpoint.model, checkpoint.path) == ("demo", str(tmp_path / "kept.gguf"))
 

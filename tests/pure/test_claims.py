@@ -7,13 +7,13 @@ import pytest
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus
-from weft.planner.claims import Claim, Verdict, judge, parse
+from weft.planner.claims import Claim, ClaimVerdict, judge_claim, parse_claim
 
 
-def verdict(text: str) -> Verdict:
-    claim = parse(text)
+def verdict(text: str) -> ClaimVerdict:
+    claim = parse_claim(text)
     found = catalogue.find(claim.model)
-    return judge(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
+    return judge_claim(found.shape, claim.precision, parse_gpus(claim.gpus), claim.tokens, claim.tok_s)
 
 
 INFERNET_BOOK = [
@@ -156,7 +156,7 @@ def test_different_gpus_are_filled_by_their_size() -> None:
     ],
 )
 def test_claims_are_read(text: str, claim: Claim) -> None:
-    assert parse(text) == claim
+    assert parse_claim(text) == claim
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_claims_are_read(text: str, claim: Claim) -> None:
 )
 def test_what_is_no_claim(text: str) -> None:
     with pytest.raises(ConfigError, match="claim"):
-        parse(text)
+        parse_claim(text)

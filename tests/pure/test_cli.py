@@ -33,7 +33,7 @@ from weft.errors import Cause, ConfigError, EngineError, ModelError
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.serving.options import ServeOptions
 
 
@@ -484,7 +484,7 @@ def test_the_plan_s_table_fits_a_terminal() -> None:
     here = Host(hostname="here", cores=(0, 1), memory_total_bytes=10**10, memory_free_bytes=10**10, gpus=cards)
     checkpoint = Checkpoint(model="[/m]", path="/m", format="safetensors", shape=SMOLLM2, generation={})
     out = io.StringIO()
-    plan_table.print_plan(layout(config("run [/m] -tp 2"), checkpoint, here), out)
+    plan_table.print_plan(build_plan(config("run [/m] -tp 2"), checkpoint, here), out)
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and lines[0].endswith("tensor parallel 2")
     assert [line.split()[:5] for line in lines[-3:-1]] == [

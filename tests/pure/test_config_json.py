@@ -32,7 +32,7 @@ MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
-    return config_json.shape(Fields(config, "config.json"))
+    return config_json.shape_from_config(Fields(config, "config.json"))
 
 
 def fails(config: dict[str, Any], message: str) -> None:
@@ -104,7 +104,7 @@ def test_yarn_reaches_further_than_the_model_was_trained() -> None:
 def test_dtype() -> None:
     assert shape(LLAMA | {"torch_dtype": "float16"}).dtype == "float16"
     assert shape(LLAMA | {"dtype": "float32"}).dtype == "float32"
-    own = config_json.shape(Fields(LLAMA | {"torch_dtype": "auto"}, "config.json"), "float16")
+    own = config_json.shape_from_config(Fields(LLAMA | {"torch_dtype": "auto"}, "config.json"), "float16")
     assert own.dtype == "float16"
     fails(LLAMA | {"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; it must be bfloat16, float16 or float32")
 
@@ -178,22 +178,22 @@ def test_what_cannot_be(change: dict[str, Any], message: str) -> None:
 
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
-    assert config_json.read(tmp_path, "bfloat16").eos == (2,)
-    assert config_json.sampling(tmp_path) == {}
+    assert config_json.read_shape(tmp_path, "bfloat16").eos == (2,)
+    assert config_json.recommended_sampling(tmp_path) == {}
     generation = {"eos_token_id": [5, 2, 7], "temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": 0}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert config_json.read(tmp_path, "bfloat16").eos == (2, 5, 7)
-    assert config_json.sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
+    assert config_json.read_shape(tmp_path, "bfloat16").eos == (2, 5, 7)
+    assert config_json.recommended_sampling(tmp_path) == {"temperature": 0.6, "top_k": 20, "do_sample": True}
     (tmp_path / "generation_config.json").write_text('{"top_p": "all"}')
     with pytest.raises(ModelError, match="top_p is 'all'; it must be a number"):
-        config_json.sampling(tmp_path)
+        config_json.recommended_sampling(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe{}", b'{"vocab_size": 12'])
 def test_damaged_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config.json is damaged: .*; fetch it again") as caught:
-        config_json.read(tmp_path, "bfloat16")
+        config_json.read_shape(tmp_path, "bfloat16")
     assert "\n" not in str(caught.value)
 
 
@@ -205,7 +205,7 @@ def test_end_tokens_that_a_config_denies() -> None:
 
 
 def planned(config: dict[str, Any]) -> ModelShape:
-    return config_json.shape(Fields(config, "config.json"), run=False)
+    return config_json.shape_from_config(Fields(config, "config.json"), run=False)
 
 
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"]}

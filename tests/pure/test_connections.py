@@ -131,7 +131,7 @@ async def test_a_client_that_pipelines_and_reads_nothing_is_read_no_more() -> No
                 await asyncio.wait_for(client.send(flood), 1)
         (connection,) = live.server.server_state.connections
         assert isinstance(connection, Connection) and len(connection.pipeline) <= 8
-        assert connection.full() and connection.flow.read_paused
+        assert connection.queue_full() and connection.flow.read_paused
 
 
 async def test_a_client_that_pipelines_and_leaves_makes_no_noise(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,12 +14,12 @@ from weft.formats.catalogue import find
 from weft.formats.precision import weight_bytes
 from weft.hardware import kernel_shares, links
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import find_gpu, gpus
+from weft.hardware.gpus import find_gpu, known_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
-from weft.planner.profiles import Constant, engines, profile
-from weft.planner.work import work
+from weft.planner.profiles import Constant, engine_names, load_profile
+from weft.planner.work import rank_work
 
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
 QWEN_MOE, DEEPSEEK = find("Qwen3-30B-A3B").shape, find("DeepSeek-R1").shape
@@ -32,7 +32,7 @@ cuts = st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 4), (
 @settings(deadline=None, max_examples=60)
 @given(
     shape=st.sampled_from(MODELS),
-    engine=st.sampled_from(engines()),
+    engine=st.sampled_from(engine_names()),
     sizes=cuts,
     concurrency=st.integers(1, 512) | st.none(),
     factor=st.floats(1.0, 10.0),
@@ -72,7 +72,7 @@ def test_permuting_identical_gpus_changes_nothing(order: list[int], sizes: tuple
     assert same == shuffled
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engine_names())
 @pytest.mark.parametrize("shape", MODELS)
 def test_one_request_stays_below_what_the_bandwidth_allows(shape: ModelShape, engine: str) -> None:
     chosen = shape.experts.top_k / shape.experts.count if shape.experts else 1.0
@@ -150,7 +150,7 @@ def test_shorter_steps_take_longer_to_the_first_token_and_answer_less() -> None:
     found = []
     for most in (1, 16, 64, 256, 1024):
         said = msgspec.structs.replace(
-            profile("weft"), max_num_batched_tokens=Constant(most, ""), hold_up_ms=Constant(0, "")
+            load_profile("weft"), max_num_batched_tokens=Constant(most, ""), hold_up_ms=Constant(0, "")
         )
         found.append(predict(LLAMA, cut(LLAMA, [0]), parse_gpus("1xH100"), Workload(), said))
     assert [it.ttft_s for it in found] == sorted((it.ttft_s for it in found), reverse=True)
@@ -185,7 +185,7 @@ def test_a_window_bounds_what_attention_reads() -> None:
 def test_a_token_streams_only_the_experts_it_meets() -> None:
     """E (1 - (1 - k/E)^B) of them: 8 of 128 for one token, nearly all for 64."""
     found = [speed(QWEN_MOE, cut(QWEN_MOE, [0]), "1xH200", concurrency=n).step.experts for n in (1, 64)]
-    (layer,) = work(QWEN_MOE, "bf16", "bf16", cut(QWEN_MOE, [0]).places[0]).layers
+    (layer,) = rank_work(QWEN_MOE, "bf16", "bf16", cut(QWEN_MOE, [0]).places[0]).layers
     assert layer.experts is not None
     assert layer.experts.nbytes == 2 * 3 * QWEN_MOE.hidden * 768
     least = layer.count * 8 * layer.experts.nbytes / 4.8e12
@@ -196,7 +196,7 @@ def test_a_token_streams_only_the_experts_it_meets() -> None:
 def test_sharing_experts_among_replicas_leaves_more_room_and_costs_exchanges() -> None:
     shared = cut(QWEN_MOE, range(4), experts=True)
     alone = cut(QWEN_MOE, range(4))
-    memories = [footprint(QWEN_MOE, it, parse_gpus("4xH100"), profile("vllm")) for it in (shared, alone)]
+    memories = [footprint(QWEN_MOE, it, parse_gpus("4xH100"), load_profile("vllm")) for it in (shared, alone)]
     assert memories[0].kv_tokens > 2 * memories[1].kv_tokens
     found = [speed(QWEN_MOE, it, "4xH100", concurrency=64).step.links for it in (shared, alone)]
     assert found[0] > 0 == found[1]
@@ -224,7 +224,7 @@ def test_across_nodes_tensor_parallel_pays_for_the_network() -> None:
 )
 def test_sums_take_what_was_measured(gpu: str, ranks: int, megabyte_us: float) -> None:
     """allreduce.csv, 1 MiB in a CUDA graph."""
-    found = links.all_reduce(find_gpu(gpu), "nvlink", ranks, 1e9, True).seconds(1 << 20)
+    found = links.all_reduce_cost(find_gpu(gpu), "nvlink", ranks, 1e9, True).seconds(1 << 20)
     assert found * 1e6 == pytest.approx(megabyte_us, rel=1e-6)
 
 
@@ -232,37 +232,42 @@ def test_sums_slow_down_with_the_link() -> None:
     h100, l40s, geforce = find_gpu("H100"), find_gpu("L40S"), find_gpu("RTX 4090")
     size = 8 << 20
     found = [
-        links.all_reduce(gpu, kind, 4, 12.5e9, True).seconds(size)
+        links.all_reduce_cost(gpu, kind, 4, 12.5e9, True).seconds(size)
         for gpu, kind in ((h100, "nvlink"), (h100, "pcie"), (l40s, "pcie"), (geforce, "pcie"))
     ]
     assert found == sorted(found)
-    assert links.all_reduce(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
-    eager, graphs = (links.all_reduce(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
+    assert links.all_reduce_cost(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
+    eager, graphs = (links.all_reduce_cost(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
     assert eager - graphs == pytest.approx(11e-6)
 
 
 def test_ranks_between_the_tabled_ones_lie_between() -> None:
-    found = [links.all_reduce(find_gpu("L40S"), "pcie", ranks, 1e9, True).latency_s for ranks in (2, 3, 4, 6, 8, 16)]
+    found = [
+        links.all_reduce_cost(find_gpu("L40S"), "pcie", ranks, 1e9, True).latency_s for ranks in (2, 3, 4, 6, 8, 16)
+    ]
     assert found == sorted(found)
     assert len(set(found)) == len(found)
 
 
 def test_every_gpu_of_the_catalogue_has_kernels_and_links() -> None:
-    for gpu in gpus():
-        found = kernel_shares.kernels_of(gpu)
+    for gpu in known_gpus():
+        found = kernel_shares.find_kernel_shares(gpu)
         shares = found.weights, found.matmul, found.decode_attention, found.prefill_attention
         assert all(0 < share < 1 for share in shares)
-        assert links.all_reduce(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
+        assert links.all_reduce_cost(gpu, "pcie", 2, 1e9, True).s_per_byte > 0
 
 
 def test_h20_is_not_taken_for_an_h200() -> None:
-    assert kernel_shares.kernels_of(find_gpu("H20")).weights < kernel_shares.kernels_of(find_gpu("H200")).weights
-    assert "H200" in kernel_shares.kernels_of(find_gpu("H200 NVL")).gpu
+    assert (
+        kernel_shares.find_kernel_shares(find_gpu("H20")).weights
+        < kernel_shares.find_kernel_shares(find_gpu("H200")).weights
+    )
+    assert "H200" in kernel_shares.find_kernel_shares(find_gpu("H200 NVL")).gpu
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engine_names())
 def test_every_constant_says_where_it_is_from(engine: str) -> None:
-    for name, text in profile(engine).provenance().items():
+    for name, text in load_profile(engine).provenance().items():
         value, _, source = text.partition(": ")
         assert value, name
         assert len(source) > 3, name
@@ -270,9 +275,9 @@ def test_every_constant_says_where_it_is_from(engine: str) -> None:
 
 def test_an_unknown_engine_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown engine 'vlm'; did you mean vllm"):
-        profile("vlm")
+        load_profile("vlm")
 
 
 def test_fp8_engines_keep_kv_in_fp8_where_they_do_so_by_themselves() -> None:
-    assert profile("trtllm").kv_dtype("fp8") == "fp8"
-    assert profile("trtllm").kv_dtype("bf16") == profile("vllm").kv_dtype("fp8") == "bf16"
+    assert load_profile("trtllm").kv_dtype("fp8") == "fp8"
+    assert load_profile("trtllm").kv_dtype("bf16") == load_profile("vllm").kv_dtype("fp8") == "bf16"

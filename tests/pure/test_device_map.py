@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import shapes
-from weft.architectures.modules import holds_weights, units
+from weft.architectures.modules import holds_weights, pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import catalogue
-from weft.plan.device_map import Device, Room, Stages, device, pipeline
-from weft.plan.placement import check_flags, check_stages, modules_of, unit_bytes
+from weft.plan.device_map import AvailableDevices, Device, Stages, map_to_stages, parse_device
+from weft.plan.placement import check_flags, check_stages, module_devices, unit_bytes
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 TIED = catalogue.find("Llama-3.2-1B").shape
@@ -28,7 +28,7 @@ KNOWN = st.sampled_from(
 
 
 def stages(device_map: Mapping[str, object], shape: ModelShape = LLAMA, gpus: int = 2, **more: Any) -> Stages:
-    return pipeline(shape, device_map, Room(gpus=range(gpus), nbytes=lambda unit: 10**8, **more))
+    return map_to_stages(shape, device_map, AvailableDevices(gpus=range(gpus), nbytes=lambda unit: 10**8, **more))
 
 
 def refusal(device_map: Mapping[str, object], *words: str, shape: ModelShape = LLAMA, **more: Any) -> None:
@@ -44,7 +44,9 @@ def refusal(device_map: Mapping[str, object], *words: str, shape: ModelShape = L
 def whole(shape: ModelShape, devices: list[Device]) -> dict[str, Device]:
     """A map with every part of a model: `devices` has one for each layer, the ends go with theirs."""
     ends = {"embedding": devices[0], "norm": devices[-1], "head": devices[-1]}
-    return {unit.name: devices[unit.layer] if unit.layer is not None else ends[unit.kind] for unit in units(shape)}
+    return {
+        unit.name: devices[unit.layer] if unit.layer is not None else ends[unit.kind] for unit in pipeline_units(shape)
+    }
 
 
 # --- pipelines ---
@@ -79,7 +81,7 @@ def test_whatever_is_left_out_is_named(model: str, data: st.DataObject) -> None:
 @given(KNOWN, st.data())
 def test_a_block_that_is_split_is_named(model: str, data: st.DataObject) -> None:
     shape = catalogue.find(model).shape
-    unit = data.draw(st.sampled_from([it for it in units(shape) if it.kind == "layer"]))
+    unit = data.draw(st.sampled_from([it for it in pipeline_units(shape) if it.kind == "layer"]))
     tensor = data.draw(st.sampled_from(unit.tensors))[0].replace("{expert}", "1")
     refusal({"": 0, tensor.rpartition(".")[0]: 1}, "splits " + unit.name, "GPU 0", "GPU 1", shape=shape)
 
@@ -155,7 +157,7 @@ def test_experts_have_numbers() -> None:
 def test_what_is_no_device(said: object) -> None:
     refusal({"": said}, "no device", repr(said))
     with pytest.raises(ConfigError, match="no device"):
-        device(said)
+        parse_device(said)
 
 
 def test_devices_that_are_not_there() -> None:
@@ -182,7 +184,7 @@ def test_bytes_of_parts_add_up() -> None:
 
     for shape in (LLAMA, TIED, MIXTRAL, GPT2):
         for precision in ("bf16", "int4", "q4_k_m"):
-            parts = sum(unit_bytes(shape, precision, unit) for unit in units(shape))
+            parts = sum(unit_bytes(shape, precision, unit) for unit in pipeline_units(shape))
             norm = weight_bytes(shape, precision) - parts
             # A tied head is no weight of its own, and the norm is then left out with it.
             assert norm == 0 or (shape.tied and 0 < norm <= 8 * shape.hidden)
@@ -221,6 +223,10 @@ def test_stages_that_are_said_twice_agree() -> None:
 
 
 def test_a_word_that_is_none() -> None:
-    assert modules_of("cuda:1") == {"": "cuda:1"} and modules_of("0") == {"": "0"} and modules_of("cpu") == {"": "cpu"}
+    assert (
+        module_devices("cuda:1") == {"": "cuda:1"}
+        and module_devices("0") == {"": "0"}
+        and module_devices("cpu") == {"": "cpu"}
+    )
     with pytest.raises(ConfigError, match="balanced_low_0"):
-        modules_of("even")
+        module_devices("even")

@@ -22,7 +22,7 @@ async def test_a_client_that_goes_away_ends_its_requests(path: str, stream: bool
     wire.hang_up()
     await wire.task
     assert not world.engine.open and len(world.engine.aborted) == 2
-    assert not world.service.answers
+    assert not world.service.streams
 
 
 async def test_a_client_that_is_gone_before_the_first_byte_ends_its_requests() -> None:
@@ -30,7 +30,7 @@ async def test_a_client_that_is_gone_before_the_first_byte_ends_its_requests() -
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": True})
     wire.hang_up()
     await wire.task
-    assert world.engine.requests and not world.engine.open and not world.service.answers
+    assert world.engine.requests and not world.engine.open and not world.service.streams
 
 
 async def test_a_client_that_goes_away_amid_its_body_is_no_error_of_ours() -> None:
@@ -46,7 +46,7 @@ async def test_a_handler_that_is_cancelled_ends_its_requests() -> None:
     await wire.text(until='"content":"a"')
     wire.task.cancel()
     await asyncio.gather(wire.task, return_exceptions=True)
-    assert not world.engine.open and not world.service.answers
+    assert not world.engine.open and not world.service.streams
 
 
 async def test_a_stream_that_breaks_says_why_and_is_cut() -> None:
@@ -66,12 +66,12 @@ async def test_what_is_cut_off_says_why(stream: bool) -> None:
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": stream})
     while not world.engine.open:
         await asyncio.sleep(0)
-    for answer in world.service.answers:
+    for answer in world.service.streams:
         answer.cut_off()
     await wire.task
     text = b"".join(message.get("body", b"") for message in wire.sent).decode()
     assert "shutting_down" in text and wire.whole != stream
-    assert wire.sent[0]["status"] == (200 if stream else 503) and not world.service.answers
+    assert wire.sent[0]["status"] == (200 if stream else 503) and not world.service.streams
 
 
 async def test_before_the_first_byte_a_dead_engine_is_a_500() -> None:

@@ -17,7 +17,7 @@ from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause, EngineError, QueueFullError
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 
 SIZES = {"num_blocks": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
@@ -200,7 +200,7 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
         load_format="dummy",
         shape=shape,
         dtype="float32",
-        places=tuple(places(shape, [1.0], [2, 2])),
+        places=tuple(cut_places(shape, [1.0], [2, 2])),
         devices=("cpu", "cpu"),
         cores=((0,), (0,)),
         max_model_len=48,

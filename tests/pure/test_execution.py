@@ -16,16 +16,16 @@ from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 
 
 def run(model: str, where: Host, **flags: Any) -> Plan:
@@ -35,15 +35,15 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What weft plan MODEL WORDS --json says on that machine."""
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
-    monkeypatch.setattr("weft.probes.speeds.cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
     return weft_json("plan", model, *words)[1]
 
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 # --- by itself ---
@@ -84,9 +84,9 @@ def test_the_places_are_the_search_s_own(model: str, names: Sequence[str]) -> No
     where, there = rig(*names), checkpoint(model)
     config = EngineConfig(model=there.model)
     numbers = range(len(names))
-    best = search(execution.question(config, there, where, this_machine(where, NOTHING), numbers)).best
+    best = search(execution.plan_question(config, there, where, host_cluster(where, NOTHING), numbers)).best
     assert best is not None
-    assert run(model, where).places == best.layout.places[: best.layout.size]
+    assert run(model, where).places == best.layout.places[: best.layout.replica_size]
 
 
 def test_uneven_gpus_get_uneven_parts() -> None:
@@ -126,7 +126,7 @@ def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFi
     assert plan.devices == ("cuda:0",)
     line, steps = [record.getMessage() for record in caplog.records]
     assert steps.startswith("max_num_batched_tokens is 4,096: a piece of that size takes")
-    for word in ("DP 2, bf16", "2 replicas", "tokens/s in all", "GPU 0", "--device-ids", "--tensor-parallel-size"):
+    for word in ("DP 2, bf16", "2 replicas", "tokens/s", "GPU 0", "--device-ids", "--tensor-parallel-size"):
         assert word in line
 
 
@@ -154,7 +154,7 @@ def test_steps_have_the_tokens_that_weft_plan_tells(
 
 
 @pytest.mark.parametrize("names", [[FOUR], [H100, H100], []], ids=str)
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Llama-3.1-8B"])
 def test_quantised_weights_are_planned_to_the_byte(
     model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +177,8 @@ def test_int4_is_what_others_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     own = told("Llama-3.1-8B", rig(FOUR), monkeypatch, "-q", "int4")
     assert found["model"]["runs"] and own["model"]["runs"]
     (note,) = found["notes"]
-    assert "int4 here is a GPTQ or AWQ checkpoint" in note and f"{own['model']['weight_bytes'] / 1e9:.1f} GB" in note
+    assert found["note_codes"] == ["int4_is_a_checkpoint"]
+    assert f"{own['model']['weight_bytes'] / 1e9:.1f} GB" in note
     assert not own["notes"]
     assert found["model"]["weight_bytes"] > own["model"]["weight_bytes"]
 
@@ -216,11 +217,11 @@ def test_lengths_stay_the_user_s() -> None:
     ],
 )
 def test_whoever_cuts_decides(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "searched", None)
+    monkeypatch.setattr(execution, "config_of_best", None)
     there, where = checkpoint("Qwen3-8B"), rig(FOUR, FOUR)
     config = EngineConfig(model="m", **flags)
     plan = plan_to_run(config, there, where)
-    assert plan == layout(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
+    assert plan == build_plan(replace(config, max_num_batched_tokens=plan.max_num_batched_tokens), there, where)
     vllm = msgspec.structs.replace(where, environment={"VLLM_PP_LAYER_PARTITION": "18,18"})
     assert plan_to_run(EngineConfig(model="m"), there, vllm).stages == 2
 
@@ -244,7 +245,7 @@ def test_more_ranks_than_unlike_gpus_are_refused_with_the_figures() -> None:
 
 
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "searched", None)
+    monkeypatch.setattr(execution, "config_of_best", None)
     assert run("Llama-3.1-8B", rig()).devices == ("cpu",)
 
 
@@ -368,7 +369,7 @@ def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFix
         plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where, "-dp", "2"))
     assert plan.devices == ("cuda:0",)
     assert [record.getMessage().split(": ")[0].rpartition("/")[2] for record in caplog.records] == [
-        "plan.json has 2 replicas (DP 2, bf16); Weft runs one of them yet, GPU 0"
+        "plan.json has 2 replicas (DP 2, bf16); Weft runs one of them, GPU 0"
     ]
 
 
@@ -441,9 +442,7 @@ def test_another_model_is_refused(saved: Any) -> None:
 
 def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     where = rig(FOUR, FOUR)
-    refusal(
-        PlanError, "int4", "--precision of bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4")
-    )
+    refusal(PlanError, "int4", "--precision bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4"))
     several = saved("Qwen3-14B", where, "--nodes", "2x1xRTX4090", "-pp", "2", "-tp", "1")
     refusal(PlanError, "several machines", "--gpus", where=where, plan=several)
 
@@ -453,11 +452,11 @@ def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     [
         ("", ["not JSON"]),
         ("{", ["not JSON"]),
-        ("[]", ["not what weft plan --json prints"]),
-        ('{"a": 1}', ["not what weft plan --json prints", "`format`"]),
+        ("[]", ["not the output of weft plan --json"]),
+        ('{"a": 1}', ["not the output of weft plan --json", "`format`"]),
         ('{"format": 1, "engine": "weft", "best": {}}', ["damaged plan"]),
         ('{"format": 99, "engine": "weft", "best": {}}', ["format 99", "reads 1"]),
-        ('{"format": "x", "engine": "weft", "best": {}}', ["not what weft plan"]),
+        ('{"format": "x", "engine": "weft", "best": {}}', ["not the output of weft plan"]),
         ("\xff", ["not JSON"]),
     ],
 )

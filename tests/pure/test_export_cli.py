@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
-from weft.export.infernet_config import known, plain, read, vram_tier
+from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
 from weft.hardware import cuda
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.host import probe
-from weft.probes.machine import this_machine
+from weft.hardware.host import probe_host
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 SMALL = "Qwen3-8B --gpus 1xRTX4090"
@@ -177,8 +177,8 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "weft serve Qwen/Qwen2.5-72B-Instruct" in out and "--port 8123" in out
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
-        assert f"{key} is in the book only" in err
-    assert "vram_tier >=48gb is no GPU's here, and a sum is never told: RTX 4090 is 16-24gb" in err
+        assert f"{key} is only in the book" in err
+    assert "vram_tier >=48gb is no GPU's here, and a sum is never reported: RTX 4090 is 16-24gb" in err
 
 
 def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
@@ -209,7 +209,7 @@ def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
 def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
     same = [{"host": f"http://localhost:{port}", "model": "qwen2.5:14b"} for port in (8000, 8001)]
     status, _, err = emit("infernet", "--gpus 1xA100", "--infernet-config", config({"vllm_instances": same}))
-    assert status == 0 and "cannot be served by the same node" not in err and "a node talks to one server" in err
+    assert status == 0 and "cannot be served by the same node" not in err and "a node uses one server" in err
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
         ({"engine": 4}, "engine"),
         ({"vllm_instances": [1]}, "vllm_instances"),
         ({"served_models": "x"}, "served_models"),
-        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is no address"),
+        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is not an address"),
         ("[" * 100_000, "is not JSON"),
         ({"served_models": [" "]}, "served_models"),
     ],
@@ -251,19 +251,19 @@ def test_tiers_are_of_one_gpu(mib: int, tier: str) -> None:
 
 
 def test_tags_are_names_of_the_catalogue() -> None:
-    assert known("llama3.1:8b") == "meta-llama/Llama-3.1-8B-Instruct"
-    assert known("qwen2.5:14b") == "Qwen/Qwen2.5-14B-Instruct"
-    assert known("nobody:1b") == "nobody:1b"
+    assert model_of_tag("llama3.1:8b") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert model_of_tag("qwen2.5:14b") == "Qwen/Qwen2.5-14B-Instruct"
+    assert model_of_tag("nobody:1b") == "nobody:1b"
     # A model's own name stands for itself.
     names = {name for entry in entries() for name in entry.names if "/" in name}
-    assert all(plain(known(name)).startswith(plain(name)) for name in names)
+    assert all(comparable_name(model_of_tag(name)).startswith(comparable_name(name)) for name in names)
 
 
 def test_the_only_instance_is_meant_whatever_it_is_called(config: Any) -> None:
-    found = read(config({"vllm_model": "house-model", "vllm_host": "http://localhost:8123"}))
+    found = read_node_config(config({"vllm_model": "house-model", "vllm_host": "http://localhost:8123"}))
     here = found.serving("Qwen/Qwen3-8B")
     assert here is not None and (here.model, here.port) == ("house-model", 8123)
-    assert read(config(TWO)).serving("Qwen/Qwen3-8B") is None
+    assert read_node_config(config(TWO)).serving("Qwen/Qwen3-8B") is None
 
 
 # --- what is typed ---
@@ -333,7 +333,7 @@ def test_gpus_that_cuda_counts_in_its_own_order_are_named(monkeypatch: pytest.Mo
     names = [card.uuid for card in machine.cards]
     monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: cluster)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    monkeypatch.setattr(cuda, "shown", lambda: [cuda.digits(name) for name in reversed(names)])
+    monkeypatch.setattr(cuda, "visible_uuids", lambda: [cuda.uuid_digits(name) for name in reversed(names)])
     assert f"CUDA_VISIBLE_DEVICES={names[1]},{names[0]} " in emit("weft", "Qwen2.5-14B-Instruct -pp 2")[1]
 
 
@@ -343,7 +343,7 @@ def test_a_slice_is_named_and_not_numbered(engine: str, tmp_path: Path, monkeypa
     machine = sliced()
     machine.cards = machine.cards[::-1]
     machine.install(monkeypatch)
-    here = this_machine(probe({}, tmp_path), Speeds(machine=""))
+    here = host_cluster(probe_host({}, tmp_path), Speeds(machine=""))
     monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: here)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     status, out, err = emit(engine, "Qwen3-0.6B")
@@ -388,4 +388,4 @@ def test_on_a_cpu_weft_makes_the_weights_itself(typed: str, said: list[str], mon
     assert all(it in out for it in said)
     assert ("--quantization" in out) == any("--quantization" in it for it in said)
     status, out, err = emit("vllm", "Qwen3-0.6B")
-    assert status == 3 and "on CPUs it is another program to install" in err
+    assert status == 3 and "vLLM for CPUs is a separate installation" in err

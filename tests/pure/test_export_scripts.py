@@ -219,7 +219,7 @@ def test_a_narrow_cache_is_what_the_length_was_planned_with(
     assert narrow.get("kv-cache-dtype") == said
     longer = int(narrow["max-model-len"][0]) / int(usual["max-model-len"][0])
     assert longer > 1.9 if said else longer == 1
-    assert ("Weft keeps no fp8 KV cache here; this is with one in 16 bits" in told) == (not said)
+    assert ("Weft has no fp8 KV cache here; this plan has one in 16 bits" in told) == (not said)
     assert ("a KV cache in fp8_e5m2: Weft's is fp8" in told) == (target == "weft" and kept == "fp8_e5m2")
 
 

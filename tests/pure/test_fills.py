@@ -11,11 +11,11 @@ from hypothesis import given
 
 from tests.pure.shapes import SMOLLM2, layouts
 from weft.architectures.axes import Axis, axis_length, owned
-from weft.architectures.parameters import parameter_dims, parameters, rank_parameters
+from weft.architectures.parameters import model_parameters, parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.plan.fills import Fill, fills, weight_bytes
-from weft.plan.places import places
+from weft.plan.fills import Fill, rank_fills, rank_weight_bytes
+from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 EMBED = "model.embed_tokens.weight"
@@ -24,7 +24,7 @@ EMBED = "model.embed_tokens.weight"
 def sources(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint and their dims."""
     found = {}
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         for layer in range(shape.layers) if parameter.where == "layer" else [None]:
             for part in parameter.parts:
                 axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
@@ -40,8 +40,8 @@ def rectangle(fill: Fill) -> tuple[Span, Span]:
 def test_fills_lie_within_their_sources(layout: Layout) -> None:
     shape, weights, stages = layout
     dims = sources(shape)
-    for place in places(shape, weights, stages):
-        for fill in fills(shape, place):
+    for place in cut_places(shape, weights, stages):
+        for fill in rank_fills(shape, place):
             rows, *cols = dims[fill.source]
             assert 0 <= fill.rows.start < fill.rows.stop <= rows
             assert (fill.cols is None) == (not cols)
@@ -52,30 +52,30 @@ def test_fills_lie_within_their_sources(layout: Layout) -> None:
 @given(layouts())
 def test_a_parameter_is_filled_once_from_top_to_bottom(layout: Layout) -> None:
     shape, weights, stages = layout
-    for place in places(shape, weights, stages):
+    for place in cut_places(shape, weights, stages):
         dims = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         reached: Counter[str] = Counter()
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             assert fill.at == reached[fill.param]
             reached[fill.param] += len(fill.rows)
             assert dims[fill.param][1:] == (() if fill.cols is None else (len(fill.cols),))
         assert {name: d[0] for name, d in dims.items()} == dict(reached)
-        assert weight_bytes(shape, place, "float16") == 2 * sum(map(prod, dims.values()))
-        assert weight_bytes(shape, place, "float32") == DTYPE_BYTES["float32"] * sum(map(prod, dims.values()))
+        assert rank_weight_bytes(shape, place, "float16") == 2 * sum(map(prod, dims.values()))
+        assert rank_weight_bytes(shape, place, "float32") == DTYPE_BYTES["float32"] * sum(map(prod, dims.values()))
 
 
 @given(layouts())
 def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
     """Cut axes once per stage that holds the tensor; whole ones by all ranks of it; KV heads by their crews."""
     shape, weights, stages = layout
-    ranked = places(shape, weights, stages)
+    ranked = cut_places(shape, weights, stages)
     readers: dict[str, list[tuple[Place, Fill]]] = {}
     for place in ranked:
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             readers.setdefault(fill.source, []).append((place, fill))
     dims = sources(shape)
     assert set(readers) == set(dims)
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         for layer in range(shape.layers) if parameter.where == "layer" else [None]:
             for part in parameter.parts:
                 name = part.source.format(layer=layer)
@@ -102,7 +102,7 @@ def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None
     for stage in range(len(stages)):
         count = Counter(
             head
-            for place in places(shape, weights, stages)
+            for place in cut_places(shape, weights, stages)
             if place.stage == stage
             for head in range(place.kv_heads.start, place.kv_heads.stop)
         )
@@ -113,10 +113,10 @@ def test_kv_heads_are_all_read_and_only_shared_by_a_crew(layout: Layout) -> None
 
 @pytest.mark.parametrize(("stages", "heads"), [([30], 0), ([15, 15], 1)])
 def test_a_tied_head_is_stored_only_away_from_the_embedding(stages: list[int], heads: int) -> None:
-    names = Counter(fill.param for place in places(SMOLLM2, [1.0], stages) for fill in fills(SMOLLM2, place))
+    names = Counter(fill.param for place in cut_places(SMOLLM2, [1.0], stages) for fill in rank_fills(SMOLLM2, place))
     assert names["embed.weight"] == 1 and names["head.weight"] == heads
 
 
 def test_smollm2_has_its_135_million_parameters() -> None:
-    (whole,) = places(SMOLLM2, [1.0], [30])
-    assert weight_bytes(SMOLLM2, whole, "bfloat16") == 2 * 134_515_008
+    (whole,) = cut_places(SMOLLM2, [1.0], [30])
+    assert rank_weight_bytes(SMOLLM2, whole, "bfloat16") == 2 * 134_515_008

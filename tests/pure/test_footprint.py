@@ -14,10 +14,10 @@ from weft.formats.precision import weight_bytes
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.gpus import find_gpu
 from weft.plan.memory import LOGITS_BYTES
-from weft.planner.batch import Choice, chosen
-from weft.planner.deployment import Layout, Workload, deploy
+from weft.planner.batch import TokenBudget, with_token_budget
+from weft.planner.deployment import DeploymentLayout, Workload, deploy
 from weft.planner.footprint import BLOCK, Footprint, footprint
-from weft.planner.profiles import engines, profile
+from weft.planner.profiles import engine_names, load_profile
 
 GIB = 1 << 30
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
@@ -33,7 +33,7 @@ def cut(
     precision: str = "bf16",
     kv_dtype: str = "bf16",
     experts: bool = False,
-) -> Layout:
+) -> DeploymentLayout:
     return deploy(
         shape,
         tensor_weights=[1.0] * (tensor or ranks),
@@ -45,9 +45,9 @@ def cut(
     )
 
 
-def held(shape: ModelShape, layout: Layout, gpus: str, engine: str = "vllm", length: int = 2048) -> Footprint:
+def held(shape: ModelShape, layout: DeploymentLayout, gpus: str, engine: str = "vllm", length: int = 2048) -> Footprint:
     workload = Workload(max_model_len=length)
-    return footprint(shape, layout, parse_gpus(gpus), profile(engine), workload)
+    return footprint(shape, layout, parse_gpus(gpus), load_profile(engine), workload)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "int4", "q4_k_m"])
@@ -64,7 +64,7 @@ def test_weights_and_kv_of_the_ranks_are_the_places_own(precision: str, tensor: 
 
 def test_activations_are_as_wide_as_what_is_computed_in() -> None:
     """Logits are float32 whatever it is; all else of a step takes twice as much in 32 bits as in 16."""
-    weft = chosen(profile("weft"), Choice(1024, "this test"))
+    weft = with_token_budget(load_profile("weft"), TokenBudget(1024, "this test"))
     wide, usual, four = (
         footprint(LLAMA, cut(LLAMA, 1, precision=it), parse_gpus("1xH100"), weft).ranks[0].activation_bytes
         for it in ("fp32", "bf16", "int4")
@@ -74,7 +74,7 @@ def test_activations_are_as_wide_as_what_is_computed_in() -> None:
 
 
 def test_every_byte_of_what_is_used_is_accounted_for() -> None:
-    for engine in engines():
+    for engine in engine_names():
         for rank in held(LLAMA, cut(LLAMA, 2), "2xL40S", engine).ranks:
             assert rank.usable_bytes == rank.weights.total + rank.other_bytes + rank.kv_room_bytes
             assert rank.usable_bytes <= rank.memory_bytes
@@ -142,7 +142,7 @@ def test_what_cannot_fit_does_not() -> None:
 
 @settings(deadline=None)
 @given(
-    engine=st.sampled_from(engines()),
+    engine=st.sampled_from(engine_names()),
     tensor=st.sampled_from([1, 2, 4]),
     memory=st.integers(4 * GIB, 200 * GIB),
     more=st.integers(0, 64 * GIB),
@@ -153,11 +153,12 @@ def test_more_memory_never_makes_a_fitting_plan_unfit(
 ) -> None:
     workload, layout = Workload(max_model_len=length), cut(LLAMA, tensor)
     small, large = (
-        footprint(LLAMA, layout, of_memory(tensor, size), profile(engine), workload) for size in (memory, memory + more)
+        footprint(LLAMA, layout, of_memory(tensor, size), load_profile(engine), workload)
+        for size in (memory, memory + more)
     )
     assert large.fits or not small.fits
     # Past the point where an engine's usual settings grow with the card, more memory may hold less beside them.
-    if profile(engine).small_GiB.value == 0:
+    if load_profile(engine).small_GiB.value == 0:
         assert large.kv_tokens >= small.kv_tokens
 
 

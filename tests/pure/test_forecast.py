@@ -14,7 +14,7 @@ from tests.pure.worlds import World
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.hardware.host import Host
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.planner import execution
@@ -22,23 +22,23 @@ from weft.planner.execution import plan_to_run
 from weft.planner.forecast import (
     HINT,
     Forecast,
-    answered,
-    crowded,
     far_off,
-    forecast,
+    forecast_plan,
+    load_report,
     parted,
     predicted_json,
-    started,
+    request_report,
+    start_report,
 )
 from weft.planner.search import search
-from weft.probes.machine import this_machine
-from weft.serving.foreseen import MANY, Foreseen
+from weft.probes.machine import host_cluster
+from weft.serving.predicted import MANY, PredictionCheck
 
 
 def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
     there = checkpoint(model)
     plan = plan_to_run(EngineConfig(model=there.model, **flags), there, where)
-    return plan, forecast(plan, where, NOTHING)
+    return plan, forecast_plan(plan, where, NOTHING)
 
 
 # --- what is expected ---
@@ -49,8 +49,8 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 )
 def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
-    question = execution.question(
-        EngineConfig(model="m"), there, where, this_machine(where, NOTHING), range(len(names))
+    question = execution.plan_question(
+        EngineConfig(model="m"), there, where, host_cluster(where, NOTHING), range(len(names))
     )
     best = search(question).best
     assert best is not None
@@ -90,11 +90,11 @@ def test_ranks_that_share_a_device_have_a_part_of_it_each() -> None:
     assert two.speed(8, 100).single_tok_s < one.speed(8, 100).single_tok_s
     there, where = checkpoint("Llama-3.2-1B"), rig(FOUR, THREE)
     config = EngineConfig(model="m", tensor_parallel_size=3, device_ids=(0, 1, 0))
-    gpus = forecast(layout(config, there, where), where, NOTHING).cluster.gpus
+    gpus = forecast_plan(build_plan(config, there, where), where, NOTHING).cluster.gpus
     assert [gpu.name for gpu in gpus] == ["1/2 of RTX 4090", "RTX 3090", "1/2 of RTX 4090"]
-    whole = this_machine(where, NOTHING).gpus
+    whole = host_cluster(where, NOTHING).gpus
     assert gpus[1] == whole[1] and gpus[0].memory_bytes == whole[0].memory_bytes // 2
-    assert parted(this_machine(where, NOTHING), [1, 0]).gpus == whole[::-1]
+    assert parted(host_cluster(where, NOTHING), [1, 0]).gpus == whole[::-1]
 
 
 def test_numbers_have_the_bytes_that_they_are_computed_in() -> None:
@@ -119,23 +119,23 @@ def capacity(rank: int, **figures: int) -> Capacity:
 def test_memory_is_told_with_its_ratio() -> None:
     found = expected()
     exact = [capacity(0, weight_bytes=found.weight_bytes, activation_bytes=max(found.step_bytes))]
-    line = started(found, exact, found.kv_tokens // 16)
+    line = start_report(found, exact, found.kv_tokens // 16)
     assert line.count("(1.00 of the predicted ") == 3 and line.endswith("; loaded in 0.2 s")
     assert f"{found.kv_tokens:,} tokens of KV" in line and HINT not in line
-    assert started(found, exact, found.kv_tokens // 64).endswith(HINT)
+    assert start_report(found, exact, found.kv_tokens // 64).endswith(HINT)
 
 
 def test_a_request_is_told_with_its_ratio() -> None:
     found = expected()
     speed = found.speed(100, 50)
-    line = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
+    line = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=1.2 * speed.single_tok_s)
     assert line.startswith("one request of 100 + 50 tokens: the first token after ")
     assert "(1.00 of the predicted " in line and "(1.20 of the predicted " in line and HINT not in line
-    slow = answered(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
+    slow = request_report(found, input_len=100, output_len=50, ttft_s=speed.ttft_s, tok_s=speed.single_tok_s / 5)
     assert slow.endswith(HINT)
     many = found.speed(100, 50, 20)
     rate = many.concurrency / many.tpot_s
-    line = crowded(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
+    line = load_report(found, requests=64, input_len=100.2, output_len=50, concurrency=20.4, tok_s=rate)
     assert line.startswith("64 requests, 20 at once, of 100 + 50 tokens: ") and "(1.00 of the predicted" in line
 
 
@@ -172,7 +172,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Any:
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def serve(watch: Foreseen, outputs: Sequence[RequestOutput]) -> None:
+def serve(watch: PredictionCheck, outputs: Sequence[RequestOutput]) -> None:
     """All of them open at once, then all closed."""
     for number in range(len(outputs)):
         watch.opened(number + 1)
@@ -181,17 +181,17 @@ def serve(watch: Foreseen, outputs: Sequence[RequestOutput]) -> None:
 
 
 def test_the_first_request_alone_is_told_of_once(told: Any) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     serve(watch, [output()])
     serve(watch, [output()])
     (line,) = told()
     assert re.match(r"one request of 20 \+ 50 tokens: the first token after 100 ms .*, then 54\.4 tokens/s", line)
-    assert not watch.told
+    assert not watch.done
 
 
 @pytest.mark.parametrize("one", [output(tokens=8), output(cached=16), output(finished=False)])
 def test_what_says_nothing_is_passed_over(told: Any, one: RequestOutput) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     serve(watch, [one])
     assert told() == []
     serve(watch, [output()])
@@ -199,31 +199,31 @@ def test_what_says_nothing_is_passed_over(told: Any, one: RequestOutput) -> None
 
 
 def test_a_request_beside_another_is_not_alone(told: Any) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     serve(watch, [output(), output()])
     assert told() == []
 
 
 def test_a_crowd_is_told_of_once_and_then_nothing_is_watched(told: Any) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     serve(watch, [output(begin=number / 10, took=1.5) for number in range(16)])
     (line,) = told()
     # 16 requests of 1.5 s each within 3 s; 800 tokens.
     assert line.startswith("16 requests, 8 at once, of 20 + 50 tokens: 267 tokens/s in all (")
     serve(watch, [output(begin=number / 10, took=1.5) for number in range(16)])
-    assert len(told()) == 1 and not watch.told
+    assert len(told()) == 1 and not watch.done
     serve(watch, [output()])
-    assert len(told()) == 2 and watch.told
+    assert len(told()) == 2 and watch.done
 
 
 def test_one_after_the_other_is_no_crowd(told: Any) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     serve(watch, [output(begin=number, took=1.0) for number in range(16)])
     assert told() == []
 
 
 def test_a_crowd_that_never_ends_is_told_of(told: Any) -> None:
-    watch = Foreseen(expected())
+    watch = PredictionCheck(expected())
     watch.opened(8)
     for number in range(MANY):
         watch.closed([output(begin=number / 8, took=1.0)], 7)
@@ -234,7 +234,7 @@ async def test_the_service_tells_and_forgets(told: Any) -> None:
     seen: list[tuple[int, int]] = []
 
     class Watch:
-        told = False
+        done = False
 
         def opened(self, count: int) -> None:
             seen.append((count, -1))
@@ -242,12 +242,12 @@ async def test_the_service_tells_and_forgets(told: Any) -> None:
         def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
             assert all(one.finished for one in outputs)
             seen.append((len(outputs), still_open))
-            self.told = True
+            self.done = True
 
     world = World()
-    world.service.foreseen = Watch()  # type: ignore[assignment]
+    world.service.prediction_check = Watch()  # type: ignore[assignment]
     await world.complete(max_tokens=3)
-    assert seen == [(1, -1), (1, 0)] and world.service.foreseen is None
+    assert seen == [(1, -1), (1, 0)] and world.service.prediction_check is None
     await world.complete(max_tokens=3)
     assert len(seen) == 2
 

@@ -63,7 +63,7 @@ def test_encodings_are_the_librarys() -> None:
 
 
 def test_metadata_is_what_the_library_reads(path: Path) -> None:
-    ours, theirs = gguf.read(path), library.GGUFReader(path)
+    ours, theirs = gguf.read_gguf(path), library.GGUFReader(path)
     fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert list(ours.metadata) == list(fields)
     for name, field in fields.items():
@@ -74,7 +74,7 @@ def test_metadata_is_what_the_library_reads(path: Path) -> None:
 
 
 def test_tensors_are_what_the_library_reads(path: Path) -> None:
-    ours, theirs = gguf.read(path), library.GGUFReader(path)
+    ours, theirs = gguf.read_gguf(path), library.GGUFReader(path)
     assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         info = ours.tensors[tensor.name]
@@ -88,7 +88,7 @@ def test_tensors_are_what_the_library_reads(path: Path) -> None:
 
 
 def test_arrays_are_left_alone_until_asked_for(path: Path) -> None:
-    header = gguf.read(path)
+    header = gguf.read_gguf(path)
     words = header.metadata["words"]
     assert isinstance(words, gguf.Array)
     assert words.count == 4
@@ -99,7 +99,7 @@ def test_arrays_are_left_alone_until_asked_for(path: Path) -> None:
 
 def test_version_2_is_read_too(path: Path, tmp_path: Path) -> None:
     old = changed(path, tmp_path, 4, struct.pack("<I", 2))
-    assert gguf.read(old).metadata == gguf.read(path).metadata
+    assert gguf.read_gguf(old).metadata == gguf.read_gguf(path).metadata
 
 
 def changed(path: Path, folder: Path, at: int, data: bytes) -> Path:
@@ -119,7 +119,7 @@ def entry(path: Path, name: bytes) -> int:
 
 def fails(path: Path, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        gguf.read(path)
+        gguf.read_gguf(path)
     assert "\n" not in str(caught.value)
 
 
@@ -155,7 +155,7 @@ def test_a_text_that_ends_beyond_the_file(tmp_path: Path) -> None:
     words = struct.pack("<IIQ", gguf.ARRAY, gguf.STRING, 2) + text(b"a") + text(b"bc")
     content = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text(b"words") + words
     (tmp_path / "words.gguf").write_bytes(content)
-    assert gguf.read(tmp_path / "words.gguf").array("words") == ["a", "bc"]
+    assert gguf.read_gguf(tmp_path / "words.gguf").array("words") == ["a", "bc"]
     (tmp_path / "words.gguf").write_bytes(content[:-1])
     fails(tmp_path / "words.gguf", "cut short or damaged")
 
@@ -172,7 +172,7 @@ def test_damaged_index(path: Path, tmp_path: Path) -> None:
     fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "must be a multiple of 32")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "is cut short: tensor 'matrix' ends at byte")
     fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "'matrix' begins off the 32-byte grid")
-    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "tensors .*'matrix'.* lie over each other")
+    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "tensors .*'matrix'.* overlap")
     fails(changed(path, tmp_path, count - 6, b"vector"), "two of its tensors have the same name")
     fails(changed(path, tmp_path, count - 6, b"\xff"), "is not UTF-8")
 
@@ -186,7 +186,7 @@ def test_impossible_alignment(small: Path, tmp_path: Path) -> None:
 def test_cut_short_anywhere(small: Path, tmp_path: Path) -> None:
     content = small.read_bytes()
     # The library pads the last tensor, which nobody needs.
-    for length in range(gguf.read(small).tensors["b"].offset + 12):
+    for length in range(gguf.read_gguf(small).tensors["b"].offset + 12):
         (tmp_path / "short.gguf").write_bytes(content[:length])
         fails(tmp_path / "short.gguf", "is (cut short|no GGUF file)")
 
@@ -201,7 +201,7 @@ def test_other_bytes_anywhere_never_end_in_another_error(
     copy = tmp_path_factory.getbasetemp() / "fuzzed.gguf"
     copy.write_bytes(content)
     try:
-        header = gguf.read(copy)
+        header = gguf.read_gguf(copy)
         for key, value in header.metadata.items():
             if isinstance(value, gguf.Array):
                 header.array(key)
@@ -215,7 +215,7 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
         return write(tmp_path / f"m-{number:05}-of-00002.gguf", "llama", metadata, tensors)
 
     first, second = part(1, a=np.ones(2, dtype=np.float32)), part(2, b=np.ones(3, dtype=np.float32))
-    whole = gguf.read(first)
+    whole = gguf.read_gguf(first)
     assert {name: info.file for name, info in whole.tensors.items()} == {"a": str(first), "b": str(second)}
     assert whole.metadata["only"] == 1
     fails(second, "is one part of 2; give the first, whose name ends in -00001-of-00002.gguf")

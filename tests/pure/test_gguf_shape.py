@@ -14,7 +14,7 @@ from tests.pure.gguf_files import GGML, metadata_of, write, write_model
 from weft.architectures.shape import Experts, Latent, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats import gguf, gguf_shape
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 
 LLAMA = ModelShape(
     architecture="LlamaForCausalLM",
@@ -41,7 +41,7 @@ def test_it_comes_back(tmp_path: Path, shape: ModelShape) -> None:
     checkpoint = resolve(str(tmp_path / "m.gguf"))
     assert checkpoint.shape == shape
     interleaved = {name: info.interleaved for name, info in checkpoint.tensors().items() if info.interleaved}
-    rotated = [name for name, _ in sources(shape) if ".q_proj." in name or ".k_proj." in name]
+    rotated = [name for name, _ in expected_tensors(shape) if ".q_proj." in name or ".k_proj." in name]
     assert interleaved == (dict.fromkeys(rotated, 8) if shape.architecture == "LlamaForCausalLM" else {})
 
 
@@ -57,44 +57,46 @@ def header(
     metadata = {key: value for key, value in (metadata_of(shape) | changes).items() if value is not None}
     embedding = {"token_embd.weight": np.zeros((shape.vocab, shape.hidden), dtype=np.float32)}
     write(path / "m.gguf", arch, metadata, embedding | (tensors or {}))
-    return gguf.read(path / "m.gguf")
+    return gguf.read_gguf(path / "m.gguf")
 
 
 def fails(path: Path, change: dict[str, Any], message: str, **more: Any) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        gguf_shape.shape(header(path, change, **more))
+        gguf_shape.shape_from_gguf(header(path, change, **more))
     assert "\n" not in str(caught.value)
 
 
 def test_defaults(tmp_path: Path) -> None:
     absent = ["attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count"]
-    shape = gguf_shape.shape(header(tmp_path, dict.fromkeys([*absent, "rope.freq_base"])))
+    shape = gguf_shape.shape_from_gguf(header(tmp_path, dict.fromkeys([*absent, "rope.freq_base"])))
     assert (shape.kv_heads, shape.head_dim, shape.rope.theta) == (6, 2, 10000.0)
 
 
 def test_tokens(tmp_path: Path) -> None:
     ids = {"bos": 1, "eos": 2, "eot": 5, "eom": 2}
-    shape = gguf_shape.shape(header(tmp_path, {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()}))
+    shape = gguf_shape.shape_from_gguf(
+        header(tmp_path, {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()})
+    )
     assert (shape.bos, shape.eos) == (1, (2, 5))
 
 
 def test_sliding_window(tmp_path: Path) -> None:
-    assert gguf_shape.shape(header(tmp_path, {"attention.sliding_window": 16})).windows == (16, 16)
-    assert gguf_shape.shape(header(tmp_path, {"attention.sliding_window": 0})).windows == ()
+    assert gguf_shape.shape_from_gguf(header(tmp_path, {"attention.sliding_window": 16})).windows == (16, 16)
+    assert gguf_shape.shape_from_gguf(header(tmp_path, {"attention.sliding_window": 0})).windows == ()
 
 
 def test_dtype_is_the_embeddings_or_bfloat16(tmp_path: Path) -> None:
     for type, dtype in (("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")):
         write_model(tmp_path / "m.gguf", LLAMA, type)
-        assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == dtype
+        assert gguf_shape.shape_from_gguf(gguf.read_gguf(tmp_path / "m.gguf")).dtype == dtype
     wide = msgspec.structs.replace(LLAMA, hidden=32, ffn=32, q_heads=4)
     write_model(tmp_path / "m.gguf", wide, "Q8_0")
-    assert gguf_shape.shape(gguf.read(tmp_path / "m.gguf")).dtype == "bfloat16"
+    assert gguf_shape.shape_from_gguf(gguf.read_gguf(tmp_path / "m.gguf")).dtype == "bfloat16"
 
 
 def test_sampling(tmp_path: Path) -> None:
     values = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
-    assert gguf_shape.sampling(header(tmp_path, values)) == {
+    assert gguf_shape.recommended_sampling(header(tmp_path, values)) == {
         "temperature": 0.5,
         "top_k": 20,
         "repetition_penalty": 1.5,
@@ -142,19 +144,19 @@ SCALED = {"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16
     ],
 )
 def test_rope_scaling(tmp_path: Path, change: dict[str, Any], rope: Rope) -> None:
-    shape = gguf_shape.shape(header(tmp_path, change))
+    shape = gguf_shape.shape_from_gguf(header(tmp_path, change))
     assert shape.rope == rope
     assert shape.max_positions == 64
 
 
 def test_yarn_reaches_further_than_the_model_was_trained(tmp_path: Path) -> None:
     change = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 32}
-    assert gguf_shape.shape(header(tmp_path, change)).max_positions == 128
+    assert gguf_shape.shape_from_gguf(header(tmp_path, change)).max_positions == 128
 
 
 def test_llama3s_divisors(tmp_path: Path) -> None:
     divisors = np.array([1, 1.5, 4, 8], dtype=np.float32)
-    shape = gguf_shape.shape(header(tmp_path, {}, {"rope_freqs.weight": divisors}))
+    shape = gguf_shape.shape_from_gguf(header(tmp_path, {}, {"rope_freqs.weight": divisors}))
     assert shape.rope == Rope(theta=5e5, kind="llama3", factors=(1.0, 1.5, 4.0, 8.0))
     fails(
         tmp_path,
@@ -253,7 +255,7 @@ def planned(folder: Path, arch: str, change: dict[str, Any], tensors: list[str])
     values = {name: np.zeros((1, 1), np.float32) for name in tensors} | {
         "token_embd.weight": np.zeros((32, 64), np.float32)
     }
-    return gguf_shape.shape(gguf.read(write(folder / "m.gguf", arch, metadata, values)), run=False)
+    return gguf_shape.shape_from_gguf(gguf.read_gguf(write(folder / "m.gguf", arch, metadata, values)), run=False)
 
 
 @pytest.mark.parametrize(("arch", "change", "tensors", "expected"), PLANNED, ids=lambda value: str(value)[:20])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError
-from weft.hardware.gpus import find_gpu, gpus, spec_of
+from weft.hardware.gpus import find_gpu, gpu_spec, known_gpus
 from weft.hardware.topology import Clocks, Gpu
 
 TABLE = Path(__file__).parents[1] / "data/gpus.csv"
@@ -44,7 +44,7 @@ def test_the_table_is_reproduced(row: dict[str, str]) -> None:
     assert gpu.source
 
 
-@pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("gpu", known_gpus(), ids=lambda gpu: gpu.name)
 def test_every_gpu_is_found_by_its_name_however_it_is_written(gpu: object) -> None:
     name = gpu.name  # type: ignore[attr-defined]
     for written in (name, name.upper(), name.lower(), name.replace(" ", ""), name.replace("-", " "), f"NVIDIA {name}"):
@@ -95,7 +95,7 @@ def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
 
 
 def test_specs_can_be_keys() -> None:
-    assert len({*gpus(), find_gpu("H100"), find_gpu("h100 sxm")}) == len(gpus())
+    assert len({*known_gpus(), find_gpu("H100"), find_gpu("h100 sxm")}) == len(known_gpus())
 
 
 def here(name: str, capability: tuple[int, int], clocks: Clocks | None) -> Gpu:
@@ -122,7 +122,7 @@ def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
     known = find_gpu(name)
     clocks = Clocks(bus_bits=bus_bits, memory_hz=memory_mhz * 1e6, cores=cores, cores_hz=boost_mhz * 1e6)
     maker = "NVIDIA GeForce" if name in ("RTX 4090", "RTX 3090") else "NVIDIA"
-    made = spec_of(here(f"{maker} Unheard-of {cores}", known.capability, clocks))
+    made = gpu_spec(here(f"{maker} Unheard-of {cores}", known.capability, clocks))
     assert made.bandwidth_Bps == pytest.approx(known.bandwidth_Bps, rel=0.02)
     for precision in ("bf16", "fp16"):
         assert made.flops[precision] == pytest.approx(known.flops[precision], rel=0.03)
@@ -130,7 +130,7 @@ def test_a_gpu_from_its_clocks_is_near_its_data_sheet(
 
 
 def test_a_known_gpu_that_is_here_has_the_memory_that_its_driver_reports() -> None:
-    spec = spec_of(here("NVIDIA H100 80GB HBM3", (9, 0), None))
+    spec = gpu_spec(here("NVIDIA H100 80GB HBM3", (9, 0), None))
     assert (spec.name, spec.memory_bytes) == ("H100-SXM", 8 << 30)
     with pytest.raises(ConfigError, match="unknown GPU"):
-        spec_of(here("NVIDIA Unheard-of", (9, 0), None))
+        gpu_spec(here("NVIDIA Unheard-of", (9, 0), None))

@@ -16,10 +16,10 @@ from weft.errors import ConfigError, PlanError
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.memory import LOGITS_BYTES
-from weft.plan.plan import Draft, Plan, Speculation
+from weft.plan.plan import DraftModel, Plan, Speculation
 from weft.planner import execution
 from weft.planner.execution import plan_to_run
-from weft.planner.forecast import answered, crowded, forecast, predicted_json
+from weft.planner.forecast import forecast_plan, load_report, predicted_json, request_report
 
 NGRAM, DRAFT = '{"method": "ngram"}', '{"model": "Qwen3-0.6B"}'
 VOCAB = 151936  # of Qwen3
@@ -29,11 +29,11 @@ VOCAB = 151936  # of Qwen3
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft models are those of the catalogue, and nothing was measured."""
 
-    def fetched(model: str, load_format: str) -> Draft:
-        return Draft(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
+    def fetched(model: str, load_format: str) -> DraftModel:
+        return DraftModel(model=model, checkpoint="", load_format="dummy", shape=checkpoint(model).shape)
 
-    monkeypatch.setattr(execution, "fetched", fetched)
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr(execution, "fetch_draft", fetched)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
 def ranks(*words: str) -> list[dict[str, Any]]:
@@ -66,17 +66,18 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT)
     told = weft_json(*words)[1]
     assert told["speculative_config"] == {"model": "Qwen3-0.6B", "num_speculative_tokens": 4}
+    assert told["note_codes"] == ["speculation_not_predicted", "draft_model_memory"]
     first, second = told["notes"]
-    assert "every speed here is without it" in first and "1 to 5 tokens" in first
+    assert "1 to 5 tokens" in first
     assert "Qwen3-0.6B" in second and "rank 0" in second and "1.2 GB" in second and "114,688 of the 262,144" in second
     assert ") without speculative decoding" in weft(*words)[1]
     guessing = expected(max_model_len=64)
     guessing.__dict__["plan"] = msgspec.structs.replace(guessing.plan, speculation=Speculation(tokens=4))
     for line in (
-        answered(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
-        crowded(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
+        request_report(guessing, input_len=3, output_len=3, ttft_s=9.0, tok_s=0.1),
+        load_report(guessing, requests=9, input_len=3, output_len=3, concurrency=2, tok_s=0.1),
     ):
-        assert line.endswith("(with guesses, whose worth is not predicted)")
+        assert line.endswith("(with speculative decoding, whose gain is not predicted)")
     assert predicted_json(guessing, 3, 3)["ttft_s"] is None
 
 
@@ -97,6 +98,7 @@ def test_what_cannot_be_is_one_clear_line(words: list[str], told: str) -> None:
 
 def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
     told = weft_json("plan", "gpt-oss-120b", "--gpus", "2xH100", "-sc", '{"model": "gpt-oss-20b"}')[1]
+    assert "architecture_not_run" in told["model"]["missing_codes"]
     assert any(it.startswith("as a draft model, GptOss") for it in told["model"]["missing"])
 
 
@@ -115,9 +117,9 @@ def test_other_systems_get_what_they_can_do() -> None:
 
 def test_written_and_read_it_is_the_same() -> None:
     for how in (Speculation(tokens=3, lookup_min=1, lookup_max=7), Speculation(tokens=16)):
-        assert speculation.read(speculation.write(how)) == (how, None)
-    how = Speculation(tokens=2, draft=Draft(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
-    assert speculation.read(speculation.write(how)) == (Speculation(tokens=2), "m")
+        assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (how, None)
+    how = Speculation(tokens=2, draft=DraftModel(model="m", checkpoint="", load_format="dummy", shape=rigged().shape))
+    assert speculation.parse_speculative_config(speculation.to_speculative_config(how)) == (Speculation(tokens=2), "m")
 
 
 # --- engines ---
@@ -134,11 +136,11 @@ def run(where: Host, **flags: Any) -> Plan:
 
 def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     told = weft_json("plan", "Qwen3-8B", "-sc", DRAFT)[1]
     plan = run(where, speculative_config=json.loads(DRAFT))
     assert plan.max_num_batched_tokens == told["best"]["max_num_batched_tokens"] and not plan.lookahead
-    assert forecast(plan, where, NOTHING).kv_tokens == told["best"]["kv_tokens"]
+    assert forecast_plan(plan, where, NOTHING).kv_tokens == told["best"]["kv_tokens"]
     # From the file it is the same, whoever says it again in whatever words.
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(told))
@@ -156,7 +158,7 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     where = rig(FOUR)
-    monkeypatch.setattr("weft.hardware.host.probe", lambda *_: where)
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
     for said in ({}, {"max_num_seqs": 8}):

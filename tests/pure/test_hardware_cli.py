@@ -14,7 +14,7 @@ from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver,
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
 from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
-from weft.hardware.hardware_file import read
+from weft.hardware.hardware_file import read_hardware_file
 from weft.hardware.host import Host
 from weft.probes import links, speeds
 from weft.probes.speeds import GpuSpeed, PairSpeed
@@ -42,10 +42,10 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
     monkeypatch.setattr(speeds, "measure_cpu", lambda _: CpuSpeed(50e9, 1e12))
 
     def place(machine: FakeNvml | None = None, **faults: str) -> Run:
-        driver = nvml.Driver()
+        driver = nvml.DriverReport()
         if machine:
             machine.install(monkeypatch)
-            driver = nvml.look(None, tmp_path)
+            driver = nvml.probe_driver(None, tmp_path)
         here = Host(
             hostname="rig",
             cores=tuple(range(32)),
@@ -56,8 +56,8 @@ def on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Run]:
             pairs=driver.pairs,
             driver=driver.version,
         )
-        monkeypatch.setattr(host, "probe", lambda: here)
-        monkeypatch.setattr(links, "measure", lambda it: measured(it, faults))
+        monkeypatch.setattr(host, "probe_host", lambda: here)
+        monkeypatch.setattr(links, "measure_links", lambda it: measured(it, faults))
 
         return weft
 
@@ -128,7 +128,7 @@ def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run, calls = on(bridged((0, 1))), []
-    monkeypatch.setattr(links, "measure", lambda it: calls.append(it) or measured(it, {}))
+    monkeypatch.setattr(links, "measure_links", lambda it: calls.append(it) or measured(it, {}))
     assert "not measured" in run("hardware", "--no-measure")[1] and calls == []
     assert "all bytes arrive" in run("hardware")[1]
     assert "all bytes arrive" in run("hardware")[1] and len(calls) == 1
@@ -148,7 +148,7 @@ def test_a_gpu_that_could_not_be_measured_is_measured_the_next_time(
         calls.append(here)
         return measured(here, {})[0][:1], ()
 
-    monkeypatch.setattr(links, "measure", busy)
+    monkeypatch.setattr(links, "measure_links", busy)
     assert "not measured" in run("hardware")[1] and "not measured" in run("hardware")[1] and len(calls) == 2
 
 
@@ -158,7 +158,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
     def fail(_: Host) -> None:
         raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
 
-    monkeypatch.setattr(links, "measure", fail)
+    monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")
     assert status == 0 and "torch sees no GPU" in err and "not measured" in out
 
@@ -199,14 +199,14 @@ def test_the_file_that_is_written_plans_alike(
     assert there["best"]["predicted"]["single_tok_s"] == pytest.approx(
         here["best"]["predicted"]["single_tok_s"], rel=1e-4
     )
-    assert read(str(path)).price is None
+    assert read_hardware_file(str(path)).price is None
 
 
 def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path: Path) -> None:
     run = on()
     path = tmp_path / "rig.yaml"
     path.write_text(run("hardware", "--nodes", "2x8xH100", "--network", "400Gb", "--yaml")[1])
-    assert len(read(str(path)).gpus) == 16
+    assert len(read_hardware_file(str(path)).gpus) == 16
     assert run("hardware", "--gpus", str(path), "--yaml")[1] == path.read_text()
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 

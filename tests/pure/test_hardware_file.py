@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.hardware.cluster import Cluster, Link, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, gpus
-from weft.hardware.hardware_file import is_file, read, write
+from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu, known_gpus
+from weft.hardware.hardware_file import hardware_yaml, is_hardware_file, read_hardware_file
 
 Told = Callable[[str], Cluster]
 EXAMPLE = Path(__file__).parents[2] / "docs/hardware.md"
@@ -27,7 +27,7 @@ def told(tmp_path: Path) -> Told:
     def make(text: str) -> Cluster:
         path = tmp_path / "rig.yaml"
         path.write_text(text)
-        return read(str(path))
+        return read_hardware_file(str(path))
 
     return make
 
@@ -95,8 +95,8 @@ def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
     for number, block in enumerate(blocks):
         path = tmp_path / f"{number}.yaml"
         path.write_text(block.partition("```")[0])
-        cluster = read(str(path))
-        assert write(cluster)
+        cluster = read_hardware_file(str(path))
+        assert hardware_yaml(cluster)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_page_s_examples_are_right(tmp_path: Path) -> None:
     [("rig.yaml", True), ("a/b.YML", True), ("4xRTX4090", False), ("yaml", False), ("8xH100@nvlink", False)],
 )
 def test_files_are_told_from_names(name: str, file: bool) -> None:
-    assert is_file(name) is file
+    assert is_hardware_file(name) is file
 
 
 # --- there and back ---
@@ -130,7 +130,7 @@ def nodes(draw: st.DrawFn) -> Node:
         )
         return Node((cpu,), "memory")
     cards: list[GpuSpec] = []
-    for known in draw(st.lists(st.sampled_from(gpus()), min_size=1, max_size=3)):
+    for known in draw(st.lists(st.sampled_from(known_gpus()), min_size=1, max_size=3)):
         changed = draw(
             st.fixed_dictionaries({}, optional={"memory_bytes": st.integers(10**9, 10**12), "pcie_Bps": FIGURES})
         )
@@ -154,11 +154,11 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
         found = found[:1]
     cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(write(cluster))
+        file.write(hardware_yaml(cluster))
         file.flush()
-        again = read(file.name)
+        again = read_hardware_file(file.name)
     # Figures may differ in the last of their binary digits.
-    assert write(again) == write(cluster)
+    assert hardware_yaml(again) == hardware_yaml(cluster)
     assert [(node.link, node.bridged, len(node.gpus)) for node in again.nodes] == [
         (node.link, node.bridged, len(node.gpus)) for node in found
     ]
@@ -173,8 +173,8 @@ def test_what_is_written_is_read_again(found: list[Node], network: float, price:
 def test_a_bridge_that_is_larger_than_usual_is_written_as_a_group(tmp_path: Path) -> None:
     (card,) = parse_gpus("1xH200-NVL").gpus
     path = tmp_path / "rig.yaml"
-    path.write_text(write(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
-    assert [(node.link, node.bridged) for node in read(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
+    path.write_text(hardware_yaml(Cluster((Node((card,) * 4, "nvlink"),), 12.5e9)))
+    assert [(node.link, node.bridged) for node in read_hardware_file(str(path)).nodes] == [("pcie", ((0, 1, 2, 3),))]
 
 
 def test_merged_fields_are_no_double_ones(told: Told) -> None:
@@ -186,8 +186,8 @@ def test_a_long_figure_keeps_six_digits(tmp_path: Path) -> None:
     cluster = parse_gpus("2xH100")
     odd = msgspec.structs.replace(cluster.gpus[0], bandwidth_Bps=3.123456789e12)
     path = tmp_path / "rig.yml"
-    path.write_text(write(Cluster((Node((odd,), "pcie"),), 12.5e9)))
-    assert read(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
+    path.write_text(hardware_yaml(Cluster((Node((odd,), "pcie"),), 12.5e9)))
+    assert read_hardware_file(str(path)).gpus[0].bandwidth_Bps == 3.12346e12
 
 
 # --- what is wrong ---
@@ -207,8 +207,8 @@ KERNELS = (
         ("nodes: []", "nodes: expected a list of length >= 1"),
         ("nodes: 3", "nodes: expected a list, got a whole number"),
         ("gpus: [{name: H100}]", "unknown field 'gpus'"),
-        ("nodes: [{}]", "nodes[0]: a node has either gpus or a cpu"),
-        ("nodes: [{gpus: []}]", "nodes[0]: a node has either gpus or a cpu"),
+        ("nodes: [{}]", "nodes[0]: a node needs either gpus or a cpu"),
+        ("nodes: [{gpus: []}]", "nodes[0]: a node needs either gpus or a cpu"),
         (KERNELS.format(bits=8, weights="1GB/s, 1GB/s, 1GB/s, 1GB/s"), "kernels: products need an entry of 16 bits"),
         (KERNELS.format(bits=16, weights="1GB/s"), "products[0].weights: expected a list of length >= 4"),
         ("nodes: [{gpus: [{}]}]", "nodes[0].gpus[0]: missing required field name"),
@@ -222,46 +222,52 @@ KERNELS = (
         ("nodes: [{gpus: [{name: H100, count: two}]}]", "nodes[0].gpus[0].count: expected a whole number, got a text"),
         ("nodes: [{count: 0, gpus: [{name: H100}]}]", "nodes[0].count: expected a whole number >= 1"),
         ("nodes: [{gpus: [{name: H1000}]}]", "unknown GPU 'H1000'; nearest: H100-SXM"),
-        ("nodes: [{gpus: [{name: H1000}]}]", "or give its memory, bandwidth and tflops"),
-        ("nodes: [{gpus: [{name: X, memory: 3GB, bandwidth: 3GB/s}]}]", "X needs tflops of bf16"),
-        ("nodes: [{gpus: [{name: H100, memory: -3GB}]}]", "memory: '-3GB' is no size above 0"),
-        ("nodes: [{gpus: [{name: H100, memory: 0GB}]}]", "memory: '0GB' is no size above 0"),
-        ("nodes: [{gpus: [{name: H100, memory: 80}]}]", "memory: 80 is no size above 0 with its unit, as in 24GB"),
-        ("nodes: [{gpus: [{name: H100, memory: 80GB/s}]}]", "memory: '80GB/s' is no size"),
-        ("nodes: [{gpus: [{name: H100, bandwidth: 0GB/s}]}]", "bandwidth: '0GB/s' is no speed above 0"),
-        ("nodes: [{gpus: [{name: H100, bandwidth: 3 parsecs}]}]", "bandwidth: '3 parsecs' is no speed"),
-        ("nodes: [{gpus: [{name: H100, pcie: 16}]}]", "pcie: 16 is no speed above 0 with its unit, as in 936GB/s"),
+        ("nodes: [{gpus: [{name: H1000}]}]", "or give its memory, bandwidth and tflops here"),
+        ("nodes: [{gpus: [{name: X, memory: 3GB, bandwidth: 3GB/s}]}]", "X needs tflops for bf16"),
+        ("nodes: [{gpus: [{name: H100, memory: -3GB}]}]", "memory: '-3GB' is not a size with a unit"),
+        ("nodes: [{gpus: [{name: H100, memory: 0GB}]}]", "memory: '0GB' is not a size with a unit"),
+        ("nodes: [{gpus: [{name: H100, memory: 80}]}]", "memory: 80 is not a size with a unit; write it as 24GB"),
+        ("nodes: [{gpus: [{name: H100, memory: 80GB/s}]}]", "memory: '80GB/s' is not a size"),
+        ("nodes: [{gpus: [{name: H100, bandwidth: 0GB/s}]}]", "bandwidth: '0GB/s' is not a speed with a unit"),
+        ("nodes: [{gpus: [{name: H100, bandwidth: 3 parsecs}]}]", "bandwidth: '3 parsecs' is not a speed"),
+        ("nodes: [{gpus: [{name: H100, pcie: 16}]}]", "pcie: 16 is not a speed with a unit; write it as 936GB/s"),
         ("nodes: [{gpus: [{name: H100, tflops: {bf17: 3}}]}]", "tflops: unknown 'bf17'; known: fp32, bf16"),
         ("nodes: [{gpus: [{name: H100, tflops: {bf16: -3}}]}]", "expected a number > 0.0"),
         ("nodes: [{gpus: [{name: H100, tflops: {bf16: .nan}}]}]", "expected a number > 0.0"),
         ("nodes: [{gpus: [{name: H100, tflops: {bf16: .inf}}]}]", "expected a number <= "),
-        ("nodes: [{gpus: [{name: H100, capability: ada}]}]", "capability: 'ada' is no compute capability, as in 8.9"),
-        ("nodes: [{gpus: [{name: L4, held: 30GB}]}]", "others hold all of the 24.2 GB of L4"),
+        (
+            "nodes: [{gpus: [{name: H100, capability: ada}]}]",
+            "capability: 'ada' is not a compute capability; write it as 8.9",
+        ),
+        ("nodes: [{gpus: [{name: L4, held: 30GB}]}]", "held is 30.0 GB; it must be less than the 24.2 GB of L4"),
         ("nodes: [{gpus: [{name: L4, count: 17}]}]", "one machine holds at most 16, not 17"),
         ("nodes: [{gpus: [{name: L4, count: 2}], link: nvlink}]", "L4 has no NVLink"),
         (
             "nodes: [{gpus: [{name: L4, count: 2}], link: infini}]",
             "nodes[0].link: unknown 'infini'; known: nvlink, pcie",
         ),
-        ("nodes: [{gpus: [{name: H100, count: 2}], bridged: [[0, 1]]}]", "NVLink joins all of these GPUs already"),
-        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[0, 1], [1, 3]]}]", "a GPU is in one group at most"),
+        ("nodes: [{gpus: [{name: H100, count: 2}], bridged: [[0, 1]]}]", "NVLink already joins all of these GPUs"),
+        (
+            "nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[0, 1], [1, 3]]}]",
+            "name each GPU in one group at most",
+        ),
         ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[0, 4]]}]", "by its number from 0 to 3"),
         (
             "nodes: [{gpus: [{name: L4, count: 4}], bridged: [[0, 1]]}]",
-            "[0, 1] are not two or more GPUs that have NVLink",
+            "[0, 1] must be two or more GPUs with NVLink",
         ),
-        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[2]]}]", "[2] are not two or more GPUs"),
+        ("nodes: [{gpus: [{name: RTX 3090, count: 4}], bridged: [[2]]}]", "[2] must be two or more GPUs"),
         (
             "nodes: [{cpu: {memory: 3GB, bandwidth: 30GB/s, tflops: {}}}]",
             "cpu.tflops: expected fields with values of length",
         ),
         (
             "nodes: [{count: 2, cpu: {memory: 3GB, bandwidth: 30GB/s, tflops: {bf16: 1}}}]",
-            "machines without GPUs work alone",
+            "a machine without GPUs cannot be combined with others",
         ),
-        ("nodes: [{count: 100000, gpus: [{name: L4, count: 2}]}]", "they are more than 100,000 GPUs"),
-        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: fast", "network: 'fast' is no speed above 0"),
-        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: -1Gb", "network: '-1Gb' is no speed above 0"),
+        ("nodes: [{count: 100000, gpus: [{name: L4, count: 2}]}]", "the nodes have more than 100,000 GPUs"),
+        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: fast", "network: 'fast' is not a speed with a unit"),
+        ("nodes: [{gpus: [{name: L4}]}]\nnetwork: -1Gb", "network: '-1Gb' is not a speed with a unit"),
         ("nodes: [{gpus: [{name: L4}]}]\nprice: 0", "price: expected a number > 0.0"),
         ("nodes: [{gpus: [{name: L4}]}]\nprise: 1", "unknown field 'prise'; did you mean price?"),
         ("nodes: [", "is not YAML: "),
@@ -272,14 +278,14 @@ KERNELS = (
         ("nodes: [{gpus: [{name: H100, name: A100}]}]", "is not YAML: 'name' is there twice"),
         ("nodes: [{gpus: [{name: H100}]}]\nnodes: []", "is not YAML: 'nodes' is there twice"),
         ("nodes: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
-        (f"nodes: [{{gpus: [{{name: H100, memory: 1{'0' * 400}GB}}]}}]", "is no size above 0 with its unit"),
-        ("nodes: [{gpus: [{name: H100, memory: 1001TB}]}]", "of 1000TB at most"),
-        ("nodes: [{gpus: [{name: H100, memory: 0.1B}]}]", "'0.1B' is no size above 0"),
-        (f"nodes: [{{gpus: [{{name: H100, bandwidth: 1{'0' * 400}GB/s}}]}}]", "is no speed above 0 with its unit"),
-        ("nodes: [{gpus: [{name: H100}]}]\nnetwork: 8001Tb", "of 1000TB/s at most"),
-        ("nodes: [{gpus: [{name: '  '}]}]", "'  ' is no name"),
-        ('nodes: [{gpus: [{name: "a\\nb\\e[31m"}]}]', r"'a\nb\x1b[31m' is no name"),
-        ('nodes: [{cpu: {name: "\\b", memory: 3GB, bandwidth: 30GB/s, tflops: {fp32: 1}}}]', "is no name"),
+        (f"nodes: [{{gpus: [{{name: H100, memory: 1{'0' * 400}GB}}]}}]", "is not a size with a unit"),
+        ("nodes: [{gpus: [{name: H100, memory: 1001TB}]}]", "at most 1000TB"),
+        ("nodes: [{gpus: [{name: H100, memory: 0.1B}]}]", "'0.1B' is not a size with a unit"),
+        (f"nodes: [{{gpus: [{{name: H100, bandwidth: 1{'0' * 400}GB/s}}]}}]", "is not a speed with a unit"),
+        ("nodes: [{gpus: [{name: H100}]}]\nnetwork: 8001Tb", "at most 1000TB/s"),
+        ("nodes: [{gpus: [{name: '  '}]}]", "'  ' is not a name"),
+        ('nodes: [{gpus: [{name: "a\\nb\\e[31m"}]}]', r"'a\nb\x1b[31m' is not a name"),
+        ('nodes: [{cpu: {name: "\\b", memory: 3GB, bandwidth: 30GB/s, tflops: {fp32: 1}}}]', "is not a name"),
         ("nodes: [{gpus: [{name: L4, gpus: []}]}]", "nodes[0].gpus[0]: unknown field 'gpus'; see docs/hardware.md"),
         ("nodes: [{gpus: [{name: L4, peer_to_peer: maybe}]}]", "expected true or false, got a text"),
         ("nodes: [{gpus: [{name: L4}]}]\nprice: cheap", "price: expected a number, got a text"),
@@ -293,12 +299,12 @@ def test_what_is_wrong_is_one_clear_line(told: Told, text: str, message: str) ->
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing.yaml: No such file"):
-        read(str(tmp_path / "missing.yaml"))
+        read_hardware_file(str(tmp_path / "missing.yaml"))
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"cannot read .*binary.yaml: .*codec can't decode"):
-        read(str(tmp_path / "binary.yaml"))
+        read_hardware_file(str(tmp_path / "binary.yaml"))
     with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
-        read(str(tmp_path))
+        read_hardware_file(str(tmp_path))
     (tmp_path / "book.yaml").write_text("nodes:\n- gpus:\n" + "  - {name: H100}\n" * 20_000)
     with pytest.raises(ConfigError, match=r"book.yaml has more than 256 KiB"):
-        read(str(tmp_path / "book.yaml"))
+        read_hardware_file(str(tmp_path / "book.yaml"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.hardware import host
-from weft.hardware.host import cpu_quota, memory, probe, usable_cores
+from weft.hardware.host import cpu_quota, memory_bytes, probe_host, usable_cores
 
 MEMINFO = "MemTotal:       16000 kB\nMemFree:         4000 kB\nMemAvailable:    8000 kB\nHugePages_Total:       0\n"
 KIB = 1024
@@ -22,12 +22,12 @@ def machine(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_memory_without_a_control_group(tmp_path: Path) -> None:
-    assert memory(machine(tmp_path, {})) == (16000 * KIB, 8000 * KIB)
+    assert memory_bytes(machine(tmp_path, {})) == (16000 * KIB, 8000 * KIB)
 
 
 def test_memory_of_an_old_kernel(tmp_path: Path) -> None:
     root = machine(tmp_path, {"proc/meminfo": "MemTotal: 16000 kB\nMemFree: 4000 kB\n"})
-    assert memory(root) == (16000 * KIB, 4000 * KIB)
+    assert memory_bytes(root) == (16000 * KIB, 4000 * KIB)
 
 
 def test_memory_limited_by_cgroup_v2(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_memory_limited_by_cgroup_v2(tmp_path: Path) -> None:
             "sys/fs/cgroup/pod/memory.stat": "anon 3000000\ninactive_file 1000000\n",
         },
     )
-    assert memory(root) == (6000000, 2000000)
+    assert memory_bytes(root) == (6000000, 2000000)
 
 
 def test_memory_limited_by_cgroup_v1(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_memory_limited_by_cgroup_v1(tmp_path: Path) -> None:
             f"{group}/memory.stat": "inactive_file 1\ntotal_inactive_file 500000\n",
         },
     )
-    assert memory(root) == (7000000, 3500000)
+    assert memory_bytes(root) == (7000000, 3500000)
 
 
 def test_a_limit_above_the_machine_s_memory_is_none(tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_a_limit_above_the_machine_s_memory_is_none(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "4000000\n",
         },
     )
-    assert memory(root) == (16000 * KIB, 8000 * KIB)
+    assert memory_bytes(root) == (16000 * KIB, 8000 * KIB)
 
 
 def test_a_control_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "100\n", "sys/fs/cgroup/memory.current": "900\n"}
-    assert memory(machine(tmp_path, files)) == (100, 0)
+    assert memory_bytes(machine(tmp_path, files)) == (100, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_affinity_without_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("value", "threads"), [("3", 3), ("4,2", 4), (" 2 ", 2), ("0", None), ("", None), ("many", None)]
 )
 def test_omp_num_threads(tmp_path: Path, value: str, threads: int | None) -> None:
-    assert probe({"OMP_NUM_THREADS": value}, machine(tmp_path, {})).threads == threads
+    assert probe_host({"OMP_NUM_THREADS": value}, machine(tmp_path, {})).threads == threads
 
 
 def test_the_environment_s_say(tmp_path: Path) -> None:
     environment = {"VLLM_PP_LAYER_PARTITION": "1,2", "VLLM_ATTENTION_BACKEND": "", "HOME": "/"}
-    assert probe(environment, machine(tmp_path, {})).environment == {"VLLM_PP_LAYER_PARTITION": "1,2"}
+    assert probe_host(environment, machine(tmp_path, {})).environment == {"VLLM_PP_LAYER_PARTITION": "1,2"}
 
 
 def test_this_machine() -> None:
-    here = probe()
+    here = probe_host()
     assert here.cores and here.hostname
     assert 0 < here.memory_free_bytes <= here.memory_total_bytes
     assert "torch" not in host.__dict__

@@ -7,6 +7,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from scripts import writing
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
@@ -45,3 +47,10 @@ def test_no_pickle_and_no_remote_code() -> None:
             if bad:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+
+
+def test_rules_of_writing_find_what_they_forbid() -> None:
+    source = '"""What this is."""\n\ndef f(it):\n    """As before."""\n    return [it for it in ()]\n'
+    source += "it = f(lambda it: it)\n"
+    assert [line for line, _ in sorted(writing.violations(source))] == [1, 3, 3, 6]
+    assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))

@@ -114,11 +114,11 @@ def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: in
 
 def plan_bytes(shape: ModelShape, layers: int) -> int:
     """Bytes of a model of that shape with so many layers, in 16 bits."""
-    from weft.plan.fills import weight_bytes
-    from weft.plan.places import places
+    from weft.plan.fills import rank_weight_bytes
+    from weft.plan.places import cut_places
 
     shape = msgspec.structs.replace(shape, layers=layers)
-    return weight_bytes(shape, places(shape, [1.0], [layers])[0], "float16")
+    return rank_weight_bytes(shape, cut_places(shape, [1.0], [layers])[0], "float16")
 
 
 def compositions(total: int, parts: int) -> list[list[int]]:

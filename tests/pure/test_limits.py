@@ -45,11 +45,11 @@ def test_a_pipe_and_a_device_are_no_files(name: str, kind: str, tmp_path: Path) 
         path.symlink_to("/dev/zero")
     with pytest.raises(ModelError, match=f"{name} is no regular file"):
         if name == "config.json":
-            config_json.read(tmp_path)
+            config_json.read_shape(tmp_path)
         elif name == "model.safetensors":
             safetensors.read_directory(tmp_path)
         elif name == "tokenizer.json":
-            folder.read(tmp_path)
+            folder.read_folder(tmp_path)
         else:
             folder._json(path)
 
@@ -59,7 +59,7 @@ def test_a_file_beyond_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(limits.TOKENIZER_BYTES + 1)
     with pytest.raises(ModelError, match=r"has 1,000,000,001 bytes; at most 1,000,000,000 are read"):
-        folder.read(tmp_path)
+        folder.read_folder(tmp_path)
 
 
 def test_a_name_that_is_there_twice_is_told(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_name_that_is_there_twice_is_told(tmp_path: Path) -> None:
         safetensors.read_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "vocab_size": 7}')
     with pytest.raises(ModelError, match=r"config\.json has 'vocab_size' twice"):
-        config_json.read(tmp_path)
+        config_json.read_shape(tmp_path)
 
 
 def test_a_template_that_is_nested_too_deeply() -> None:
@@ -103,7 +103,7 @@ def test_the_command_line_and_the_log_show_none_either(
 @pytest.mark.parametrize("gpus", ["２xH100", "٣xH100", "2x２xH100"])
 def test_digits_are_those_of_ascii(gpus: str) -> None:
     with pytest.raises(ConfigError):
-        cluster.parse(gpus)
+        cluster.parse_cluster(gpus)
     with pytest.raises(ConfigError):
         cluster.network_bytes("１００Gb")
 

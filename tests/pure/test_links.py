@@ -15,7 +15,7 @@ from weft.errors import ConfigError
 from weft.executors import processes
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner import execution
 from weft.probes import links, speeds
@@ -48,7 +48,7 @@ def measure(monkeypatch: pytest.MonkeyPatch) -> Measure:
         monkeypatch.setenv("WEFT_FAKE_EXAMINER", deeds)
         before = set(threading.enumerate())
         try:
-            gpus, pairs = links.measure(here, "fake_examiner", start_s=60, task_s=task_s)
+            gpus, pairs = links.measure_links(here, "fake_examiner", start_s=60, task_s=task_s)
         finally:
             assert psutil.Process().children() == []
             assert set(threading.enumerate()) == before
@@ -100,7 +100,7 @@ def test_a_gpu_that_fails_by_itself_says_nothing_of_its_links(
     gpus, pairs = measure(host(3), f"1 {deed}", task_s=3)
     assert [gpu.gpu for gpu in gpus] == ["GPU-0", "GPU-2"]
     assert {name: pair.verdict for name, pair in pairs.items()} == {"0-2": "works"}
-    assert "GPU 1 cannot be measured, nor its links: " in caplog.text
+    assert "GPU 1 and its links cannot be measured: " in caplog.text
 
 
 def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:
@@ -125,14 +125,14 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     here = host(3)
     pair = PairSpeed(first="GPU-0", second="GPU-2", verdict=verdict, peer=True, Bps=1e10)
-    speeds.keep(here, msgspec.structs.replace(speeds.known(here), pairs=(pair,)))
+    speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), pairs=(pair,)))
     plan = Plan(
         model="m",
         checkpoint="",
         load_format="dummy",
         shape=SMOLLM2,
         dtype="bfloat16",
-        places=places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
+        places=cut_places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
         devices=("cuda:0", "cuda:1"),
         cores=((0,), (0,)),
         max_model_len=64,
@@ -140,7 +140,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
         max_num_batched_tokens=64,
         block_size=16,
     )
-    linked = execution.linked(plan, here)
+    linked = execution.with_peer_to_peer(plan, here)
     assert linked.peer_to_peer == (verdict == "works")
     assert processes.rank_environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
         None if verdict == "works" else "1"
@@ -149,4 +149,4 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     # One GPU, or the CPU, needs no link.
     for devices in (("cuda:0",), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
         alone = msgspec.structs.replace(plan, devices=devices)
-        assert execution.linked(alone, here) is alone
+        assert execution.with_peer_to_peer(alone, here) is alone

@@ -21,7 +21,7 @@ def test_a_free_port_is_found_and_told() -> None:
     with listen.bind(ANY) as one, listen.bind(ANY) as two:
         ports = {listener.getsockname()[1] for listener in (one, two)}
         assert len(ports) == 2 and 0 not in ports
-        assert listen.address(one, replace(ANY, root_path="/x")) == f"http://127.0.0.1:{one.getsockname()[1]}/x"
+        assert listen.public_url(one, replace(ANY, root_path="/x")) == f"http://127.0.0.1:{one.getsockname()[1]}/x"
 
 
 def test_a_taken_port_names_who_has_it() -> None:
@@ -38,12 +38,12 @@ def test_a_port_is_taken_from_the_first_moment_and_free_after_the_last() -> None
         options = replace(ANY, port=one.getsockname()[1])
         with pytest.raises(ConfigError, match="is taken"):
             listen.bind(options)
-        listen.begin(one, options)
+        listen.start_listening(one, options)
         with socket.create_connection(one.getsockname()) as client:
             one.accept()[0].close()  # first, and so it is this side that lingers
             assert client.recv(1) == b""
     with listen.bind(options) as two:
-        listen.begin(two, options)
+        listen.start_listening(two, options)
 
 
 def test_of_two_that_were_bound_at_once_the_second_says_so() -> None:
@@ -53,7 +53,7 @@ def test_of_two_that_were_bound_at_once_the_second_says_so() -> None:
         one.bind(two.getsockname())
         one.listen()
         with pytest.raises(ConfigError, match="is taken"):
-            listen.begin(two, replace(ANY, port=two.getsockname()[1]))
+            listen.start_listening(two, replace(ANY, port=two.getsockname()[1]))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_path_is_taken_over_from_the_dead_only(tmp_path: Path) -> None:
     options = ServeOptions(uds=str(tmp_path / "socket"))
     with listen.bind(options) as one:
         one.listen()
-        assert listen.address(one, options) == f"unix:{tmp_path}/socket"
+        assert listen.public_url(one, options) == f"unix:{tmp_path}/socket"
         with pytest.raises(ConfigError, match="in use"):
             listen.bind(options)
         with socket.socket(socket.AF_UNIX) as client:

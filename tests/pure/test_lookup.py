@@ -16,13 +16,13 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
 from weft.client.arguments import engine_config
 from weft.errors import ModelError
 from weft.formats import catalogue, hub_headers, model_names
-from weft.formats.checkpoint import resolve, sources
+from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.lookup import look_up
 
 QWEN3 = catalogue.find("Qwen3-0.6B")
@@ -41,7 +41,7 @@ MIXTRAL = {
 def safetensors(shape: ModelShape) -> bytes:
     """A file of this shape: a real header, and no more than that."""
     tensors, at = {}, 0
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         size = 2 * prod(dims)
         tensors[name] = {"dtype": "BF16", "shape": dims, "data_offsets": [at, at + size]}
         at += size
@@ -130,7 +130,7 @@ def look_up_config(config: dict[str, object]) -> ModelShape:
     from weft.formats import config_json
     from weft.formats.fields import Fields
 
-    return config_json.shape(Fields(config, "config.json"), run=False)
+    return config_json.shape_from_config(Fields(config, "config.json"), run=False)
 
 
 def test_the_catalogue_answers_without_the_hub(hub: Hub) -> None:
@@ -144,7 +144,7 @@ def test_another_model_is_asked_for_by_its_headers(hub: Hub, files: int) -> None
     put(hub, "someone/mixed", MIXTRAL, files=files)
     model = look_up("someone/mixed")
     assert model.shape == look_up_config(MIXTRAL)
-    assert model.params == params(model.shape)
+    assert model.params == parameter_count(model.shape)
     assert model.stored_bytes == files * 2 * model.params
     assert (model.name, model.precision) == ("someone/mixed", "bf16")
     assert hub.url in model.source

@@ -18,11 +18,11 @@ from weft.hardware.cluster import Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import find_gpu
 from weft.hardware.host import Host
-from weft.planner.domains import islands
-from weft.planner.question import Question, Wish
-from weft.planner.replica import kind_of
+from weft.planner.domains import interconnect_domains
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.replica import slowest_link_between
 from weft.planner.search import search
-from weft.probes.machine import cpu_spec, plain, shared_out, this_machine
+from weft.probes.machine import cpu_spec, host_cluster, short_cpu_name, split_cpu
 from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds
 
 Make = Callable[..., Host]
@@ -35,7 +35,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
 
     def make(machine: FakeNvml, visible: str | None = None) -> Host:
         machine.install(monkeypatch)
-        driver = nvml.look(visible, tmp_path)
+        driver = nvml.probe_driver(visible, tmp_path)
         return Host(
             hostname="here",
             cores=(0, 1),
@@ -50,7 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
 
 
 def node(host: Host, speeds: Speeds = NOTHING) -> Node:
-    (found,) = this_machine(host, speeds).nodes
+    (found,) = host_cluster(host, speeds).nodes
     return found
 
 
@@ -86,12 +86,12 @@ def test_cards_are_bridged_only_where_a_bridge_is(host: Make) -> None:
 
 
 def test_two_bridges_make_two_islands(host: Make) -> None:
-    cluster = this_machine(host(bridged((0, 2), (1, 3), count=4)), NOTHING)
+    cluster = host_cluster(host(bridged((0, 2), (1, 3), count=4)), NOTHING)
     assert (cluster.nodes[0].link, cluster.nodes[0].bridged) == ("pcie", ((0, 2), (1, 3)))
-    assert kind_of(cluster, [0, 2]) == "nvlink" == kind_of(cluster, [3, 1])
-    assert kind_of(cluster, [0, 1]) == "pcie" == kind_of(cluster, [0, 2, 1])
+    assert slowest_link_between(cluster, [0, 2]) == "nvlink" == slowest_link_between(cluster, [3, 1])
+    assert slowest_link_between(cluster, [0, 1]) == "pcie" == slowest_link_between(cluster, [0, 2, 1])
     # Bridged cards are neighbours, so that a tensor-parallel pair is laid on them.
-    (island,) = islands(cluster)
+    (island,) = interconnect_domains(cluster)
     assert [device.number for device in island] == [0, 2, 1, 3]
     question = Question(
         model="m",
@@ -99,7 +99,7 @@ def test_two_bridges_make_two_islands(host: Make) -> None:
         cluster=cluster,
         engine="vllm",
         precisions=("bf16",),
-        wish=Wish(tensor_parallel=2),
+        constraints=LayoutConstraints(tensor_parallel=2),
     )
     best = search(question).best
     assert best is not None and best.layout.gpus[:2] == (0, 2)
@@ -188,7 +188,7 @@ def cpu_host(**changed: object) -> Host:
 
 
 def test_without_a_gpu_it_is_the_cpu() -> None:
-    cluster = this_machine(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
+    cluster = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
     (cpu,) = cluster.gpus
     assert cluster.on_cpu and (cpu.kind, cpu.name) == ("cpu", "AMD EPYC 9354 (4 cores)")
     assert (cpu.memory_bytes, cpu.bandwidth_Bps) == (20 * GIB, 50e9)
@@ -220,7 +220,7 @@ def test_bfloat16_by_instruction_set(features: tuple[str, ...], bf16: int) -> No
     ],
 )
 def test_a_cpu_s_name(model: str, name: str) -> None:
-    assert plain(model) == name
+    assert short_cpu_name(model) == name
 
 
 def test_a_machine_of_which_nothing_is_told() -> None:
@@ -230,8 +230,8 @@ def test_a_machine_of_which_nothing_is_told() -> None:
 
 @given(st.integers(2, 32))
 def test_ranks_share_a_cpu(ranks: int) -> None:
-    whole = this_machine(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
-    parts = shared_out(whole, ranks)
+    whole = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
+    parts = split_cpu(whole, ranks)
     assert len(parts.gpus) == ranks and parts.nodes[0].link == "memory"
     assert sum(part.bandwidth_Bps for part in parts.gpus) == pytest.approx(50e9)
     assert sum(part.memory_bytes for part in parts.gpus) <= whole.gpus[0].memory_bytes
@@ -240,5 +240,5 @@ def test_ranks_share_a_cpu(ranks: int) -> None:
 
 def test_what_is_no_cpu_is_not_shared() -> None:
     gpus = parse_gpus("1xH100")
-    whole = this_machine(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
-    assert shared_out(gpus, 2) is gpus and shared_out(whole, 1) is whole
+    whole = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
+    assert split_cpu(gpus, 2) is gpus and split_cpu(whole, 1) is whole

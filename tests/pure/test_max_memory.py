@@ -11,16 +11,16 @@ from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu
-from weft.plan.max_memory import capped, of_devices, read, size
+from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory, parse_size
 from weft.planner.deployment import Workload
-from weft.planner.domains import usable
-from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, search
+from weft.planner.domains import usable_devices
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.search import SearchResult, search
 
 GB = 10**9
 
 
-def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> Answer:
+def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     shape = catalogue.find(model).shape
     asked = {"engine": "weft", "precisions": ("bf16",), **more}
     return search(Question(model=model, shape=shape, cluster=cluster, **asked))  # type: ignore[arg-type]
@@ -41,17 +41,17 @@ def plan(cluster: Cluster, model: str = "Llama-3.1-8B", **more: object) -> Answe
     ],
 )
 def test_sizes(said: object, nbytes: int) -> None:
-    assert size(said, "0") == nbytes
+    assert parse_size(said, "0") == nbytes
 
 
 @pytest.mark.parametrize("said", ["40", 40, "40GX", "GB", "-1GB", "", "40GB/s", None, True, 1.5, "1e9", "nan"])
 def test_what_is_no_size(said: object) -> None:
     with pytest.raises(ConfigError, match=r"--max-memory 0=.*40GB"):
-        size(said, "0")
+        parse_size(said, "0")
 
 
 def test_devices() -> None:
-    caps = read({0: "40GB", "cuda:1": "20GB", "2": 0, "cpu": "64GB", "disk": "1TB"})
+    caps = parse_max_memory({0: "40GB", "cuda:1": "20GB", "2": 0, "cpu": "64GB", "disk": "1TB"})
     assert caps.gpus == {0: 40 * GB, 1: 20 * GB, 2: 0} and caps.cpu == 64 * GB
     for said, told in (
         ({"mps": "1GB"}, "'mps'"),
@@ -60,13 +60,13 @@ def test_devices() -> None:
         ({-1: 1}, "'-1'|-1"),
     ):
         with pytest.raises(ConfigError, match=told):
-            read(said)  # type: ignore[arg-type]
+            parse_max_memory(said)  # type: ignore[arg-type]
 
 
 def test_what_is_not_named_is_not_used() -> None:
-    cluster = capped(parse_nodes("2x2xA100"), read({0: "40GB", 3: "20GB"}))
+    cluster = cap_cluster(parse_nodes("2x2xA100"), parse_max_memory({0: "40GB", 3: "20GB"}))
     assert [gpu.limit_bytes for gpu in cluster.gpus] == [40 * GB, 0, 0, 20 * GB]
-    assert [it.number for it in usable(cluster)] == [0, 3]
+    assert [it.number for it in usable_devices(cluster)] == [0, 3]
     assert {gpu for it in plan(cluster).candidates for gpu in it.layout.gpus} <= {0, 3}
 
 
@@ -76,17 +76,17 @@ def test_what_is_not_named_is_not_used() -> None:
 )
 def test_gpus_that_are_not_there(said: dict[int | str, int | str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        capped(parse_gpus("2xA100"), read(said))
+        cap_cluster(parse_gpus("2xA100"), parse_max_memory(said))
 
 
 def test_devices_of_an_engine() -> None:
-    assert of_devices({1: "2GB", 0: "1GB", 2: 0}, 3, on_cpu=False) == {"cuda:0": GB, "cuda:1": 2 * GB}
-    assert of_devices({"cpu": "2GB"}, 0, on_cpu=True) == {"cpu": 2 * GB}
-    assert of_devices(None, 0, on_cpu=True) == {}
+    assert device_caps({1: "2GB", 0: "1GB", 2: 0}, 3, on_cpu=False) == {"cuda:0": GB, "cuda:1": 2 * GB}
+    assert device_caps({"cpu": "2GB"}, 0, on_cpu=True) == {"cpu": 2 * GB}
+    assert device_caps(None, 0, on_cpu=True) == {}
     with pytest.raises(ConfigError, match="GPU 0, and the ranks run on the CPU"):
-        of_devices({0: "2GB"}, 2, on_cpu=True)
+        device_caps({0: "2GB"}, 2, on_cpu=True)
     with pytest.raises(ConfigError, match="there is no GPU"):
-        of_devices({0: "2GB"}, 0, on_cpu=False)
+        device_caps({0: "2GB"}, 0, on_cpu=False)
 
 
 # --- in the search ---
@@ -94,23 +94,25 @@ def test_devices_of_an_engine() -> None:
 GPUS = st.sampled_from([find_gpu(name) for name in ("RTX 4090", "RTX 3090", "RTX A6000", "A100-40GB", "RTX 3060")])
 WISHES = st.sampled_from(
     [
-        Wish(),
-        Wish(spread="balanced"),
-        Wish(spread="sequential"),
-        Wish(spread="balanced_low_0"),
-        Wish(pipeline_parallel=2),
+        LayoutConstraints(),
+        LayoutConstraints(device_map_strategy="balanced"),
+        LayoutConstraints(device_map_strategy="sequential"),
+        LayoutConstraints(device_map_strategy="balanced_low_0"),
+        LayoutConstraints(pipeline_parallel=2),
     ]
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(GPUS, min_size=1, max_size=4), st.data(), WISHES, st.sampled_from(["weft", "vllm", "llama.cpp"]))
-def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject, wish: Wish, engine: str) -> None:
+def test_caps_are_respected_or_refused(
+    found: list[GpuSpec], data: st.DataObject, constraints: LayoutConstraints, engine: str
+) -> None:
     sizes = st.one_of(st.just(0), st.integers(1 << 30, 60 * GB))
     limits = [data.draw(sizes) for _ in found]
     assume(any(limits))
-    cluster = capped(Cluster((Node(tuple(found), "pcie"),), 12.5e9), read(dict(enumerate(limits))))
-    answer = plan(cluster, wish=wish, engine=engine)
+    cluster = cap_cluster(Cluster((Node(tuple(found), "pcie"),), 12.5e9), parse_max_memory(dict(enumerate(limits))))
+    answer = plan(cluster, constraints=constraints, engine=engine)
     shape = answer.question.shape
     for candidate in answer.candidates:
         for index, rank in zip(candidate.layout.gpus, candidate.memory.ranks, strict=True):
@@ -122,7 +124,7 @@ def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject
                 for it in range(place.layers.start, place.layers.stop)
             ]
             assert held == list(range(shape.layers))
-    assert answer.candidates or answer.rejected or wish.pipeline_parallel
+    assert answer.candidates or answer.rejected or constraints.pipeline_parallel
 
 
 @settings(max_examples=25, deadline=None)
@@ -130,33 +132,35 @@ def test_caps_are_respected_or_refused(found: list[GpuSpec], data: st.DataObject
 def test_caps_above_the_memory_change_nothing(found: list[GpuSpec], data: st.DataObject) -> None:
     cluster = Cluster((Node(tuple(found), "pcie"),), 12.5e9)
     above = {number: gpu.memory_bytes + data.draw(st.integers(0, GB)) for number, gpu in enumerate(found)}
-    assert capped(cluster, read(above)) == cluster
+    assert cap_cluster(cluster, parse_max_memory(above)) == cluster
     # Nor do caps of one GPU keep the others from what they do without.
     one = {number: gpu.memory_bytes if number else gpu.memory_bytes - GB for number, gpu in enumerate(found)}
-    free, bound = plan(cluster), plan(capped(cluster, read(one)))
+    free, bound = plan(cluster), plan(cap_cluster(cluster, parse_max_memory(one)))
     elsewhere = {it.cut for it in free.candidates if 0 not in it.layout.gpus}
     assert elsewhere <= {it.cut for it in bound.candidates}
 
 
 def test_a_capped_gpu_gets_less() -> None:
-    cluster = capped(parse_gpus("2xRTX4090"), read({0: "6GB", 1: "22GB"}))
-    best = plan(cluster, wish=Wish(tensor_parallel=2)).best
+    cluster = cap_cluster(parse_gpus("2xRTX4090"), parse_max_memory({0: "6GB", 1: "22GB"}))
+    best = plan(cluster, constraints=LayoutConstraints(tensor_parallel=2)).best
     assert best and [len(place.kv_heads) for place in best.layout.places] == [1, 7]
-    stages = plan(cluster, wish=Wish(pipeline_parallel=2)).best
+    stages = plan(cluster, constraints=LayoutConstraints(pipeline_parallel=2)).best
     assert stages and dict(zip(stages.layout.gpus, stages.layout.stage_layers, strict=True))[0] < 8
 
 
 def test_what_a_cap_lacks_is_told_with_its_flag() -> None:
     from weft.planner.advice import advice
 
-    answer = plan(capped(parse_gpus("1xA100"), read({0: "10GB"})))
+    answer = plan(cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "10GB"})))
     assert answer.best is None
-    assert "the A100-80GB-SXM has 10.0 GB of 85.9 GB usable (--max-memory)" in answer.rejected[0].reason
-    assert any("without --max-memory it fits as one GPU" in line for line in advice(answer))
+    usable = answer.rejected[0].reason.values["usable"].values
+    assert (usable["gpu"], usable["usable_bytes"], usable["limited"]) == ("A100-80GB-SXM", 10 * 10**9, True)
+    (without,) = [change for change in advice(answer) if change.code == "without_limit"]
+    assert (without.values["flag"], without.values["cut"]) == ("--max-memory", "one GPU, bf16")
 
 
 def test_a_longer_request_needs_more_of_a_cap() -> None:
-    cluster = capped(parse_gpus("1xA100"), read({0: "20GB"}))
+    cluster = cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "20GB"}))
     short, long = (plan(cluster, workload=Workload(max_model_len=length)) for length in (4096, 100_000))
     assert short.best and not long.best
     assert msgspec.structs.replace(cluster) == cluster

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.pure.shapes import SMOLLM2
 from weft.errors import PlanError
 from weft.plan.memory import Capacity, capacity_lines, fit_length, kv_blocks
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 
 
 def plan(weights: tuple[float, ...] = (1.0,), stages: tuple[int, ...] = (30,), **limits: Any) -> Plan:
-    ranked = places(SMOLLM2, weights, stages)
+    ranked = cut_places(SMOLLM2, weights, stages)
     defaults: dict[str, Any] = {
         "max_model_len": 8192,
         "max_num_seqs": 8,

@@ -8,12 +8,12 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.partition import Stage, partition
+from weft.planner.partition import StageBudget, partition_layers
 
 POSITIVE = st.floats(0.1, 10)
 
 
-def slowest(work: list[float], stages: list[Stage], counts: tuple[int, ...]) -> float:
+def slowest(work: list[float], stages: list[StageBudget], counts: tuple[int, ...]) -> float:
     """Seconds of the slowest stage."""
     times, start = [], 0
     for stage, count in zip(stages, counts, strict=True):
@@ -22,7 +22,7 @@ def slowest(work: list[float], stages: list[Stage], counts: tuple[int, ...]) -> 
     return max(times)
 
 
-def roomy(sizes: list[float], stages: list[Stage], counts: tuple[int, ...]) -> bool:
+def roomy(sizes: list[float], stages: list[StageBudget], counts: tuple[int, ...]) -> bool:
     start, fits = 0, True
     for stage, count in zip(stages, counts, strict=True):
         fits &= sum(sizes[start : start + count]) + stage.size <= stage.room
@@ -36,13 +36,13 @@ def every_partition(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[list[float], list[float], list[Stage]]:
+def problems(draw: st.DrawFn) -> tuple[list[float], list[float], list[StageBudget]]:
     layers = draw(st.integers(1, 8))
     work = draw(st.lists(POSITIVE, min_size=layers, max_size=layers))
     # Whole numbers, so that whether a stage is full does not hang on rounding.
     sizes = [float(size) for size in draw(st.lists(st.integers(1, 9), min_size=layers, max_size=layers))]
     stage = st.builds(
-        Stage,
+        StageBudget,
         speed=POSITIVE,
         room=st.integers(1, 40).map(float),
         work=st.floats(0, 5),
@@ -52,10 +52,10 @@ def problems(draw: st.DrawFn) -> tuple[list[float], list[float], list[Stage]]:
 
 
 @given(problems())
-def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[Stage]]) -> None:
+def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[StageBudget]]) -> None:
     work, sizes, stages = problem
     possible = [c for c in every_partition(len(work), len(stages)) if roomy(sizes, stages, c)]
-    found = partition(work, sizes, stages)
+    found = partition_layers(work, sizes, stages)
     if not possible:
         assert found is None
         return
@@ -65,21 +65,23 @@ def test_no_partition_is_faster(problem: tuple[list[float], list[float], list[St
 
 
 def test_equal_stages_take_equal_shares() -> None:
-    stages = [Stage(speed=1, room=inf)] * 4
-    assert partition([1] * 80, [1] * 80, stages) == (20, 20, 20, 20)
-    assert partition([1] * 32, [1] * 32, [Stage(speed=936, room=inf), Stage(speed=1008, room=inf)]) == (15, 17)
+    stages = [StageBudget(speed=1, room=inf)] * 4
+    assert partition_layers([1] * 80, [1] * 80, stages) == (20, 20, 20, 20)
+    assert partition_layers(
+        [1] * 32, [1] * 32, [StageBudget(speed=936, room=inf), StageBudget(speed=1008, room=inf)]
+    ) == (15, 17)
 
 
 def test_a_small_stage_takes_what_it_can_hold() -> None:
     layers = [1.0] * 32
-    assert partition(layers, layers, [Stage(speed=1, room=30), Stage(speed=1, room=9)]) == (23, 9)
-    assert partition(layers, layers, [Stage(speed=1, room=22), Stage(speed=1, room=9)]) is None
+    assert partition_layers(layers, layers, [StageBudget(speed=1, room=30), StageBudget(speed=1, room=9)]) == (23, 9)
+    assert partition_layers(layers, layers, [StageBudget(speed=1, room=22), StageBudget(speed=1, room=9)]) is None
 
 
 def test_the_head_is_work_of_the_last_stage() -> None:
-    stages = [*[Stage(speed=1, room=inf)] * 3, Stage(speed=1, room=inf, work=4)]
-    assert partition([1] * 80, [1] * 80, stages) == (21, 21, 21, 17)
+    stages = [*[StageBudget(speed=1, room=inf)] * 3, StageBudget(speed=1, room=inf, work=4)]
+    assert partition_layers([1] * 80, [1] * 80, stages) == (21, 21, 21, 17)
 
 
 def test_more_stages_than_layers() -> None:
-    assert partition([1] * 3, [1] * 3, [Stage(speed=1, room=inf)] * 4) is None
+    assert partition_layers([1] * 3, [1] * 3, [StageBudget(speed=1, room=inf)] * 4) is None

@@ -12,7 +12,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.formats.catalogue import find
-from weft.plan.places import column_unit, cut_heads, places
+from weft.plan.places import column_unit, cut_heads, cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...]]
 
@@ -26,7 +26,7 @@ def covers(spans: list[Span], total: int) -> bool:
 @given(layouts())
 def test_ranks_are_numbered_stage_by_stage(layout: Layout) -> None:
     shape, weights, stages = layout
-    ranked = places(shape, weights, stages)
+    ranked = cut_places(shape, weights, stages)
     assert [p.rank for p in ranked] == list(range(len(weights) * len(stages)))
     for place in ranked:
         assert place.rank == place.stage * place.tp_size + place.tp_rank
@@ -39,7 +39,7 @@ def test_ranks_are_numbered_stage_by_stage(layout: Layout) -> None:
 @given(layouts())
 def test_each_stage_covers_the_model_once(layout: Layout) -> None:
     shape, weights, stages = layout
-    ranked = places(shape, weights, stages)
+    ranked = cut_places(shape, weights, stages)
     for stage in range(len(stages)):
         mine = [p for p in ranked if p.stage == stage]
         assert covers([p.q_heads for p in mine], shape.q_heads)
@@ -50,7 +50,7 @@ def test_each_stage_covers_the_model_once(layout: Layout) -> None:
 @given(layouts())
 def test_every_query_head_lies_beside_its_kv_head(layout: Layout) -> None:
     shape, weights, stages = layout
-    for place in places(shape, weights, stages):
+    for place in cut_places(shape, weights, stages):
         queries, keys = place.q_heads, place.kv_heads
         needed = {q // shape.group for q in range(queries.start, queries.stop)}
         # Exactly those: a KV head that no query of the rank reads would be memory for nothing.
@@ -89,25 +89,25 @@ def test_more_ranks_than_the_model_can_feed(kv_heads: int, group: int, more: int
     ],
 )
 def test_smollm2(weights: list[float], queries: list[int], keys: list[int]) -> None:
-    ranked = places(SMOLLM2, weights, [30])
+    ranked = cut_places(SMOLLM2, weights, [30])
     assert [len(p.q_heads) for p in ranked] == queries
     assert [len(p.kv_heads) for p in ranked] == keys
 
 
 def test_matrices_are_cut_in_blocks_of_the_quantised_formats() -> None:
     for weights in ([1.0, 1.0], [2.0, 1.0], [3.0, 1.0, 1.0], [1.0] * 7):
-        for place in places(SMOLLM2, weights, [30]):
+        for place in cut_places(SMOLLM2, weights, [30]):
             assert len(place.ffn) % 32 == 0 and len(place.vocab) % 32 == 0
 
 
 @pytest.mark.parametrize("stages", [[], [29], [31], [30, 0], [31, -1], [15, 14]])
 def test_a_pipeline_split_that_does_not_add_up(stages: list[int]) -> None:
     with pytest.raises(PlanError, match="30"):
-        places(SMOLLM2, [1.0], stages)
+        cut_places(SMOLLM2, [1.0], stages)
 
 
 def test_survives_json() -> None:
-    ranked = places(SMOLLM2, [2.0, 1.0], [20, 10])
+    ranked = cut_places(SMOLLM2, [2.0, 1.0], [20, 10])
     assert msgspec.json.decode(msgspec.json.encode(ranked), type=tuple[Place, ...]) == ranked
 
 
@@ -126,7 +126,7 @@ def test_survives_json() -> None:
 )
 def test_columns_that_share_a_scale_stay_together(model: str, precision: str, ranks: int, columns: list[int]) -> None:
     shape = find(model).shape
-    ranked = places(shape, [1.0] * ranks, [shape.layers], ffn_unit=column_unit(shape, precision))
+    ranked = cut_places(shape, [1.0] * ranks, [shape.layers], ffn_unit=column_unit(shape, precision))
     assert [len(place.ffn) for place in ranked] == columns
     if shape.experts:
         assert [len(place.expert_ffn) for place in ranked] == [shape.experts.ffn // ranks] * ranks
@@ -134,5 +134,5 @@ def test_columns_that_share_a_scale_stay_together(model: str, precision: str, ra
 
 def test_with_fewer_groups_than_ranks_a_scale_is_shared() -> None:
     shape = msgspec.structs.replace(SMOLLM2, ffn=256)
-    ranked = places(shape, [1.0] * 4, [30], ffn_unit=128)
+    ranked = cut_places(shape, [1.0] * 4, [30], ffn_unit=128)
     assert [len(place.ffn) for place in ranked] == [64] * 4

@@ -20,11 +20,11 @@ from weft.plan.backends import no_triton
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
-from weft.planner.question import Question, Wish
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
-from weft.planner.replica import replicas
-from weft.planner.search import Answer, engine_profile, search
-from weft.planner.steps import Steps
+from weft.planner.replica import build_replicas
+from weft.planner.search import SearchResult, engine_profile, search
+from weft.planner.steps import StepPredictor
 
 LLAMA = catalogue.find("Llama-3.1-8B").shape
 BATCH = Workload(concurrency=64)
@@ -32,24 +32,24 @@ BATCH = Workload(concurrency=64)
 
 @pytest.fixture(autouse=True)
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
 
 
-def plan(hardware: str, wish: Wish, model: str = "Llama-3.1-8B", **more: object) -> Answer:
+def plan(hardware: str, constraints: LayoutConstraints, model: str = "Llama-3.1-8B", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     asked = {"engine": "weft", "precisions": ("bf16",), "workload": BATCH, **more}
     shape = catalogue.find(model).shape
-    return search(Question(model=model, shape=shape, cluster=parse(hardware), wish=wish, **asked))  # type: ignore[arg-type]
+    return search(Question(model=model, shape=shape, cluster=parse(hardware), constraints=constraints, **asked))  # type: ignore[arg-type]
 
 
-def best(answer: Answer) -> Candidate:
+def best(answer: SearchResult) -> Candidate:
     assert answer.best, [it.reason for it in answer.rejected]
     return answer.best
 
 
-def stages(*runs: tuple[int, int]) -> Wish:
+def stages(*runs: tuple[int, int]) -> LayoutConstraints:
     """Of each stage its GPU and its layers."""
-    return Wish(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
+    return LayoutConstraints(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
 
 
 # --- weft plan ---
@@ -84,51 +84,54 @@ def test_a_gpu_that_holds_two_stages_works_for_both() -> None:
     assert shared.predicted.single_tok_s == pytest.approx(apart.predicted.single_tok_s, rel=0.02)
     assert shared.predicted.tpot_s > 1.5 * apart.predicted.tpot_s
     (told,) = notes(plan("2xA100", stages((0, 10), (1, 12), (0, 10))).question, shared)
-    assert "back and forth between GPUs (0, 1, 0)" in told
+    assert (told.code, told.values["gpus"]) == ("stages_take_turns", (0, 1, 0))
 
 
 def test_steps_of_such_a_gpu_are_as_predicted() -> None:
     answer = plan("2xA100", stages((0, 10), (1, 12), (0, 10)))
     question, layout = answer.question, best(answer).layout
-    (run_,) = replicas(question.shape, layout, question.cluster, engine_profile(question))
-    found = Steps(run_).step_s([1536] * 16, groups=3)
+    (run_,) = build_replicas(question.shape, layout, question.cluster, engine_profile(question))
+    found = StepPredictor(run_).step_s([1536] * 16, groups=3)
     work = Workload(input_len=1024, output_len=1024)
-    assert max(found.through, 3 * found.apart) == pytest.approx(run_.round_s(48, work).total)
+    assert max(found.latency_s, 3 * found.interval_s) == pytest.approx(run_.round_s(48, work).total)
 
 
 def test_engines_that_give_each_rank_a_gpu_refuse_two_stages_on_one() -> None:
-    wish = stages((0, 10), (1, 12), (0, 10))
+    constraints = stages((0, 10), (1, 12), (0, 10))
     for engine in ("vllm", "trtllm", "sglang", "llama.cpp"):
-        answer = plan("2xA100", wish, engine=engine)
-        assert answer.best is None and "GPU 0" in answer.rejected[0].reason and engine in answer.rejected[0].reason
-    assert best(plan("2xA100", wish, engine="transformers"))
+        answer = plan("2xA100", constraints, engine=engine)
+        reason = answer.rejected[0].reason
+        assert answer.best is None and reason.code == "stages_share_gpu"
+        assert (reason.values["engine"], reason.values["gpu"]) == (engine, 0)
+    assert best(plan("2xA100", constraints, engine="transformers"))
 
 
 def test_words_are_worked_out_for_each_precision() -> None:
-    answer = plan("1xRTX3060+1xA100", Wish(spread="sequential"), precisions=("bf16", "int4"))
+    answer = plan("1xRTX3060+1xA100", LayoutConstraints(device_map_strategy="sequential"), precisions=("bf16", "int4"))
     assert {it.cut.precision: it.layout.gpus for it in answer.candidates} == {"bf16": (0, 1), "int4": (0,)}
 
 
 def test_what_a_dictated_placement_costs_is_told() -> None:
     answer = plan("2xRTX4090", stages((0, 30), (1, 2)))
-    assert any(line.startswith("left to itself the plan is ") for line in advice(answer))
+    assert "free_layout" in [change.code for change in advice(answer)]
     tied = plan("2xA100", stages((0, 10), (1, 6)), model="Llama-3.2-1B")
     (copy,) = notes(tied.question, tied.best)
-    assert "tied to the embedding" in copy and "525 MB" in copy
+    assert (copy.code, copy.values["head_bytes"]) == ("head_copied", 525_336_576)
 
 
 def test_a_gpu_that_triton_does_not_know_is_told_in_the_engine_s_words() -> None:
-    volta = plan("1xV100", Wish(), precisions=("fp16",))
+    volta = plan("1xV100", LayoutConstraints(), precisions=("fp16",))
     (told,) = notes(volta.question, volta.best)
-    assert no_triton(128, [("V100-SXM2-32GB", (7, 0))]) in told and "slower" in told
-    turing = plan("1xT4", Wish(), model="Llama-3.2-1B", precisions=("fp16",))
+    assert (told.code, told.values["reason"]) == ("slow_kernels", no_triton(128, [("V100-SXM2-32GB", (7, 0))]))
+    turing = plan("1xT4", LayoutConstraints(), model="Llama-3.2-1B", precisions=("fp16",))
     assert notes(turing.question, turing.best) == [] and no_triton(128, [("T4", (7, 5))]) is None
 
 
 def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
-    rough = plan("2xA100", Wish(tensor_parallel=2, tensor_split=(30.0, 1.0)))
-    assert "--tensor-split 30,1 comes to 28, 4 of 32 query heads" in notes(rough.question, rough.best)[0]
-    fine = plan("2xA100", Wish(tensor_parallel=2, tensor_split=(5.0, 3.0)))
+    rough = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(30.0, 1.0)))
+    (note,) = notes(rough.question, rough.best)
+    assert (note.code, note.values["split"], note.values["heads"]) == ("tensor_split_rounded", (30.0, 1.0), [28, 4])
+    fine = plan("2xA100", LayoutConstraints(tensor_parallel=2, tensor_split=(5.0, 3.0)))
     assert notes(fine.question, fine.best) == []
 
 
@@ -141,17 +144,20 @@ def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:
 def test_the_order_in_which_gpus_are_given_does_not_matter(hardware: str) -> None:
     terms = hardware.split("+")
     turned = ["+".join(terms[::-1]), "+".join(terms[1:] + terms[:1])]
-    wish = Wish(tensor_parallel=1, data_parallel=1)
-    first, *others = (best(plan(it, wish, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
+    constraints = LayoutConstraints(tensor_parallel=1, data_parallel=1)
+    first, *others = (best(plan(it, constraints, "Qwen2.5-14B")).predicted.tpot_s for it in (hardware, *turned))
     assert others == pytest.approx([first] * len(others), rel=0.01)
 
 
 def test_another_order_is_taken_where_it_pays() -> None:
-    wish, asked = Wish(tensor_parallel=1, pipeline_parallel=5), {"precisions": ("int4",), "workload": Workload()}
-    found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", wish, "Llama-3.1-70B", **asked))
+    constraints, asked = (
+        LayoutConstraints(tensor_parallel=1, pipeline_parallel=5),
+        {"precisions": ("int4",), "workload": Workload()},
+    )
+    found = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", constraints, "Llama-3.1-70B", **asked))
     assert sorted(found.layout.gpus) == [0, 1, 2, 3, 4] and found.layout.gpus != (0, 1, 2, 3, 4)
     # What the user says of each stage holds for the GPUs as they are given.
-    said = Wish(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
+    said = LayoutConstraints(tensor_parallel=1, pipeline_split=(16, 16, 16, 16, 16))
     told = best(plan("2xRTX3090+2xRTX4090+1xRTXA6000", said, "Llama-3.1-70B", precisions=("int4",)))
     assert told.layout.gpus == (0, 1, 2, 3, 4)
 
@@ -251,14 +257,10 @@ def test_bad_placements_are_one_clear_line(words: list[str], status: int, told_:
 def test_what_does_not_fit_its_caps_is_no_error_but_an_answer() -> None:
     status, out, _ = told(*WORDS, "--device-map", "balanced", "--max-memory", "0=8GB,1=8GB")
     found = json.loads(out)
-    assert status == 3 and found["best"] is None and "(--max-memory)" in found["rejected"][0]["reason"]
+    assert status == 3 and found["best"] is None and found["rejected"][0]["code"] == "weights_too_large"
     status, out, _ = told(*WORDS, "--max-memory", "0=20GB,cpu=64GB")
     assert status == 0
-    assert [it for it in json.loads(out)["notes"] if "max-memory" in it] == [
-        "--max-memory cpu=64GB has no effect: all layers run on GPUs, and nothing is put on cpu",
-        "--max-memory: at most 20.0 GB of GPU 0, for weights, KV and the engine together",
-        "GPU 1 is not in --max-memory, and so not used, as with accelerate",
-    ]
+    assert json.loads(out)["note_codes"][-3:] == ["remark", "max_memory", "gpus_left_out"]
 
 
 # --- in an engine ---

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pure.commands import weft, weft_json
 from weft.cli import plan_flags, plan_text
-from weft.planner.profiles import engines
+from weft.planner.profiles import engine_names
 from weft.planner.question import OBJECTIVES
 
 
@@ -96,7 +96,7 @@ def test_llama_cpp_has_no_replicas_that_share_experts() -> None:
     )
     assert {it["expert_parallel"] for it in told["candidates"]} == {1}
     shared = next(it for it in told["rejected"] if it["layout"]["name"].startswith("DP 2 x EP 2"))
-    assert shared["reason"] == "llama.cpp puts whole layers on GPUs; 2 replicas cannot share one"
+    assert shared["code"] == "replicas_share_layer"
 
 
 def test_uneven_splits() -> None:
@@ -155,11 +155,11 @@ def test_nothing_fits() -> None:
     assert status == 3
     assert found["best"] is None and found["candidates"] == []
     assert {"TP 4, bf16", "PP 4, bf16"} <= {it["layout"]["name"] for it in found["rejected"]}
-    assert "36.4 GB of weights" in " ".join(it["reason"] for it in found["rejected"])
-    assert any("int4 checkpoint fits" in change and "to spare" in change for change in found["advice"])
+    assert {it["code"] for it in found["rejected"]} == {"weights_too_large"}
+    assert found["summary_code"] == "does_not_fit" and "smaller_checkpoint" in found["advice_codes"]
     status, out, err = run("Qwen2.5-72B-Instruct", "--gpus", "4xRTX4090")
     assert status == 3 and err == ""
-    assert "nothing fits" in out and "int4 checkpoint fits" in out
+    assert "nothing fits" in out and all(change in out for change in found["advice"])
 
 
 @pytest.mark.parametrize(
@@ -225,23 +225,20 @@ def test_limits_that_leave_no_room_are_named() -> None:
 
 
 def test_the_first_line_is_the_answer() -> None:
-    first = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090", "-q", "int4")[1].splitlines()[0]
-    assert first == (
-        "Yes: Qwen3-32B in 4 bits on both GPUs, about 51 tok/s for one user (31-72), 78,000 tokens of context"
-    )
-    assert run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].startswith(
-        "No: Qwen3-32B in 16 bits does not fit on 1 x RTX 4090 + 1 x RTX 3090: even the best layout needs 10.1 GB "
-        "more on one GPU\n"
-    )
-    assert plan("deepseek-v3 --nodes 2x8xH200")[1]["summary"].startswith("It fits, but Weft does not run it yet: ")
+    for flags, code in (("-q int4", "fits"), ("", "does_not_fit")):
+        words = f"Qwen3-32B --gpus 1xRTX4090+1xRTX3090 {flags}"
+        found = plan(words)[1]
+        assert found["summary_code"] == code
+        assert run(*words.split())[1].startswith(found["summary"] + "\n")
+    found = plan("deepseek-v3 --nodes 2x8xH200")[1]
+    assert found["summary_code"] == "fits" and not found["model"]["runs"]
 
 
 def test_nothing_fits_names_the_fix_that_needs_least_as_a_command_and_first() -> None:
     lines = run("Qwen3-32B", "--gpus", "1xRTX4090+1xRTX3090")[1].splitlines()
     first = lines[lines.index("what would help:") + 1]
-    command, _, told = first.removeprefix("  try: weft ").partition(" (")
+    command, *_ = first.removeprefix("  try: weft ").partition(" (")
     assert command == "plan Qwen/Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4"
-    assert told == "TP 2, q4_1+q8_0: 78,000 tokens of context, 51 tok/s for one user)"
     assert lines.index("what would help:") < lines.index("rejected:")
     assert weft(*command.split())[0] == 0
 
@@ -255,7 +252,7 @@ def test_fixes_keep_the_flags_that_were_given() -> None:
     assert status == 0 and answer["workload"]["input_len"] == 4000
     assert answer["hardware"]["dollars_per_gpu_hour"] == 0.5
     assert [rank["usable_bytes"] for rank in answer["best"]["ranks"]] != []
-    assert any("--max-memory" in note for note in answer["notes"])
+    assert "max_memory" in answer["note_codes"]
 
 
 def test_every_speed_has_a_band() -> None:
@@ -398,45 +395,44 @@ def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
 
 
 def test_gpt_oss_is_told_of_its_own_checkpoint() -> None:
-    advice = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]["advice"]
+    found = plan("gpt-oss-120b --gpus 1xH100 --precision bf16 --engine vllm")[1]
     command = "weft plan openai/gpt-oss-120b --gpus 1xH100 --engine vllm --precision mxfp4"
-    assert advice[0].startswith(
-        f"try: {command} (the published MXFP4 checkpoint fits as one GPU, mxfp4"
-    ) and "int4" not in str(advice)
+    assert found["advice_codes"][0] == "smaller_checkpoint"
+    assert found["advice"][0].startswith(f"try: {command} (the published MXFP4 checkpoint ")
+    assert "int4" not in str(found["advice"])
 
 
 def test_advice_says_what_weft_does_not_run() -> None:
-    lines = plan("Llama-3.1-70B --gpus 1xH100")[1]["advice"]
-    (fp8,) = [line for line in lines if "an FP8 checkpoint fits" in line]
-    assert fp8.endswith("; Weft does not run it yet)")
-    assert all("not run" not in line for line in lines[: lines.index(fp8)])
-    # What Weft makes of the weights at hand comes before what has to be fetched, and that before what it cannot run.
-    assert lines[0].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 -q int4 (one GPU, q4_1+q8_0: ")
-    assert lines[1].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 -q int8 (")
-    assert lines[2].startswith("try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 --precision int4 (an AWQ or GPTQ")
-    assert lines.index(fp8) == 3
+    found = plan("Llama-3.1-70B --gpus 1xH100")[1]
+    lines = found["advice"]
+    # Compression while loading comes before a checkpoint to be fetched, and that before one that Weft does not run.
+    assert found["advice_codes"][:4] == ["compress_on_load"] * 2 + ["smaller_checkpoint"] * 2
+    for line, flags in zip(lines, ("-q int4", "-q int8", "--precision int4", "--precision fp8"), strict=False):
+        assert line.startswith(f"try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 {flags} (")
+    assert ["not run" in line for line in lines[:4]] == [False, False, False, True]
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "code", "figures"),
     [
-        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine vllm", "is padded to 29,696"),
-        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", "which weft serve has to be given"),
-        ("Qwen2.5-72B --gpus 4xH100 --precision bf16 --engine vllm -tp 2", None),
-        ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None),
-        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "768 of the experts over 4 ranks"),
-        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4 -ep", None),
-        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 9000", "9,001 tokens is longer than the 8,192"),
-        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 8000", None),
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine vllm", "padded_columns", "29,696"),
+        ("Qwen2.5-72B --gpus 2xRTX4090 --precision int4 --engine weft", "int4_is_a_checkpoint", ""),
+        ("Qwen2.5-72B --gpus 4xH100 --precision bf16 --engine vllm -tp 2", None, ""),
+        ("Llama-3.1-70B --gpus 2xRTX4090 --precision int4 --engine vllm", None, ""),
+        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4", "padded_columns", "768"),
+        ("Qwen3-30B-A3B --gpus 4xRTX4090 --precision int4 --engine vllm -tp 4 -ep", None, ""),
+        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 9000", "request_too_long", "9,001"),
+        ("Meta-Llama-3-8B --gpus 1xH100 --input-len 8000", None, ""),
     ],
 )
-def test_notes(words: str, told: str | None) -> None:
-    found = [note for note in plan(words)[1]["notes"] if "official" not in note]
-    assert len(found) == (told is not None), found
-    if told is not None:
-        assert told in found[0] and f"note: {found[0]}" in run(*words.split())[1]
+def test_notes(words: str, code: str | None, figures: str) -> None:
+    found = plan(words)[1]
+    notes = {it: note for it, note in zip(found["note_codes"], found["notes"], strict=True) if it != "checkpoint"}
+    assert list(notes) == [code] * (code is not None)
+    if code is not None:
+        assert figures in notes[code] and f"note: {notes[code]}" in run(*words.split())[1]
 
 
 # --- bad input ---
@@ -503,5 +499,5 @@ def test_bad_input_is_one_clear_line(words: str, status: int, told: list[str]) -
 
 
 def test_the_flags_choices_are_the_planner_s() -> None:
-    assert set(plan_flags.ENGINES) == set(engines())
+    assert set(plan_flags.ENGINES) == set(engine_names())
     assert plan_flags.OBJECTIVES == OBJECTIVES

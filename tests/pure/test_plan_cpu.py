@@ -16,13 +16,13 @@ from weft.hardware.cluster import Cluster
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity, kv_blocks
-from weft.plan.places import places
+from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.advice import advice
-from weft.planner.binding import binding
+from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
-from weft.planner.question import Question, Wish
-from weft.planner.search import Answer, search
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.search import SearchResult, search
 from weft.probes import machine, speeds
 from weft.probes.speeds import Speeds
 
@@ -35,10 +35,10 @@ def host(free: int = 20 * GB) -> Host:
 
 
 def cpu(free: int = 20 * GB, bandwidth: float = 50e9, flops: float = 1e12) -> Cluster:
-    return machine.this_machine(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
+    return machine.host_cluster(host(free), Speeds(machine="", cpu=CpuSpeed(bandwidth, flops)))
 
 
-def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> Answer:
+def ask(cluster: Cluster, name: str = "Qwen2.5-0.5B", **asked: Any) -> SearchResult:
     asked = {"engine": "weft", "precisions": ("bf16",), **asked}
     return search(Question(model=name, shape=find(name).shape, cluster=cluster, **asked))
 
@@ -58,9 +58,9 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
     shape = find("Llama-3.2-1B").shape
     ranks = len(weights)
     answer = ask(
-        machine.shared_out(cpu(free * GB), ranks),
+        machine.split_cpu(cpu(free * GB), ranks),
         "Llama-3.2-1B",
-        wish=Wish(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
+        constraints=LayoutConstraints(tensor_parallel=ranks, tensor_split=weights if ranks > 1 else None),
     )
     assert answer.best is not None
     memory = answer.best.memory
@@ -70,7 +70,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
         load_format="dummy",
         shape=shape,
         dtype="bfloat16",
-        places=places(shape, weights, [shape.layers]),
+        places=cut_places(shape, weights, [shape.layers]),
         devices=("cpu",) * ranks,
         cores=((0,),) * ranks,
         max_model_len=64,
@@ -112,13 +112,16 @@ def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
 
 
 def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
-    one, crowd = (binding(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
+    one, crowd = (binding_constraint(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
     assert one.resource == "bandwidth" and one.gains["bandwidth"] > 1.5
     assert crowd.gains["compute"] > 1.2 and crowd.gains["compute"] > one.gains["compute"]
 
 
 def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
-    whole, halves = ask(cpu()).best, ask(machine.shared_out(cpu(), 2), wish=Wish(tensor_parallel=2)).best
+    whole, halves = (
+        ask(cpu()).best,
+        ask(machine.split_cpu(cpu(), 2), constraints=LayoutConstraints(tensor_parallel=2)).best,
+    )
     assert whole and halves and str(halves.cut) == "TP 2, bf16"
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
 
@@ -126,29 +129,35 @@ def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
 def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
     answer = ask(cpu(9 * GB), "Llama-3.1-8B")
     assert answer.best is None
-    reason = binding(answer).text
-    assert "16.1 GB of weights" in reason and "9.0 GB that are free beside the AMD EPYC (4 cores) are usable" in reason
-    assert "GPU" not in reason
-    lines = advice(answer)
-    assert any("int4 checkpoint fits as one CPU, int4 with" in line and "GPU" not in line for line in lines)
-    (more,) = [line for line in lines if "more free memory" in line]
-    assert 8e9 < 1e9 * float(more.split()[0]) < 12e9 and more.endswith("make it fit: one CPU, bf16")
-    (gpu,) = [line for line in lines if line.startswith("on 1 x ")]
-    assert "it fits: one GPU, bf16 with" in gpu and "to spare on the fullest GPU" in gpu
-    assert not [line for line in lines if "more AMD" in line]
+    reason = answer.rejected[0].reason
+    assert reason.code == "weights_too_large" and 16.0e9 < reason.values["weight_bytes"] < 16.1e9
+    usable = reason.values["usable"]
+    assert (usable.code, usable.values["usable_bytes"]) == ("usable_beside_cpu", 9 * GB)
+    assert "GPU" not in binding_constraint(answer).text
+    changes = advice(answer)
+    int4 = [it for it in changes if it.code == "smaller_checkpoint" and it.values["cut"] == "one CPU, int4"]
+    assert int4 and not any("GPU" in str(it).replace("GPUs", "") for it in int4)
+    (more,) = [it for it in changes if it.code == "more_memory"]
+    assert 8e9 < more.values["more_bytes"] < 12e9 and more.values["cut"] == "one CPU, bf16"
+    (gpu,) = [it for it in changes if it.code == "larger_gpu"]
+    assert (gpu.values["count"], gpu.values["cut"]) == (1, "one GPU, bf16") and gpu.values["spare"].values["per_gpu"]
+    assert "more_gpus" not in [it.code for it in changes]
 
 
 def test_a_fit_is_not_told_to_buy_another_cpu() -> None:
     for engine in ("weft", "vllm", "llama.cpp", "transformers"):
-        lines = " ".join(advice(ask(cpu(), engine=engine)))
-        assert "more AMD" not in lines and "GPU" not in lines
+        changes = advice(ask(cpu(), engine=engine))
+        assert not {"added_gpus", "more_gpus", "larger_gpu"} & {change.code for change in changes}
+        assert "GPU" not in " ".join(map(str, changes))
 
 
 @pytest.mark.parametrize("engine", ["trtllm", "sglang"])
 def test_an_engine_of_which_nothing_is_known_on_a_cpu(engine: str) -> None:
     answer = ask(cpu(), engine=engine)
     assert answer.best is None
-    assert f"nothing is known of {engine} on a CPU; --engine takes vllm" in binding(answer).text
+    reason = answer.rejected[0].reason
+    assert (reason.code, reason.values["engine"]) == ("engine_not_on_cpu", engine)
+    assert "vllm" in reason.values["known"] and engine not in reason.values["known"]
 
 
 def test_old_capabilities_do_not_stand_in_a_cpu_s_way() -> None:
@@ -160,7 +169,8 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
     roomy = ask(cpu(200 * GB), "Llama-3.1-8B", workload=workload)
     assert roomy.best and roomy.best.memory.ranks[0].kv_room_bytes > 4 * GB
     (note,) = notes(roomy.question, roomy.best)
-    assert f"give it --kv-cache-memory-bytes {roomy.best.memory.ranks[0].kv_room_bytes}" in note
+    assert note.code == "kv_cache_flag_on_cpu"
+    assert note.values["flag_bytes"] == roomy.best.memory.ranks[0].kv_room_bytes
     usual = ask(cpu(200 * GB))
     assert notes(usual.question, usual.best) == []
 
@@ -171,8 +181,8 @@ def test_a_request_beyond_the_usual_cache_is_noted() -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Any:
     """weft plan WORDS on such a machine: exit status, standard output, standard error."""
-    monkeypatch.setattr("weft.hardware.host.probe", lambda: host())
-    monkeypatch.setattr(speeds, "cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
+    monkeypatch.setattr("weft.hardware.host.probe_host", lambda: host())
+    monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_, **__: CpuSpeed(50e9, 1e12))
 
     return lambda words: weft("plan", *words.split())
 

@@ -11,8 +11,8 @@ from weft.architectures.place import Span, whole
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.formats.gguf_types import BITS, MIXES
-from weft.formats.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights
-from weft.plan.places import places
+from weft.formats.precision import FP8_BLOCKS, INT4, INT8, MXFP4, NAMES, NVFP4, canonical, weight_bytes, weights_by_kind
+from weft.plan.places import cut_places
 
 # GB of 10^9 bytes. int4: the facts that this project began with. GGUF, MXFP4 and FP8: sizes of published files, from
 # memory; a GGUF file has at most 8 MB of metadata beside its tensors.
@@ -49,7 +49,7 @@ def test_the_demo_file_to_the_byte() -> None:
 
 def test_fp8_halves_the_matrices_and_nothing_else() -> None:
     shape = catalogue.find("Llama-3.1-70B").shape
-    full, half = weights(shape, "bf16"), weights(shape, "fp8")
+    full, half = weights_by_kind(shape, "bf16"), weights_by_kind(shape, "fp8")
     assert half.linear * 2 == full.linear
     assert (half.embedding, half.head, half.others) == (full.embedding, full.head, full.others)
     assert half.embedding == 2 * 128256 * 8192
@@ -59,7 +59,7 @@ def test_deepseeks_fp8_has_a_scale_for_each_block() -> None:
     shape = catalogue.find("DeepSeek-R1").shape
     matrix = 7168 * 2048
     experts = 58 * 256 * 3 * (matrix + matrix // 128 // 128 * 4)
-    assert weights(shape, "fp8").expert == experts
+    assert weights_by_kind(shape, "fp8").expert == experts
     # 576 rows of latents are four and a half blocks, which take the scales of five.
     assert FP8_BLOCKS.nbytes(Span(0, 576), Span(0, 7168)) == 576 * 7168 + 5 * 56 * 4
 
@@ -72,7 +72,7 @@ def test_gpt_oss_to_the_byte(model: str, total: int) -> None:
 
 def test_gpt_oss_keeps_attention_in_16_bits() -> None:
     shape = catalogue.find("gpt-oss-120b").shape
-    full, small = weights(shape, "bf16"), weights(shape, "mxfp4")
+    full, small = weights_by_kind(shape, "bf16"), weights_by_kind(shape, "mxfp4")
     assert small.linear == full.linear
     assert small.expert < full.expert / 3.7
 
@@ -93,7 +93,7 @@ def test_a_cut_through_a_group_duplicates_its_scale() -> None:
 @given(st.sampled_from(NAMES), st.integers(1, 8))
 def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ranks: int) -> None:
     shape = catalogue.find("Qwen3-8B").shape
-    total = sum(weight_bytes(shape, precision, place) for place in places(shape, [1.0] * ranks, [36]))
+    total = sum(weight_bytes(shape, precision, place) for place in cut_places(shape, [1.0] * ranks, [36]))
     assert weight_bytes(shape, precision) <= total <= 1.01 * weight_bytes(shape, precision)
 
 
@@ -101,15 +101,15 @@ def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ra
 def test_stages_weigh_what_the_model_weighs(precision: str, cuts: list[int]) -> None:
     shape = catalogue.find("Qwen3-8B").shape
     stages = [*cuts, shape.layers - sum(cuts)] if sum(cuts) < shape.layers else [shape.layers]
-    parts = places(shape, [1.0], stages)
+    parts = cut_places(shape, [1.0], stages)
     assert sum(weight_bytes(shape, precision, place) for place in parts) == weight_bytes(shape, precision)
 
 
 def test_a_tied_head_is_held_again_on_a_stage_without_the_embedding() -> None:
-    first, last = places(SMOLLM2, [1.0], [15, 15])
-    assert weights(SMOLLM2, "bf16", whole(SMOLLM2)).head == 0
-    assert weights(SMOLLM2, "bf16", first).head == 0
-    assert weights(SMOLLM2, "bf16", last).head == weights(SMOLLM2, "bf16", first).embedding
+    first, last = cut_places(SMOLLM2, [1.0], [15, 15])
+    assert weights_by_kind(SMOLLM2, "bf16", whole(SMOLLM2)).head == 0
+    assert weights_by_kind(SMOLLM2, "bf16", first).head == 0
+    assert weights_by_kind(SMOLLM2, "bf16", last).head == weights_by_kind(SMOLLM2, "bf16", first).embedding
 
 
 def test_mixes_are_in_order_of_their_bits() -> None:

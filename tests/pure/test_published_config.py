@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 from tests.pure.machines import host
-from weft.architectures.published import ORDERED, Published
+from weft.architectures.published import ORDERED, PublishedQuantization
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
 from weft.formats import config_json, packed
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.fields import Fields
-from weft.formats.precision import as_held, summed, weight_bytes
-from weft.formats.schemes import PUBLISHED
+from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
+from weft.formats.schemes import PUBLISHED_SCHEMES
 from weft.formats.tensor import TensorInfo
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.planner.rank_weights import rank_weights
 
@@ -44,10 +44,10 @@ def compressed(weights: dict[str, Any] | None = None, group: dict[str, Any] | No
 
 
 def shape(**quantization: Any) -> ModelShape:
-    return config_json.shape(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
+    return config_json.shape_from_config(Fields(CONFIG | {"quantization_config": quantization}, "config.json"))
 
 
-def published(**quantization: Any) -> Published:
+def published(**quantization: Any) -> PublishedQuantization:
     found = shape(**quantization).published
     assert found is not None
     return found
@@ -55,8 +55,10 @@ def published(**quantization: Any) -> Published:
 
 def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
     """Of a checkpoint as its config promises it."""
-    there = Checkpoint(model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored(of))
-    return layout(EngineConfig(model="m", **flags), there, host(gpus))
+    there = Checkpoint(
+        model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored_types(of)
+    )
+    return build_plan(EngineConfig(model="m", **flags), there, host(gpus))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_what_the_matrices_are_in(method: dict[str, Any], scheme: str) -> None:
     found = published(**method)
     assert found.scheme == scheme and not found.exceptions and found.zero_offset == (found.method == "gptq")
     assert config_json.precision(Fields({"quantization_config": method}, "c")) == found.precision
-    assert (scheme in PUBLISHED) == (ORDERED not in scheme)
+    assert (scheme in PUBLISHED_SCHEMES) == (ORDERED not in scheme)
 
 
 def test_zero_points_of_the_second_format() -> None:
@@ -114,7 +116,7 @@ def test_a_head_that_is_quantised_too(method: dict[str, Any]) -> None:
     assert found.published and found.published.exceptions == (("lm_head.weight", found.published.scheme),)
     held = plan(found)
     assert held.schemes["lm_head.weight"] == "INT8_128_SYM" and "model.embed_tokens.weight" not in held.schemes
-    assert held.weight_bytes(0) == summed(found, as_held("int8"), held.places[0]).total
+    assert held.weight_bytes(0) == sum_by_kind(found, held_precision("int8"), held.places[0]).total
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -136,10 +138,10 @@ def test_the_planner_counts_what_is_held(method: dict[str, Any], gpus: int) -> N
         got = plan(of, **how, **({"device_ids": (0, 0), "gpus": 1} if gpus and how else {"gpus": gpus}))
         assert got.dtype == ("float16" if gpus else "bfloat16")
         for place in got.places:
-            held = summed(of, as_held(of.published.precision), place)
+            held = sum_by_kind(of, held_precision(of.published.precision), place)
             assert got.weight_bytes(place.rank) == held.total
-            assert held == rank_weights(of, as_held(of.published.precision), place)
-        kept = of.published.scheme in PUBLISHED
+            assert held == rank_weights(of, held_precision(of.published.precision), place)
+        kept = of.published.scheme in PUBLISHED_SCHEMES
         assert got.quantization == (of.published.method if kept else "none")
 
 
@@ -192,7 +194,7 @@ def test_what_is_not_read_is_named(method: dict[str, Any], named: str) -> None:
     assert named in line and "use one of those, the unquantised checkpoint or a GGUF file" in line and "\n" not in line
     # It can be planned for all the same.
     fields = Fields(CONFIG | {"quantization_config": method}, "config.json")
-    assert config_json.shape(fields, run=False).published is None
+    assert config_json.shape_from_config(fields, run=False).published is None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], line: str) -> No
     there = {"qweight": info("I32", 80, 96), "scales": info("F16", 5, 96), "qzeros": info("I32", 5, 12)}
     index = {f"a.b.{name}": it for name, it in (there | change).items() if it is not None}
     with pytest.raises(ModelError, match=f"^/m/model.safetensors: a.b (has a part that )?{line}"):
-        packed.joined(index, Published(method="gptq", bits=4, group=128, symmetric=False))
+        packed.join_packed(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
 
 
 def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -240,8 +242,8 @@ def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert plan(of).dtype == "bfloat16"
     assert plan(of, dtype="float16").quantization == "none"
     assert [record.message for record in caplog.records] == [
-        "Computing in bfloat16: what multiplies int4 weights here does not in the checkpoint's float16",
-        "Quantised weights are not multiplied as they are in float16: they are held in float16",
+        "Computing in bfloat16: the kernels for int4 weights on this device do not compute in the checkpoint's float16",
+        "Quantised weights are held in float16: there are no kernels for them in float16",
     ]
 
 

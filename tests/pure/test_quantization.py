@@ -10,17 +10,17 @@ import pytest
 
 from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2
-from weft.architectures.parameters import parameters
+from weft.architectures.parameters import model_parameters
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import catalogue, gguf_types
 from weft.formats.checkpoint import Checkpoint
-from weft.formats.precision import as_held, summed, weight_bytes
-from weft.formats.schemes import MADE, SCHEMES, STORED, held_as
+from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
+from weft.formats.schemes import GGUF_SCHEMES, ONLINE_QUANTIZATIONS, SCHEMES, scheme_for_types
 from weft.formats.tensor import ENCODINGS
-from weft.plan.layout import layout
+from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
 from weft.planner.execution import plan_to_run
@@ -44,7 +44,7 @@ def stored(kind: str, embedding: str = "Q8_0", **others: str) -> dict[str, str]:
 def plan(quantised: dict[str, str] | None = None, *, shape: ModelShape = SMOLLM2, gpus: int = 0, **flags: Any) -> Plan:
     kind: Any = "gguf" if quantised else "safetensors"
     checkpoint = Checkpoint(model="m", path="/m", format=kind, shape=shape, generation={}, quantised=quantised or {})
-    return layout(EngineConfig(model="m", **flags), checkpoint, host(gpus))
+    return build_plan(EngineConfig(model="m", **flags), checkpoint, host(gpus))
 
 
 def test_a_file_is_held_as_it_lies_by_default() -> None:
@@ -97,8 +97,8 @@ def test_parts_of_a_parameter_are_held_alike(caplog: pytest.LogCaptureFixture) -
         kind = name.split(".")[1].removesuffix("_proj")
         assert got.schemes[f"model.layers.7.{name}"] == kinds[kind]
     assert [record.message for record in caplog.records] == [
-        "Of 211 quantised tensors these are held otherwise: 90 of Q4_K as Q4_1, 60 of Q4_K as Q8_MIN, 30 of Q5_0 as "
-        "Q8_0, 30 of Q6_K as Q8_MIN"
+        "210 of 211 quantised tensors are held in another type: 90 of Q4_K as Q4_1, 60 of Q4_K as Q8_MIN, 30 of Q5_0 "
+        "as Q8_0, 30 of Q6_K as Q8_MIN"
     ]
 
 
@@ -110,7 +110,7 @@ def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixt
         *(["o_proj", "gate_proj", "up_proj", "down_proj"]),
     }
     assert [record.message for record in caplog.records] == [
-        "Of 181 quantised tensors these are held in bfloat16, as others are that they are multiplied together with: 60 "
+        "60 of 181 quantised tensors are held in bfloat16, like the tensors that they are multiplied together with: 60 "
         "of Q4_1"
     ]
 
@@ -137,7 +137,7 @@ def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixt
     ],
 )
 def test_what_types_are_held_as(types: str, scheme: str | None) -> None:
-    assert held_as(types.split() or [""]) == scheme
+    assert scheme_for_types(types.split() or [""]) == scheme
 
 
 @pytest.mark.parametrize("mix", gguf_types.MIXES)
@@ -146,27 +146,29 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
     are not; and it is found again in what was planned."""
     for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
         types = {
-            part.source.format(layer=layer): gguf_types.type_of(shape, mix, parameter, part, layer)
-            for parameter in parameters(shape)
+            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer)
+            for parameter in model_parameters(shape)
             for part in parameter.parts
             for layer in (range(shape.layers) if parameter.where == "layer" else [0])
         }
-        there = {name: kind for name, kind in types.items() if kind in STORED}
+        there = {name: kind for name, kind in types.items() if kind in GGUF_SCHEMES}
         got = plan(
             there, shape=shape, pipeline_split=(7, shape.layers - 7), tensor_parallel_size=3 - (shape.layers == 32)
         )
         assert got.quantization == "gguf" and len(got.schemes) == len(there)
         for place in got.places:
-            assert got.weight_bytes(place.rank) == summed(shape, as_held(mix), place).total
+            assert got.weight_bytes(place.rank) == sum_by_kind(shape, held_precision(mix), place).total
         found = precision_of(shape, got.quantization, got.schemes, got.dtype)
-        assert summed(shape, as_held(found), got.places[0]) == summed(shape, as_held(mix), got.places[0])
+        assert sum_by_kind(shape, held_precision(found), got.places[0]) == sum_by_kind(
+            shape, held_precision(mix), got.places[0]
+        )
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-@pytest.mark.parametrize("asked", MADE)
+@pytest.mark.parametrize("asked", ONLINE_QUANTIZATIONS)
 def test_made_at_load_it_takes_what_the_planner_says(asked: str, gpus: int) -> None:
     """From whatever the checkpoint is."""
-    want = weight_bytes(SMOLLM2, MADE[asked])
+    want = weight_bytes(SMOLLM2, ONLINE_QUANTIZATIONS[asked])
     in_16_bits = 0 if asked == "int8" else 2 * 61 * 576
     for quantised in (None, stored("Q4_0", embedding="Q4_0")):
         got = plan(quantised, quantization=asked, gpus=gpus)
@@ -212,7 +214,7 @@ def test_rows_that_are_no_multiple_stay_in_16_bits() -> None:
 
 
 def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.probes.speeds.known", lambda _: NOTHING)
+    monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
     there, where = checkpoint("Llama-3.3-70B-Instruct"), rig(H100)
     with pytest.raises(PlanError, match=r"one GPU, bf16: needs 143\.3 GB on one GPU \(141\.1 GB"):
         plan_to_run(EngineConfig(model="m"), there, where)

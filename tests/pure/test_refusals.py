@@ -154,7 +154,7 @@ async def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
         answer = await world.chat(stream=stream)
         refused(answer, 429, code="queue_full", type="rate_limit_error")
         assert answer.headers["retry-after"] == "3"
-    assert not world.service.answers
+    assert not world.service.streams
 
 
 async def test_while_draining_nothing_new_is_taken() -> None:

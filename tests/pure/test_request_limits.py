@@ -25,10 +25,10 @@ from weft.serving.body import check_structure
 from weft.serving.errors import HttpError
 from weft.serving.threads import WorkThreads
 from weft.text import tokenizer as tokenizer_module
-from weft.text.byte_level import ALPHABET, build
+from weft.text.byte_level import ALPHABET, build_byte_level
 from weft.text.limits import LIMITS, RequestLimits
 from weft.text.pretokenizers import GPT2
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.tokenizer import Tokenizer
 
 TOO_MANY: list[tuple[dict[str, Any], str, str]] = [
@@ -84,16 +84,16 @@ async def test_unknown_names_are_cut_and_counted(caplog: pytest.LogCaptureFixtur
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 5 and all(line.endswith("and 190 more") for line in lines)
     assert max(map(len, lines)) < 1100
-    assert len(world.service._unknown._seen) == 1000
-    assert {len(name) for name in world.service._unknown._seen} == {80}
+    assert len(world.service._unknown_fields._seen) == 1000
+    assert {len(name) for name in world.service._unknown_fields._seen} == {80}
 
 
 async def test_a_default_limit_of_bodies_follows_the_models_length() -> None:
-    assert World().service._intake.limit == 8 * 2**20
+    assert World().service._body_receiver.limit == 8 * 2**20
     long = service.Service(
         World().engine, frontend(max_model_len=2**20), World().service.options, model="m", capacity=1
     )
-    assert long._intake.limit == 16 * 2**20
+    assert long._body_receiver.limit == 16 * 2**20
 
 
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,13 +140,13 @@ async def test_bodies_are_worked_on_outside_the_event_loop(
     path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[threading.Thread] = []
-    plain = service.Service.wire
+    plain = service.Service.decode_body
 
     def noted(this: service.Service, content: bytes, target: Any) -> Any:
         seen.append(threading.current_thread())
         return plain(this, content, target)
 
-    monkeypatch.setattr(service.Service, "wire", noted)
+    monkeypatch.setattr(service.Service, "decode_body", noted)
     await World().post(path, body)
     assert [thread.daemon for thread in seen] == [True]
 
@@ -171,9 +171,11 @@ def _raises() -> None:
 
 
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
-    rust = build({char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.pre_tokenizer(), whole_words=False)
+    rust = build_byte_level(
+        {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
+    )
     rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
-    world = World(text_tools=TextTools(Tokenizer(rust, Settings(tokens={}))))
+    world = World(text_tools=TextTools(Tokenizer(rust, TokenizerSettings(tokens={}))))
     with caplog.at_level(logging.ERROR, "weft.serving"):
         message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
     assert "the tokenizer fails on this text" in message
@@ -251,6 +253,6 @@ async def test_memory_of_long_prompts_is_given_back_after_the_answer(
     world, calls = World(), []
     monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
     job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
-    answer = type("Done", (), {"jobs": [job]})()
-    world.service.closed(answer)
+    answer = type("Done", (), {"collectors": [job]})()
+    world.service.stream_closed(answer)
     assert len(calls) == times

@@ -41,12 +41,12 @@ def written(path: Path, header: Any, data: bytes = b"") -> Path:
 def fails(path: Path, message: str) -> None:
     """`path` is a file, or a directory with files."""
     with pytest.raises(ModelError, match=message) as caught:
-        (safetensors.read_directory if path.is_dir() else safetensors.read)(path)
+        (safetensors.read_directory if path.is_dir() else safetensors.read_safetensors)(path)
     assert "\n" not in str(caught.value)
 
 
 def test_it_is_what_the_library_reads(path: Path) -> None:
-    ours = safetensors.read(path)
+    ours = safetensors.read_safetensors(path)
     content = path.read_bytes()
     with safe_open(path, "np") as theirs:
         assert ours.keys() == set(theirs.keys())
@@ -79,7 +79,7 @@ def test_other_bytes_anywhere_never_end_in_another_error(
     copy = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
     copy.write_bytes(content)
     try:
-        safetensors.read(copy)
+        safetensors.read_safetensors(copy)
     except ModelError as error:
         assert "\n" not in str(error)
 
@@ -104,7 +104,7 @@ def test_other_bytes_anywhere_never_end_in_another_error(
                 "a": {"dtype": "U8", "shape": [5], "data_offsets": [0, 5]},
                 "b": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]},
             },
-            "tensors 'a' and 'b' lie over each other",
+            "tensors 'a' and 'b' overlap",
         ),
     ],
 )

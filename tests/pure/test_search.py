@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
-from weft.hardware.gpus import GpuSpec, find_gpu, gpus
-from weft.plan.max_memory import Caps, capped
+from weft.hardware.gpus import GpuSpec, find_gpu, known_gpus
+from weft.plan.max_memory import Caps, cap_cluster
 from weft.planner.advice import advice
-from weft.planner.binding import binding
-from weft.planner.cuts import Cut, drafts
-from weft.planner.deployment import Layout, Workload
-from weft.planner.domains import groups, islands, replicas, tensor_sizes
-from weft.planner.question import Question, Wish
-from weft.planner.ranking import RANKING_ERROR, Candidate, alone_s, request_s, worth
-from weft.planner.search import Answer, search
-from weft.planner.verdict import why
+from weft.planner.binding import binding_constraint
+from weft.planner.cuts import Cut, candidate_layouts
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.domains import interconnect_domains, place_replicas, tensor_groups, tensor_sizes
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.ranking import RANKING_ERROR, Candidate, objective_value, request_s, single_request_s
+from weft.planner.search import SearchResult, search
+from weft.planner.summary import choice_reason, choice_reasons
 
 LONG_PROMPTS = Workload(input_len=5000, output_len=500)
 THOUSANDS = Workload(input_len=1000, output_len=1000)
@@ -30,12 +30,12 @@ def question(model: str, cluster: Cluster, precision: str = "bf16", engine: str 
     return Question(model=model, shape=shape, cluster=cluster, precisions=(precision,), engine=engine, **more)  # type: ignore[arg-type]
 
 
-def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> Answer:
+def plan(model: str, hardware: str, precision: str = "bf16", engine: str = "vllm", **more: object) -> SearchResult:
     parse = parse_nodes if hardware.count("x") > 1 and hardware.split("x")[1].isdigit() else parse_gpus
     return search(question(model, parse(hardware), precision, engine, **more))
 
 
-def best(answer: Answer) -> Candidate:
+def best(answer: SearchResult) -> Candidate:
     assert answer.best, [it.reason for it in answer.rejected]
     return answer.best
 
@@ -46,8 +46,8 @@ def sizes(candidate: Candidate) -> tuple[int, int, int]:
 
 
 def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, **more: object) -> float:
-    wish = Wish(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
-    answer = plan(model, hardware, precision, "trtllm", wish=wish, **more)
+    constraints = LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=1)
+    answer = plan(model, hardware, precision, "trtllm", constraints=constraints, **more)
     return best(answer).predicted.saturated_tok_s
 
 
@@ -79,11 +79,15 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     """Replicas have the highest throughput. A split was once preferred only from 1.5 times that on, an assumption that
     no measurement bore out; now the rule for near ties holds for it as for any other layout."""
     answer = plan(model, hardware, precision, engine)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
     assert sizes(highest) == (1, 1, len(answer.question.cluster.gpus))
     if highest is not best(answer):
-        assert worth(answer.question, highest) < (1 + RANKING_ERROR) * worth(answer.question, best(answer))
-        assert alone_s(answer.question, best(answer).predicted) < alone_s(answer.question, highest.predicted)
+        assert objective_value(answer.question, highest) < (1 + RANKING_ERROR) * objective_value(
+            answer.question, best(answer)
+        )
+        assert single_request_s(answer.question, best(answer).predicted) < single_request_s(
+            answer.question, highest.predicted
+        )
 
 
 @pytest.mark.parametrize("engine", ["weft", "vllm", "trtllm", "sglang"])
@@ -122,7 +126,7 @@ def test_what_needs_several_nodes_is_cut_by_tensors_inside_and_layers_between(
 
 
 def test_tensor_parallelism_across_nodes_is_slower_than_a_pipeline_between_them() -> None:
-    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", wish=Wish(tensor_parallel=8)))
+    across = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB", constraints=LayoutConstraints(tensor_parallel=8)))
     between = best(plan("Qwen2.5-72B-Instruct", "2x4xA100-40GB"))
     assert sizes(across) == (8, 1, 1) and sizes(between) == (4, 2, 1)
     assert across.predicted.saturated_tok_s < between.predicted.saturated_tok_s / 2
@@ -142,16 +146,16 @@ def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
 def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
     """vLLM cuts heads evenly or not at all."""
-    answer = plan(model, hardware, wish=Wish(data_parallel=1))
+    answer = plan(model, hardware, constraints=LayoutConstraints(data_parallel=1))
     count = len(answer.question.cluster.gpus)
     assert any(sizes(it) == (1, count, 1) for it in answer.candidates)
     told = [it.reason for it in answer.rejected if it.cut.tensor_parallel == count]
-    assert told and all(f"over {count} ranks" in reason for reason in told)
+    assert told and all((note.code, note.values["ranks"]) == ("heads_not_even", count) for note in told)
     assert sizes(best(plan("Llama-3.1-70B-Instruct", "3xH100"))) == (1, 3, 1)
 
 
 def test_weft_cuts_what_does_not_divide_evenly() -> None:
-    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", wish=Wish(tensor_parallel=3))
+    answer = plan("Llama-3.1-70B-Instruct", "3xH100", engine="weft", constraints=LayoutConstraints(tensor_parallel=3))
     assert [len(place.kv_heads) for place in best(answer).layout.places] == [3, 3, 2]
 
 
@@ -203,24 +207,27 @@ def test_a_larger_gpu_holds_more() -> None:
 def test_a_gpu_that_only_slows_the_others_stays_idle() -> None:
     answer = plan("Qwen2.5-32B-Instruct", "1xH100+1xT4", "fp16", "weft", objective="latency")
     assert best(answer).layout.gpus == (0,)
-    assert any("1 of 2 GPUs are idle" in change or "1 of 2 GPUs is idle" in change for change in advice(answer))
+    (idle,) = [change for change in advice(answer) if change.code == "idle_gpus"]
+    assert (idle.values["idle"], idle.values["usable"]) == (1, 2)
 
 
 def test_a_split_of_the_user_s_is_taken() -> None:
-    wish = Wish(tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30))
-    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", wish=wish)).layout
+    constraints = LayoutConstraints(
+        tensor_parallel=2, tensor_split=(3.0, 1.0), pipeline_parallel=2, pipeline_split=(50, 30)
+    )
+    layout = best(plan("Llama-3.1-70B-Instruct", "4xH200", engine="weft", constraints=constraints)).layout
     assert layout.tensor_weights == (3.0, 1.0) and layout.stage_layers == (50, 30)
     assert [len(place.kv_heads) for place in layout.places] == [6, 2, 6, 2]
-    refused = plan("Llama-3.1-70B-Instruct", "4xH200", wish=wish)
-    assert refused.best is None and "evenly" in refused.rejected[0].reason
+    refused = plan("Llama-3.1-70B-Instruct", "4xH200", constraints=constraints)
+    assert refused.best is None and refused.rejected[0].reason.code == "uneven_tensor_split"
 
 
 # --- experts ---
 
 
 def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
-    wish = Wish(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
-    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", wish=wish)).layout
+    constraints = LayoutConstraints(tensor_parallel=1, pipeline_parallel=2, data_parallel=8, expert_parallel=True)
+    layout = best(plan("DeepSeek-R1", "2x8xH200", "fp8", constraints=constraints)).layout
     assert layout.expert_parallel == 8
     for stage in range(2):
         held = [layout.places[rank] for rank in range(stage, 16, 2)]
@@ -231,14 +238,14 @@ def test_experts_of_replicas_that_share_them_lie_on_one_node() -> None:
 def test_expert_parallelism_is_weighed_with_the_rest() -> None:
     answer = plan("Qwen3-30B-A3B", "4xH100")
     assert {it.cut.expert_parallel > 1 for it in answer.candidates} == {True, False}
-    without = plan("Qwen3-30B-A3B", "4xH100", wish=Wish(expert_parallel=False))
+    without = plan("Qwen3-30B-A3B", "4xH100", constraints=LayoutConstraints(expert_parallel=False))
     assert {it.cut.expert_parallel for it in without.candidates} == {1}
 
 
 # --- properties ---
 
 MODELS = st.sampled_from(["Llama-3.1-8B-Instruct", "Qwen2.5-14B-Instruct", "SmolLM2-135M-Instruct", "Mixtral-8x7B"])
-PLAIN = st.sampled_from([gpu for gpu in gpus() if gpu.capability >= (8, 0)])
+PLAIN = st.sampled_from([gpu for gpu in known_gpus() if gpu.capability >= (8, 0)])
 ENGINES = st.sampled_from(["weft", "vllm", "sglang", "llama.cpp", "transformers"])
 FEW = settings(max_examples=25)
 
@@ -270,7 +277,7 @@ def test_layouts_are_whole(model: str, found: list[GpuSpec], engine: str) -> Non
             assert rank.weights.total + rank.other_bytes + max(0, rank.kv_room_bytes) <= rank.memory_bytes
     tried = [it.cut for it in (*answer.candidates, *answer.rejected)]
     assert tried and len(tried) == len(set(tried))
-    assert all(any(letter.isdigit() for letter in it.reason) for it in answer.rejected)
+    assert all(any(letter.isdigit() for letter in str(it.reason)) for it in answer.rejected)
 
 
 @FEW
@@ -297,14 +304,14 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
 def test_who_samples_is_not_the_user_s_to_know(one: str, other: str) -> None:
     """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
     there, back = (
-        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", wish=Wish(tensor_parallel=2)))
+        best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=LayoutConstraints(tensor_parallel=2)))
         for a, b in ((one, other), (other, one))
     )
     assert there.layout.tensor_parallel == back.layout.tensor_parallel == 2
     assert there.predicted.saturated_tok_s == pytest.approx(back.predicted.saturated_tok_s, rel=0.01)
     # Who says the shares says whose they are.
-    said = Wish(tensor_parallel=2, tensor_split=(1.0, 2.0))
-    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", wish=said)).layout.gpus == (0, 1)
+    said = LayoutConstraints(tensor_parallel=2, tensor_split=(1.0, 2.0))
+    assert best(plan("Qwen3-14B", f"1x{one}+1x{other}", engine="weft", constraints=said)).layout.gpus == (0, 1)
 
 
 @FEW
@@ -330,40 +337,40 @@ def test_permuting_equal_nodes_changes_nothing() -> None:
 
 def test_islands_and_groups() -> None:
     cluster = parse_gpus("2xRTX4090+3xRTX3090")
-    assert [[device.number for device in island] for island in islands(cluster)] == [[0, 1], [2, 3, 4]]
-    pairs = groups(islands(cluster), 2)
+    assert [[device.number for device in island] for island in interconnect_domains(cluster)] == [[0, 1], [2, 3, 4]]
+    pairs = tensor_groups(interconnect_domains(cluster), 2)
     assert [[device.number for device in pair] for pair in pairs] == [[0, 1], [2, 3]]
-    assert tensor_sizes(islands(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
-    assert tensor_sizes(islands(parse_gpus("6xH100")), 3) == [3, 2, 1]
+    assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 64) == [6, 4, 3, 2, 1]
+    assert tensor_sizes(interconnect_domains(parse_gpus("6xH100")), 3) == [3, 2, 1]
 
 
 def test_replicas_stay_on_a_node_while_they_can() -> None:
-    singles = groups(islands(parse_nodes("3x4xH100")), 1)
-    found = replicas(singles, 3, 4)
+    singles = tensor_groups(interconnect_domains(parse_nodes("3x4xH100")), 1)
+    found = place_replicas(singles, 3, 4)
     numbers = [[device.number for stage in replica for device in stage] for replica in found]
     assert numbers == [[0, 1, 2], [4, 5, 6], [8, 9, 10], [3, 7, 11]]
 
 
 def test_every_draft_is_drawn_once() -> None:
     asked = question("Qwen3-30B-A3B", parse_gpus("2xH100+2xA100"))
-    found = [draft.cut for draft in drafts(asked)]
+    found = [draft.cut for draft in candidate_layouts(asked)]
     assert Cut(4, 1, 1, 1, "bf16") in found and Cut(2, 2, 1, 1, "bf16") in found and Cut(1, 1, 4, 4, "bf16") in found
-    assert len({repr(draft) for draft in drafts(asked)}) == len(found)
+    assert len({repr(draft) for draft in candidate_layouts(asked)}) == len(found)
 
 
 @pytest.mark.parametrize(
-    ("wish", "cuts"),
+    ("constraints", "cuts"),
     [
-        (Wish(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
-        (Wish(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
-        (Wish(tensor_parallel=8), [(8, 1, 1)]),
-        (Wish(pipeline_parallel=8), [(1, 8, 1)]),
-        (Wish(data_parallel=8), [(1, 1, 8)]),
+        (LayoutConstraints(tensor_parallel=4, pipeline_parallel=2, data_parallel=1), [(4, 2, 1)]),
+        (LayoutConstraints(tensor_parallel=2, pipeline_parallel=2), [(2, 2, 2)]),
+        (LayoutConstraints(tensor_parallel=8), [(8, 1, 1)]),
+        (LayoutConstraints(pipeline_parallel=8), [(1, 8, 1)]),
+        (LayoutConstraints(data_parallel=8), [(1, 1, 8)]),
     ],
 )
-def test_what_the_user_decides_stays(wish: Wish, cuts: list[tuple[int, int, int]]) -> None:
-    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), wish=wish)
-    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in drafts(asked)]
+def test_what_the_user_decides_stays(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
+    asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), constraints=constraints)
+    found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
     assert found == cuts
 
 
@@ -392,32 +399,39 @@ def test_precisions_are_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "precision", "engine", "told"),
+    ("hardware", "precision", "engine", "code"),
     [
-        ("1xT4", "bf16", "vllm", "compute capability 7.5; bf16 needs 8.0: use --precision fp16"),
-        ("1xV100", "fp8", "vllm", "compute capability 7.0; fp8 needs 8.0"),
-        ("1xH100", "q4_k_m", "trtllm", "trtllm does not run GGUF"),
-        ("1xH100", "int4", "llama.cpp", "q4_k_m"),
+        ("1xT4", "bf16", "vllm", "gpu_without_bf16"),
+        ("1xV100", "fp8", "vllm", "gpu_without_bf16"),
+        ("1xH100", "q4_k_m", "trtllm", "gguf_not_in_engine"),
+        ("1xH100", "int4", "llama.cpp", "only_gguf"),
     ],
 )
-def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine: str, told: str) -> None:
+def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine: str, code: str) -> None:
     answer = plan("Llama-3.1-8B-Instruct", hardware, precision, engine)
     assert answer.best is None
-    assert told in answer.rejected[0].reason
-    assert binding(answer).resource is None
+    reason = answer.rejected[0].reason
+    assert reason.code == code and reason.values["precision"] == precision
+    if code == "gpu_without_bf16":
+        assert reason.values["capability"] < reason.values["needed"] == (8, 0)
+    assert binding_constraint(answer).resource is None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "q4_k_m"])
 def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     """Heads of 80 columns, three for a rank: 240 are no multiple of 32, which the engine would refuse too."""
-    asked = question("Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", wish=Wish(data_parallel=1))
+    asked = question(
+        "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
+    )
     odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
     assert {sizes(it) for it in answer.candidates} == {(1, 1, 1), (1, 2, 1)}
     (reason,) = [it.reason for it in answer.rejected if it.cut.tensor_parallel == 2]
-    assert "rank 0 would hold columns 0 to 240 of model.layers.0.self_attn.o_proj.weight" in reason
-    assert f"({precision}) and cut in multiples of 32" in reason and "pipeline parallel, or --precision bf16" in reason
+    told = str(reason)
+    assert reason.code == "not_possible"
+    assert "rank 0 would hold columns 0 to 240 of model.layers.0.self_attn.o_proj.weight" in told
+    assert f"({precision}) and cut in multiples of 32" in told and "pipeline parallel, or --precision bf16" in told
     for other in ({"precisions": ("bf16",)}, {"engine": "vllm", "precisions": ("int8",)}):
         assert (2, 1, 1) in map(sizes, search(msgspec.structs.replace(asked, **other)).candidates)
 
@@ -425,12 +439,14 @@ def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
 def test_nothing_fits_says_by_how_much_and_what_would() -> None:
     answer = plan("Qwen2.5-72B-Instruct", "1xH100")
     assert answer.best is None
-    assert "145.4 GB of weights" in answer.rejected[0].reason
-    assert binding(answer).resource == "memory"
+    reason = answer.rejected[0].reason
+    assert (reason.code, reason.values["weight_bytes"]) == ("weights_too_large", 145_412_407_296)
+    assert binding_constraint(answer).resource == "memory"
     changes = advice(answer)
-    int4 = next(change for change in changes if "int4" in change)
-    assert "GB to spare" in int4
-    assert any(change.startswith("1 more H100-SXM makes it fit") for change in changes)
+    (int4,) = [it for it in changes if it.code == "smaller_checkpoint" and "int4" in it.values["checkpoint"]]
+    assert int4.values["spare"].values["spare_bytes"] > 0
+    (more,) = [it for it in changes if it.code == "more_gpus"]
+    assert (more.values["count"], more.values["gpu"]) == (1, "H100-SXM")
     # The changes are true.
     assert plan("Qwen2.5-72B-Instruct", "1xH100", "int4").best
     assert plan("Qwen2.5-72B-Instruct", "2xH100").best
@@ -438,9 +454,10 @@ def test_nothing_fits_says_by_how_much_and_what_would() -> None:
 
 def test_too_long_a_request_is_told_the_longest() -> None:
     answer = plan("Qwen-72B-Chat", "2xA100", workload=Workload(max_model_len=32768))
-    assert answer.best is None and "one request of 32,768" in answer.rejected[0].reason
-    shorter = next(change for change in advice(answer) if "--max-model-len" in change)
-    length = int(shorter.split("--max-model-len ")[1].split()[0])
+    reason = answer.rejected[0].reason
+    assert answer.best is None and (reason.code, reason.values["length"]) == ("context_too_small", 32768)
+    (shorter,) = [change for change in advice(answer) if change.code == "shorter_max_model_len"]
+    length = shorter.values["tokens"]
     assert 4000 < length < 8000
     fits = Workload(input_len=100, output_len=100, max_model_len=length)
     assert plan("Qwen-72B-Chat", "2xA100", workload=fits).best
@@ -448,33 +465,38 @@ def test_too_long_a_request_is_told_the_longest() -> None:
 
 def test_too_long_a_prompt_is_told_what_fits_and_no_flag_against_it() -> None:
     work = Workload(input_len=30000, output_len=2000)
-    (shorter,) = [it for it in advice(plan("Qwen-72B-Chat", "2xA100", workload=work)) if it.startswith("prompt and")]
-    length = int(shorter.split("up to ")[1].split()[0].replace(",", ""))
-    assert 4000 < length < 8000 and "--" not in shorter
+    changes = advice(plan("Qwen-72B-Chat", "2xA100", workload=work))
+    (shorter,) = [change for change in changes if change.code == "shorter_request"]
+    length = shorter.values["tokens"]
+    assert 4000 < length < 8000 and "--" not in str(shorter)
     fits = Workload(input_len=length - 2000, output_len=2000)
     assert plan("Qwen-72B-Chat", "2xA100", workload=fits).best
 
 
 def test_the_binding_constraint_is_the_one_that_helps_most() -> None:
     single = plan("Llama-3.1-70B-Instruct", "4xH100", objective="latency", workload=Workload(input_len=1))
-    assert binding(single).resource == "bandwidth"
+    assert binding_constraint(single).resource == "bandwidth"
     tight = plan("Llama-3.1-70B-Instruct", "2xH100")
-    assert binding(tight).resource == "memory"
+    assert binding_constraint(tight).resource == "memory"
     prompts = Workload(input_len=8000, output_len=1, max_model_len=8192)
-    assert binding(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
-    linked = plan("Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, wish=Wish(tensor_parallel=8))
-    assert binding(linked).resource == "links"
+    assert binding_constraint(plan("Llama-3.1-8B-Instruct", "1xA100", workload=prompts)).resource == "compute"
+    linked = plan(
+        "Llama-3.1-70B-Instruct", "8xL40S", workload=LONG_PROMPTS, constraints=LayoutConstraints(tensor_parallel=8)
+    )
+    assert binding_constraint(linked).resource == "links"
 
 
 def test_one_more_gpu_is_weighed() -> None:
     answer = plan("Llama-3.2-3B-Instruct", "1xA100")
-    more = next(change for change in advice(answer) if change.startswith("+1 A100"))
-    assert "2.0x the context, 2.0x the throughput" in more
+    (more,) = [change for change in advice(answer) if change.code == "added_gpus"]
+    gains = more.values["gains"].values
+    assert (more.values["count"], more.values["gpu"]) == (1, "A100-80GB-SXM")
+    assert (round(gains["context"], 1), round(gains["speed"], 1)) == (2.0, 2.0)
 
 
 def test_a_layout_is_plain_data() -> None:
     layout = best(plan("Mixtral-8x7B", "4xA100")).layout
-    assert msgspec.json.decode(msgspec.json.encode(layout), type=Layout) == layout
+    assert msgspec.json.decode(msgspec.json.encode(layout), type=DeploymentLayout) == layout
 
 
 # --- what a cold reader found ---
@@ -501,37 +523,37 @@ def test_those_for_whom_there_is_no_room_wait() -> None:
     assert three.predicted.concurrency < 8 == four.predicted.concurrency
     asked = question("Qwen3-30B-A3B", parse_gpus("3xRTX4090"), engine="weft", workload=work, objective="latency")
     assert request_s(asked, four.predicted) < request_s(asked, three.predicted)
-    assert min(binding(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
+    assert min(binding_constraint(search(asked)).gains.values()) >= 0.99  # twice of anything is no loss
 
 
 def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     work = Workload(concurrency=1)
-    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, wish=Wish(data_parallel=4)))
+    copied = best(plan("Llama-3.1-8B", "4xH100", workload=work, constraints=LayoutConstraints(data_parallel=4)))
     assert copied.predicted.concurrency == 1
     # For one request at a time three of four GPUs would idle.
-    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.size > 1
+    assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.replica_size > 1
 
 
 def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
-    forced = Wish(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
-    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", wish=forced))
-    assert any(line.startswith("left to itself the plan is DP 4, bf16, with 4.0x") for line in told)
-    assert not any("no other use of them" in line for line in told)
-    more = [line for line in told if line.startswith("+1 H100-SXM")]
-    assert more and "1.2x the throughput" in more[0]
+    forced = LayoutConstraints(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
+    told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", constraints=forced))
+    (free,) = [change for change in told if change.code == "free_layout"]
+    assert (free.values["cut"], round(free.values["gain"], 1)) == ("DP 4, bf16", 4.0)
+    assert "idle_gpus" not in [change.code for change in told]
+    (more,) = [change for change in told if change.code == "added_gpus"]
+    assert more.values["gpu"] == "H100-SXM" and round(more.values["gains"].values["speed"], 1) == 1.2
 
 
 def test_a_limit_is_named_before_more_of_the_gpus_that_it_leaves_out() -> None:
-    cluster = capped(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
-    told = advice(search(question("Llama-3.1-8B", cluster, engine="weft")))
-    assert any(line.startswith("without --max-memory: ") for line in told)
-    assert not any(line.startswith("+") for line in told)
+    cluster = cap_cluster(parse_gpus("4xH100"), Caps(gpus={0: 10 * 10**9, 1: 20 * 10**9}, cpu=None))
+    codes = [change.code for change in advice(search(question("Llama-3.1-8B", cluster, engine="weft")))]
+    assert "unlimited_memory" in codes and "added_gpus" not in codes
 
 
 def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
-    wish = Wish(tensor_parallel=2)
+    constraints = LayoutConstraints(tensor_parallel=2)
     asked, most = (
-        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", wish=wish, workload=Workload(concurrency=number))
+        plan("Llama-3.1-8B", "2xRTX4090", engine="weft", constraints=constraints, workload=Workload(concurrency=number))
         for number in (10_000, None)
     )
     assert best(asked).predicted.output_tok_s == best(most).predicted.saturated_tok_s
@@ -539,14 +561,21 @@ def test_more_requests_than_fit_are_as_fast_as_saturated() -> None:
 
 def test_an_idle_gpu_is_not_called_useless_beside_a_use_of_it() -> None:
     answer = plan("Qwen2.5-3B", "1xH100+1xRTX3060", engine="weft")
-    assert advice(answer)[0] == "1 of 2 GPUs is idle in this layout"
-    assert why(answer) == "one GPU, bf16 is within the error of DP 2, bf16 (14,830 vs 15,577 tok/s) and simpler"
+    idle = advice(answer)[0]
+    assert idle.code == "idle_gpus" and not idle.values["no_better"]
+    (why,) = choice_reasons(answer)
+    assert why.code == "simpler"
+    assert [why.values[name] for name in ("best", "other")] == ["one GPU, bf16", "DP 2, bf16"]
+    assert why.values["figures"] == "14,830 vs 15,577 tok/s"
 
 
 def test_an_even_tensor_split_is_one_that_any_engine_makes() -> None:
-    even, uneven = (plan("Llama-3.1-8B", "2xRTX4090", wish=Wish(tensor_split=it)) for it in ((1.0, 1.0), (2.0, 1.0)))
+    even, uneven = (
+        plan("Llama-3.1-8B", "2xRTX4090", constraints=LayoutConstraints(tensor_split=it))
+        for it in ((1.0, 1.0), (2.0, 1.0))
+    )
     assert sizes(best(even)) == (2, 1, 1)
-    assert uneven.best is None and "--tensor-split is for weft" in uneven.rejected[0].reason
+    assert uneven.best is None and uneven.rejected[0].reason.code == "uneven_tensor_split"
 
 
 def test_a_near_tie_goes_to_the_faster_single_request() -> None:
@@ -554,23 +583,25 @@ def test_a_near_tie_goes_to_the_faster_single_request() -> None:
     highest = max(answer.candidates, key=lambda it: it.predicted.output_tok_s)
     assert sizes(best(answer)) == (8, 2, 1) and highest.cut.expert_parallel == 8
     assert 1 < highest.predicted.output_tok_s / best(answer).predicted.output_tok_s < 1 + RANKING_ERROR
-    assert why(answer) == (
-        "TP 8 x PP 2, fp8 is within the error of PP 2 x DP 8 x EP 8, fp8 (3,792 vs 3,868 tok/s) and faster for a "
-        "single request (119.4 vs 27.3 tok/s)"
-    )
+    (why,) = choice_reasons(answer)
+    assert why.code == "faster_single_request"
+    assert [why.values[name] for name in ("best", "other")] == ["TP 8 x PP 2, fp8", "PP 2 x DP 8 x EP 8, fp8"]
+    assert why.values["figures"] == "3,792 vs 3,868 tok/s" and why.values["speeds"] == "119.4 vs 27.3 tok/s"
 
 
 def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None:
     answer = plan("Qwen3-8B", "1xRTX4090+1xRTX3090", engine="weft")
     assert sizes(best(answer)) == (1, 2, 1)
-    assert why(answer) == "For one user at a time TP 2, bf16 is faster (81.6 vs 48.4 tok/s): --objective latency"
+    (why,) = choice_reasons(answer)
+    assert (why.code, why.values["other"]) == ("other_faster_alone", "TP 2, bf16")
+    assert why.values["speeds"] == "81.6 vs 48.4 tok/s"
     answer = plan("Llama-3.1-8B-Instruct", "2xRTX4090", engine="weft")
-    assert why(answer) == (
-        "TP 2, bf16 is within the error of PP 2, bf16 (1,990 vs 2,092 tok/s) and faster for a single request (90.5 vs "
-        "51.5 tok/s)"
-    )
+    (why,) = choice_reasons(answer)
+    assert why.code == "faster_single_request"
+    assert [why.values[name] for name in ("best", "other")] == ["TP 2, bf16", "PP 2, bf16"]
+    assert why.values["figures"] == "1,990 vs 2,092 tok/s" and why.values["speeds"] == "90.5 vs 51.5 tok/s"
     # Nothing to say of one that has the highest figure itself.
-    assert why(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == ""
+    assert choice_reasons(plan("Llama-3.1-70B-Instruct", "4xH100", engine="weft")) == []
 
 
 @pytest.mark.parametrize("objective", ["throughput", "latency", "cost"])
@@ -580,7 +611,7 @@ def test_the_headline_says_why_a_row_with_a_higher_figure_is_not_taken() -> None
 )
 def test_the_best_is_explained_or_has_the_highest_figure(model: str, hardware: str, objective: str) -> None:
     answer = plan(model, hardware, engine="weft", objective=objective)
-    highest = max(answer.candidates, key=lambda it: worth(answer.question, it))
-    gain = worth(answer.question, highest) / worth(answer.question, best(answer))
+    highest = max(answer.candidates, key=lambda it: objective_value(answer.question, it))
+    gain = objective_value(answer.question, highest) / objective_value(answer.question, best(answer))
     assert gain < 1 + RANKING_ERROR
-    assert (gain > 1.001) == (str(highest.cut) in why(answer))
+    assert (gain > 1.001) == (str(highest.cut) in choice_reason(answer))

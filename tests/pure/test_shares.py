@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from tests.pure.shapes import planned_layouts, planned_shapes
 from weft.architectures.axes import CUT_BY, Axis, axis_length
-from weft.architectures.parameters import Parameter, parameter_dims, params, rank_parameters
+from weft.architectures.parameters import Parameter, parameter_count, parameter_dims, rank_parameters
 from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.formats import catalogue
-from weft.formats.checkpoint import sources
-from weft.formats.precision import weight_bytes, weights
+from weft.formats.checkpoint import expected_tensors
+from weft.formats.precision import weight_bytes, weights_by_kind
 from weft.plan import fills as engine
-from weft.plan.fills import Fill, fills
-from weft.plan.places import places
+from weft.plan.fills import Fill, rank_fills
+from weft.plan.places import cut_places
 
 Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]
 
@@ -43,15 +43,15 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
     """What may be cut is read once per stage and replica, or once by all replicas for dealt-out experts; what
     may not by every rank; KV heads by their crews."""
     shape, tensor, stages, group = layout
-    dims = dict(sources(shape))
+    dims = dict(expected_tensors(shape))
     replicas = group[1] if group else 1
     counts: dict[tuple[int, str], np.ndarray] = {}
     cut: dict[str, set[Axis]] = defaultdict(set)
     expert = set()
     for replica in range(replicas):
-        for place in places(shape, tensor, stages, (replica, replicas) if group else None):
+        for place in cut_places(shape, tensor, stages, (replica, replicas) if group else None):
             table = {name: parameter for name, parameter, _ in rank_parameters(shape, place)}
-            for fill in fills(shape, place):
+            for fill in rank_fills(shape, place):
                 parameter = table[fill.param]
                 cut[fill.source] |= {axis for part in parameter.parts for axis in (part.rows, part.cols) if axis}
                 if parameter.role == "expert":
@@ -74,22 +74,22 @@ def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
 @given(planned_layouts())
 def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
     shape, tensor, stages, group = layout
-    for place in places(shape, tensor, stages, group):
+    for place in cut_places(shape, tensor, stages, group):
         table = {name: parameter_dims(shape, place, p) for name, p, _ in rank_parameters(shape, place)}
         filled = dict.fromkeys(table, 0)
-        for fill in fills(shape, place):
+        for fill in rank_fills(shape, place):
             filled[fill.param] += len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
             assert fill.expert is None or 0 <= fill.expert < len(place.experts)
         assert filled == {name: prod(dims) for name, dims in table.items()}
-        assert weight_bytes(shape, "bf16", place) == engine.weight_bytes(shape, place, "bfloat16")
-        assert weight_bytes(shape, "fp32", place) == engine.weight_bytes(shape, place, "float32")
+        assert weight_bytes(shape, "bf16", place) == engine.rank_weight_bytes(shape, place, "bfloat16")
+        assert weight_bytes(shape, "fp32", place) == engine.rank_weight_bytes(shape, place, "float32")
 
 
 @given(planned_shapes())
 def test_the_whole_model_is_one_rank(shape: ModelShape) -> None:
-    assert places(shape, [1.0], [shape.layers]) == (whole(shape),)
-    assert weight_bytes(shape, "bf16") == 2 * params(shape)
-    assert sum(map(prod, dict(sources(shape)).values())) == params(shape)
+    assert cut_places(shape, [1.0], [shape.layers]) == (whole(shape),)
+    assert weight_bytes(shape, "bf16") == 2 * parameter_count(shape)
+    assert sum(map(prod, dict(expected_tensors(shape)).values())) == parameter_count(shape)
 
 
 @given(planned_layouts(), st.sampled_from(["fp8", "int8", "int4", "mxfp4", "nvfp4", "q4_k_m", "q2_k", "q8_0"]))
@@ -97,7 +97,7 @@ def test_ranks_hold_at_least_the_model_together(layout: Layout, precision: str) 
     shape, tensor, stages, group = layout
     if group is not None and group[1] > 1:
         return  # the other replicas hold the other experts
-    ranked = places(shape, tensor, stages, group)
+    ranked = cut_places(shape, tensor, stages, group)
     assert sum(weight_bytes(shape, precision, place) for place in ranked) >= weight_bytes(shape, precision)
 
 
@@ -105,28 +105,28 @@ def test_ranks_hold_at_least_the_model_together(layout: Layout, precision: str) 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_dealt_out_or_cut_weigh_the_same(name: str, ranks: int) -> None:
     shape = catalogue.find(name).shape
-    cut = places(shape, [1.0] * ranks, [shape.layers])
-    dealt = places(shape, [1.0] * ranks, [shape.layers], (0, 1))
+    cut = cut_places(shape, [1.0] * ranks, [shape.layers])
+    dealt = cut_places(shape, [1.0] * ranks, [shape.layers], (0, 1))
     assert shape.experts is not None
     for place in dealt:
         assert len(place.experts) == shape.experts.count // ranks and len(place.expert_ffn) == shape.experts.ffn
-    matrices = [weights(shape, "fp32", place).expert for place in dealt]
+    matrices = [weights_by_kind(shape, "fp32", place).expert for place in dealt]
     assert len(set(matrices)) == 1
     # Biases of the second matrix are on every rank when experts are cut.
     biases = (ranks - 1) * shape.experts.count * shape.hidden * 4 * shape.layers if shape.mlp_bias else 0
-    assert sum(weights(shape, "fp32", place).expert for place in cut) == sum(matrices) + biases
+    assert sum(weights_by_kind(shape, "fp32", place).expert for place in cut) == sum(matrices) + biases
 
 
 def test_data_parallel_replicas_share_the_experts() -> None:
     shape = catalogue.find("DeepSeek-R1").shape
-    held = [places(shape, [1.0], [61], (replica, 4))[0].experts for replica in range(4)]
+    held = [cut_places(shape, [1.0], [61], (replica, 4))[0].experts for replica in range(4)]
     assert held == [Span(0, 64), Span(64, 128), Span(128, 192), Span(192, 256)]
 
 
 def test_more_ranks_than_experts() -> None:
     shape = catalogue.find("Mixtral-8x7B").shape
     with pytest.raises(PlanError, match=r"expert parallel size 16 is more than the 8 experts .* use 1 to 8"):
-        places(shape, [1.0] * 8, [32], (0, 2))
+        cut_places(shape, [1.0] * 8, [32], (0, 2))
 
 
 def test_dense_layers_have_no_experts() -> None:

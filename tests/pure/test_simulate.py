@@ -22,16 +22,16 @@ from weft.hardware.cluster import parse_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
-from weft.planner.profiles import Constant, profile
-from weft.planner.replica import replicas
-from weft.simulate.ask import Ask
+from weft.planner.profiles import Constant, load_profile
+from weft.planner.replica import build_replicas
 from weft.simulate.blocks import CountedBlocks
-from weft.simulate.lengths import Even, Fixed, Lengths, LogNormal
+from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength
 from weft.simulate.replica import Stretch
 from weft.simulate.report import Report
 from weft.simulate.scheduler import StretchScheduler
-from weft.simulate.system import simulate
-from weft.simulate.trace import Row
+from weft.simulate.simulated_request import SimulatedRequest
+from weft.simulate.simulation import simulate
+from weft.simulate.trace import TraceRow
 
 # Nothing is lost
 
@@ -59,7 +59,7 @@ def test_each_request_ends_exactly_once(
 ) -> None:
     limits["lookahead"] = limits["lookahead"] and limits["stages"] == 1
     prefix = {"prefixes": 2, "prefix_len": 100} if shared else {}
-    asked = load(Even(1, 700), Even(1, 40), rate=rate, seed=seed, **prefix)
+    asked = load(UniformLength(1, 700), UniformLength(1, 40), rate=rate, seed=seed, **prefix)
     sources: list[Counted] = []
 
     def counted(source: Any) -> Counted:
@@ -68,7 +68,7 @@ def test_each_request_ends_exactly_once(
 
     found = run([spec(**limits)] * count, asked, warmup_s=1.0, end_s=4.0, wrap=counted, stretches=stretches)
     tally = found.tally
-    assert len(tally.ttft) + len(tally.refused) + tally.impossible == sources[0].count
+    assert len(tally.ttft) + len(tally.refused) + tally.too_long == sources[0].count
     assert all(
         0 <= waited < first <= whole for waited, first, whole in zip(tally.queued, tally.ttft, tally.e2e, strict=True)
     )
@@ -85,20 +85,22 @@ def test_every_token_is_written_once(
     rows: list[tuple[float, int, int]], blocks: int, stages: int, stretches: bool
 ) -> None:
     """Also where requests are preempted and computed again."""
-    trace = tuple(Row(at, Ask(*lengths, own=number)) for number, (at, *lengths) in enumerate(sorted(rows)))
+    trace = tuple(
+        TraceRow(at, SimulatedRequest(*lengths, own=number)) for number, (at, *lengths) in enumerate(sorted(rows))
+    )
     limits = {"num_blocks": blocks, "max_num_seqs": 8, "stages": stages}
     found = run([spec(**limits)], load(trace=trace), warmup_s=0.0, end_s=10_000.0, stretches=stretches)
-    assert found.tally.output_tokens == pytest.approx(sum(row.ask.output_len for row in trace))
-    assert sorted(found.tally.output_len) == sorted(row.ask.output_len for row in trace)
-    assert found.tally.input_tokens == sum(row.ask.input_len for row in trace)
-    gaps = sum(row.ask.output_len - 1 for row in trace)
+    assert found.tally.output_tokens == pytest.approx(sum(row.request.output_len for row in trace))
+    assert sorted(found.tally.output_len) == sorted(row.request.output_len for row in trace)
+    assert found.tally.input_tokens == sum(row.request.input_len for row in trace)
+    gaps = sum(row.request.output_len - 1 for row in trace)
     assert found.tally.gap_count == gaps
 
 
 def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None:
-    trace = tuple(Row(0.0, Ask(length, 8)) for length in (9000, 500, 500, 500))
+    trace = tuple(TraceRow(0.0, SimulatedRequest(length, 8)) for length in (9000, 500, 500, 500))
     found = run([spec(max_num_seqs=1, max_num_queued=1)], load(trace=trace), warmup_s=0.0, end_s=60.0)
-    assert (len(found.tally.ttft), len(found.tally.refused), found.tally.impossible) == (2, 1, 1)
+    assert (len(found.tally.ttft), len(found.tally.refused), found.tally.too_long) == (2, 1, 1)
 
 
 # What is known of queues
@@ -108,10 +110,13 @@ def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None
 def test_one_at_a_time_waits_as_in_a_queue_with_equal_services(busy: float) -> None:
     """M/D/1: services of D seconds one after the other, Poisson arrivals; the mean wait is busy D / (2 (1 - busy))."""
     alone = spec(max_num_seqs=1, max_num_queued=100_000)
-    service_s = run([alone], load(Fixed(64), Fixed(8), rate=0.01), warmup_s=0.0, end_s=500.0).tally.e2e[0]
+    service_s = run([alone], load(FixedLength(64), FixedLength(8), rate=0.01), warmup_s=0.0, end_s=500.0).tally.e2e[0]
     requests = 5_000
     found = told(
-        [alone], load(Fixed(64), Fixed(8), rate=busy / service_s), warmup_s=service_s, end_s=requests * service_s / busy
+        [alone],
+        load(FixedLength(64), FixedLength(8), rate=busy / service_s),
+        warmup_s=service_s,
+        end_s=requests * service_s / busy,
     )
     assert found.queue_s is not None
     assert found.queue_s.mean == pytest.approx(busy * service_s / (2 * (1 - busy)), rel=0.1)
@@ -129,7 +134,7 @@ def test_requests_at_once_are_rate_times_time() -> None:
 
 
 def test_more_replicas_are_never_worse() -> None:
-    asked = load(Fixed(1024), Fixed(128), rate=30.0)
+    asked = load(FixedLength(1024), FixedLength(128), rate=30.0)
     found = [told([spec()] * count, asked, end_s=40.0) for count in (2, 3, 4, 8)]
     for metric in ("ttft_s", "tpot_s", "e2e_s"):
         times = [getattr(it, metric).p95 for it in found]
@@ -139,13 +144,18 @@ def test_more_replicas_are_never_worse() -> None:
 
 
 def test_bursts_wait_longer_than_what_comes_evenly() -> None:
-    found = [told([spec()], load(Fixed(1024), Fixed(64), rate=8.0, burstiness=shape)) for shape in (0.1, 1.0, 100.0)]
+    found = [
+        told([spec()], load(FixedLength(1024), FixedLength(64), rate=8.0, burstiness=shape))
+        for shape in (0.1, 1.0, 100.0)
+    ]
     waits = [it.ttft_s.p95 for it in found if it.ttft_s]
     assert waits[0] > 1.2 * waits[1] > 1.2 * waits[2]
 
 
 def test_prefixes_that_are_shared_are_read_once() -> None:
-    whole, shared = (told([spec()], load(Fixed(2048), rate=4.0, prefix_len=length, prefixes=3)) for length in (0, 2000))
+    whole, shared = (
+        told([spec()], load(FixedLength(2048), rate=4.0, prefix_len=length, prefixes=3)) for length in (0, 2000)
+    )
     assert whole.prefix_hit_share is None
     # Whole blocks of 16 are found: 2000 of 2048 tokens.
     assert shared.prefix_hit_share == pytest.approx(2000 / 2048, abs=0.01)
@@ -154,8 +164,13 @@ def test_prefixes_that_are_shared_are_read_once() -> None:
 
 
 def test_sessions_find_what_they_have_said_before() -> None:
-    turns = [Ask(200, 56, own=7), Ask(400, 56, own=7), Ask(640, 56, own=7), Ask(640, 56, own=8)]
-    trace = tuple(Row(10.0 * number, turn) for number, turn in enumerate(turns))
+    turns = [
+        SimulatedRequest(200, 56, own=7),
+        SimulatedRequest(400, 56, own=7),
+        SimulatedRequest(640, 56, own=7),
+        SimulatedRequest(640, 56, own=8),
+    ]
+    trace = tuple(TraceRow(10.0 * number, turn) for number, turn in enumerate(turns))
     found = run([spec()], load(trace=trace), warmup_s=0.0, end_s=60.0)
     # The last token of an answer has no KV: 255 and 455 tokens, of which whole blocks are found.
     assert found.prefix_hits == 240 + 448
@@ -204,7 +219,7 @@ def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
         shape, layout, case.gpus, input_len=case.input_len, output_len=case.output_len, concurrency=case.users
     )
     costs = steps(case.model, case.gpus, case.stages)
-    asked = load(Fixed(case.input_len), Fixed(case.output_len), users=case.users)
+    asked = load(FixedLength(case.input_len), FixedLength(case.output_len), users=case.users)
     answer_s = case.output_len * expected.tpot_s
     found = told([spec(costs, stages=case.stages)], asked, warmup_s=3 * answer_s, end_s=12 * answer_s)
     assert found.tpot_s is not None
@@ -220,10 +235,10 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     stages: int, input_len: int, users: int, batched_tokens: int
 ) -> None:
     shape, gpus = find("Llama-3.1-70B").shape, f"{stages}xH100"
-    run = replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), profile("weft"))[0]
+    run = build_replicas(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), load_profile("weft"))[0]
     expected = run.tpot_s(users, Workload(input_len=input_len, output_len=256), batched_tokens)
     costs = steps("Llama-3.1-70B", gpus, stages, "weft")
-    asked = load(Even(input_len // 2, input_len * 3 // 2), Even(128, 384), users=users)
+    asked = load(UniformLength(input_len // 2, input_len * 3 // 2), UniformLength(128, 384), users=users)
     limits = {"stages": stages, "max_num_batched_tokens": batched_tokens}
     found = told([spec(costs, **limits)], asked, warmup_s=400 * expected, end_s=3000 * expected)
     assert found.tpot_s is not None
@@ -238,14 +253,16 @@ def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> No
     """Each streams the weights, and has room for few prompts beside the answers: most requests wait."""
     shape, gpus = find("Llama-3.1-8B").shape, f"{stages}xH100"
     said = msgspec.structs.replace(
-        profile("weft"), max_num_batched_tokens=Constant(most, "this test"), hold_up_ms=Constant(0, "this test")
+        load_profile("weft"), max_num_batched_tokens=Constant(most, "this test"), hold_up_ms=Constant(0, "this test")
     )
     work = Workload(input_len=1024, output_len=256, concurrency=96)
     expected = predict(shape, cut(shape, range(stages), stages=stages), parse_gpus(gpus), work, said)
     assert expected.limit == "max_num_batched_tokens" and expected.concurrency < 96
     costs, limits = steps("Llama-3.1-8B", gpus, stages, "weft"), {"stages": stages, "max_num_batched_tokens": most}
     end_s = 10 * 96 * 256 / expected.saturated_tok_s
-    found = told([spec(costs, **limits)], load(Fixed(1024), Fixed(256), users=96), warmup_s=end_s / 2, end_s=end_s)
+    found = told(
+        [spec(costs, **limits)], load(FixedLength(1024), FixedLength(256), users=96), warmup_s=end_s / 2, end_s=end_s
+    )
     assert found.tpot_s is not None
     assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.06)
     assert found.tpot_s.mean == pytest.approx(expected.tpot_s, rel=0.12)
@@ -254,21 +271,23 @@ def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> No
 def test_saturated_it_writes_what_is_predicted() -> None:
     shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xH100")
     layout = cut(shape, [0])
-    few = msgspec.structs.replace(profile("weft"), max_num_seqs=Constant(40, "this test"))
+    few = msgspec.structs.replace(load_profile("weft"), max_num_seqs=Constant(40, "this test"))
     expected = predict(shape, layout, cluster, Workload(input_len=1024, output_len=512), few)
     assert (expected.limit, expected.saturated_concurrency) == ("max_num_seqs", 40)
-    asked = load(Fixed(1024), Fixed(512), users=55)
+    asked = load(FixedLength(1024), FixedLength(512), users=55)
     found = told([spec(steps(engine="weft"), max_num_seqs=40)], asked, warmup_s=30.0, end_s=120.0)
     assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.02)
 
 
-@pytest.mark.parametrize("answer", [Even(256, 768), LogNormal(512, 358), LogNormal(512, 512)], ids=str)
+@pytest.mark.parametrize(
+    "answer", [UniformLength(256, 768), LogNormalLength(512, 358), LogNormalLength(512, 512)], ids=str
+)
 def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer: Lengths) -> None:
     """A long answer is in the cache for longer: the more they differ, the fewer have room, up to half of them."""
     shape, cluster = find("Llama-3.1-8B").shape, parse_gpus("1xRTX4090")
-    asked = load(Fixed(256), answer, users=100)
-    work = Workload(input_len=256, output_len=512, output_spread=asked.spread)
-    weft = profile("weft")
+    asked = load(FixedLength(256), answer, users=100)
+    work = Workload(input_len=256, output_len=512, output_spread=asked.output_spread)
+    weft = load_profile("weft")
     memory = footprint(shape, cut(shape, [0]), cluster, weft, Workload(max_model_len=8192))
     expected = predict(shape, cut(shape, [0]), cluster, work, weft, memory)
     assert expected.limit == "kv_cache"
@@ -285,13 +304,13 @@ def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
     """Each alone would stream the weights for a few tokens; those that come to one step share that."""
     shape, gpus = find("Llama-3.1-8B").shape, "1xH100"
     work = Workload(input_len=prompt, output_len=answer)
-    expected = predict(shape, cut(shape, [0]), parse_gpus(gpus), work, profile("weft"))
-    memory = footprint(shape, cut(shape, [0]), parse_gpus(gpus), profile("weft"), work).replicas[0]
+    expected = predict(shape, cut(shape, [0]), parse_gpus(gpus), work, load_profile("weft"))
+    memory = footprint(shape, cut(shape, [0]), parse_gpus(gpus), load_profile("weft"), work).replicas[0]
     costs = steps("Llama-3.1-8B", gpus, 1, "weft")
     end_s = 12 * 256 * answer / expected.saturated_tok_s
     found = told(
         [spec(costs, max_num_batched_tokens=memory.batched_tokens)],
-        load(Fixed(prompt), Even(max(1, answer // 2), answer * 3 // 2), users=400),
+        load(FixedLength(prompt), UniformLength(max(1, answer // 2), answer * 3 // 2), users=400),
         warmup_s=end_s / 3,
         end_s=end_s,
     )
@@ -301,7 +320,7 @@ def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
 @pytest.mark.parametrize(("blocks", "asked"), [(128, 1024), (128, 512), (256, 512)])
 def test_a_small_cache_holds_whole_requests(blocks: int, asked: int) -> None:
     """Of two that need all of it one waits, however little of it they have on average."""
-    shape, cluster, weft = find("Llama-3.1-8B").shape, parse_gpus("1xH100"), profile("weft")
+    shape, cluster, weft = find("Llama-3.1-8B").shape, parse_gpus("1xH100"), load_profile("weft")
     layout, work = cut(shape, [0]), Workload(input_len=asked, output_len=asked)
     memory = footprint(shape, layout, cluster, weft, work)
     small = msgspec.structs.replace(memory.replicas[0], kv_tokens=16 * blocks)
@@ -309,7 +328,10 @@ def test_a_small_cache_holds_whole_requests(blocks: int, asked: int) -> None:
     expected = predict(shape, layout, cluster, work, weft, few)
     costs = steps(engine="weft")
     found = told(
-        [spec(costs, num_blocks=blocks)], load(Fixed(asked), Fixed(asked), users=12), warmup_s=100.0, end_s=500
+        [spec(costs, num_blocks=blocks)],
+        load(FixedLength(asked), FixedLength(asked), users=12),
+        warmup_s=100.0,
+        end_s=500,
     )
     assert found.output_tok_s == pytest.approx(expected.saturated_tok_s, rel=0.1)
     assert found.running == pytest.approx(expected.saturated_concurrency, rel=0.1)
@@ -335,10 +357,10 @@ def close(one: Report, other: Report, within: float, within_s: float = 1e-4, nam
     ("limits", "asked"),
     [
         ({}, load(rate=4.0)),
-        ({}, load(Fixed(900), Fixed(300), rate=12.0)),
+        ({}, load(FixedLength(900), FixedLength(300), rate=12.0)),
         ({"max_num_seqs": 16}, load(users=24)),
         # So few blocks that requests are preempted.
-        ({"num_blocks": 100}, load(Even(10, 300), Even(100, 300), rate=8.0)),
+        ({"num_blocks": 100}, load(UniformLength(10, 300), UniformLength(100, 300), rate=8.0)),
         ({}, load(rate=4.0, prefix_len=300, prefixes=5)),
         ({"lookahead": True}, load(rate=4.0)),
         ({"lookahead": True, "max_num_seqs": 16}, load(users=24)),
@@ -363,7 +385,7 @@ def test_stretches_are_as_step_by_step(limits: dict[str, Any], asked: Any) -> No
 
 def test_blocks_that_are_counted_are_as_blocks_that_are_known() -> None:
     """Nothing is shared, so a prefix cache changes nothing, but for those that are preempted and find their own."""
-    asked = load(Even(10, 300), Even(100, 300), rate=6.0)
+    asked = load(UniformLength(10, 300), UniformLength(100, 300), rate=6.0)
     counted, known = (told([spec(num_blocks=400)], asked, end_s=40.0, prefix_caching=it) for it in (False, True))
     assert counted == msgspec.structs.replace(known, prefix_hit_share=None)
     few, kept = (told([spec(num_blocks=150)], asked, end_s=40.0, prefix_caching=it) for it in (False, True))
@@ -373,7 +395,7 @@ def test_blocks_that_are_counted_are_as_blocks_that_are_known() -> None:
 def test_stretches_with_windows_are_as_step_by_step() -> None:
     """What a window bounds grows up to it only."""
     costs = steps("gemma-3-27b-it", "1xH200")
-    asked = load(Even(10, 1500), Even(100, 800), rate=1.0)
+    asked = load(UniformLength(10, 1500), UniformLength(100, 800), rate=1.0)
     close(*(told([spec(costs)], asked, end_s=80.0, stretches=it) for it in (True, False)), 0.02)
 
 
@@ -386,9 +408,9 @@ def test_stretches_are_what_makes_it_fast() -> None:
 @pytest.mark.parametrize(
     ("asked", "simulated"),
     [
-        (load(Fixed(600), Fixed(100), rate=48 * 5.0), 12),
-        (load(Even(200, 1000), Even(50, 150), rate=48 * 6.0, burstiness=0.2), 16),
-        (load(Fixed(600), Even(20, 100), users=48 * 3), 12),
+        (load(FixedLength(600), FixedLength(100), rate=48 * 5.0), 12),
+        (load(UniformLength(200, 1000), UniformLength(50, 150), rate=48 * 6.0, burstiness=0.2), 16),
+        (load(FixedLength(600), UniformLength(20, 100), users=48 * 3), 12),
     ],
     ids=["equal", "bursts", "users"],
 )
@@ -396,7 +418,9 @@ def test_sampled_replicas_are_as_all_of_them(asked: Any, simulated: int) -> None
     """Where requests are equal, those that end together are followed by others that begin together: in a large
     deployment at once, in a small one not. A sample that is only a smaller deployment waits 3 % less."""
     whole = told([spec()] * 48, asked, warmup_s=5.0, end_s=30.0)
-    sampled = told([spec()] * simulated, asked, rest=48 - simulated, warmup_s=5.0, end_s=5.0 + 25.0 * 48 / simulated)
+    sampled = told(
+        [spec()] * simulated, asked, unsimulated=48 - simulated, warmup_s=5.0, end_s=5.0 + 25.0 * 48 / simulated
+    )
     for metric in ("ttft_s", "tpot_s", "e2e_s"):
         for name in ("mean", "p50", "p95"):
             left, right = (getattr(getattr(it, metric), name) for it in (whole, sampled))
@@ -407,9 +431,9 @@ def test_sampled_replicas_are_as_all_of_them(asked: Any, simulated: int) -> None
 
 
 def test_the_same_words_give_the_same_figures() -> None:
-    asked = load(LogNormal(500, 300), LogNormal(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=3)
+    asked = load(LogNormalLength(500, 300), LogNormalLength(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=3)
     assert told([spec()] * 3, asked) == told([spec()] * 3, asked)
-    other = load(LogNormal(500, 300), LogNormal(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=4)
+    other = load(LogNormalLength(500, 300), LogNormalLength(100, 80), rate=8.0, burstiness=0.5, prefix_len=100, seed=4)
     assert told([spec()] * 3, asked) != told([spec()] * 3, other)
 
 
@@ -423,11 +447,11 @@ def test_the_same_words_give_the_same_figures() -> None:
 def test_a_stretch_knows_which_rounds_are_over(rounds: int, first: float, growth: float, at: float) -> None:
     stretch = Stretch(5.0, rounds, first, first + growth * (rounds - 1))
     now = stretch.start_s + at * (stretch.end_s - stretch.start_s)
-    over = stretch.over_by(now)
+    over = stretch.rounds_done(now)
     assert 0 <= over <= rounds
-    assert stretch.seconds(over) <= now - 5.0
-    assert over == rounds or stretch.seconds(over + 1) > now - 5.0
-    assert stretch.seconds(rounds) == pytest.approx(sum(first + stretch.growth_s * at for at in range(rounds)))
+    assert stretch.length_s(over) <= now - 5.0
+    assert over == rounds or stretch.length_s(over + 1) > now - 5.0
+    assert stretch.length_s(rounds) == pytest.approx(sum(first + stretch.growth_s * at for at in range(rounds)))
 
 
 # The scheduler's rounds
@@ -502,19 +526,19 @@ def test_rounds_at_once_are_as_one_after_the_other(
 
 def test_least_connections_take_the_least_busy_and_equal_ones_in_turn() -> None:
     policy = LeastConnections()
-    assert [policy.choose([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.choose([2, 1, 5]) == 1
-    assert policy.choose([1, 1, 1]) == 2
-    assert policy.choose([3]) == 0
+    assert [policy.choose_replica([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose_replica([2, 1, 5]) == 1
+    assert policy.choose_replica([1, 1, 1]) == 2
+    assert policy.choose_replica([3]) == 0
 
 
 def test_round_robin_asks_nobody() -> None:
     policy = RoundRobin()
-    assert [policy.choose([9, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
+    assert [policy.choose_replica([9, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
 
 
 def test_a_policy_that_balances_waits_less() -> None:
-    asked = load(Fixed(1024), LogNormal(300, 600), rate=40.0)
+    asked = load(FixedLength(1024), LogNormalLength(300, 600), rate=40.0)
     found = []
     for policy in (LeastConnections(), RoundRobin()):
         it = simulate(

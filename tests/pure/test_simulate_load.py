@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 
 from tests.pure.simulations import load, spec, told
 from weft.errors import ConfigError
-from weft.simulate.ask import Ask
-from weft.simulate.find import find_rate, find_replicas
-from weft.simulate.lengths import Even, Fixed, Lengths, LogNormal, parse_lengths
-from weft.simulate.load import Drawn, Load
-from weft.simulate.objective import Objective, Target, duration, parse_objective, percentile
-from weft.simulate.report import spread
+from weft.simulate.capacity_search import find_rate, find_replicas
+from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength, parse_lengths
+from weft.simulate.load import RequestDistribution, SimulatedLoad
+from weft.simulate.objective import LatencyTarget, Objective, format_duration, parse_objective, percentile
+from weft.simulate.report import summarize_times
+from weft.simulate.simulated_request import SimulatedRequest
 from weft.simulate.tally import Tally
-from weft.simulate.trace import Row, read_trace
+from weft.simulate.trace import TraceRow, read_trace
 
 # Lengths
 
 
 def test_lengths_are_read() -> None:
-    assert parse_lengths("1024", "--input-len") == Fixed(1024)
-    assert parse_lengths("100:1024", "--input-len") == Even(100, 1024)
-    assert parse_lengths("lognormal:500:300.5", "--input-len") == LogNormal(500.0, 300.5)
+    assert parse_lengths("1024", "--input-len") == FixedLength(1024)
+    assert parse_lengths("100:1024", "--input-len") == UniformLength(100, 1024)
+    assert parse_lengths("lognormal:500:300.5", "--input-len") == LogNormalLength(500.0, 300.5)
 
 
 @pytest.mark.parametrize(
@@ -43,19 +43,24 @@ def test_lengths_that_are_none_are_refused(text: str) -> None:
         parse_lengths(text, "--output-len")
 
 
-@pytest.mark.parametrize("lengths", [Fixed(40), Even(10, 90), LogNormal(500.0, 300.0)])
+@pytest.mark.parametrize("lengths", [FixedLength(40), UniformLength(10, 90), LogNormalLength(500.0, 300.0)])
 def test_lengths_have_the_mean_that_they_say(lengths: Any) -> None:
     random = Random(1)
     drawn = [lengths.draw(random) for _ in range(20_000)]
     assert fmean(drawn) == pytest.approx(lengths.mean, rel=0.02)
     assert min(drawn) >= 1
-    if isinstance(lengths, LogNormal):
+    if isinstance(lengths, LogNormalLength):
         assert pstdev(drawn) == pytest.approx(lengths.deviation, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("lengths", "most"),
-    [(Fixed(40), 100), (Even(10, 90), 100), (LogNormal(500, 300), 10**6), (LogNormal(500, 900), 700)],
+    [
+        (FixedLength(40), 100),
+        (UniformLength(10, 90), 100),
+        (LogNormalLength(500, 300), 10**6),
+        (LogNormalLength(500, 900), 700),
+    ],
     ids=str,
 )
 def test_moments_are_those_of_what_is_drawn(lengths: Lengths, most: int) -> None:
@@ -66,11 +71,11 @@ def test_moments_are_those_of_what_is_drawn(lengths: Lengths, most: int) -> None
 
 
 def test_how_far_answers_differ_is_known_of_a_trace_too() -> None:
-    drawn = Drawn(input_len=Fixed(10), output_len=Even(1, 3), most=100)
-    assert drawn.spread == pytest.approx(sqrt(2 / 3) / 2)
-    rows = tuple(Row(at, Ask(5, answer)) for at, answer in enumerate((1, 2, 3)))
-    for it in (Load(drawn=drawn, trace=rows), msgspec.structs.replace(drawn, rows=rows)):
-        assert it.spread == pytest.approx(sqrt(2 / 3) / 2) and it.mean == (5, 2)
+    drawn = RequestDistribution(input_len=FixedLength(10), output_len=UniformLength(1, 3), most=100)
+    assert drawn.output_spread == pytest.approx(sqrt(2 / 3) / 2)
+    rows = tuple(TraceRow(at, SimulatedRequest(5, answer)) for at, answer in enumerate((1, 2, 3)))
+    for it in (SimulatedLoad(distribution=drawn, trace=rows), msgspec.structs.replace(drawn, rows=rows)):
+        assert it.output_spread == pytest.approx(sqrt(2 / 3) / 2) and it.mean == (5, 2)
 
 
 # Traces
@@ -82,8 +87,8 @@ def written(folder: Path, text: str, name: str = "trace.csv") -> str:
     return str(path)
 
 
-def lengths_of(rows: tuple[Row, ...]) -> list[tuple[float, int, int]]:
-    return [(round(row.at, 6), row.ask.input_len, row.ask.output_len) for row in rows]
+def lengths_of(rows: tuple[TraceRow, ...]) -> list[tuple[float, int, int]]:
+    return [(round(row.at, 6), row.request.input_len, row.request.output_len) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_traces_are_read(tmp_path: Path, text: str) -> None:
 
 def test_prompts_are_alike_as_far_as_the_trace_says(tmp_path: Path) -> None:
     text = "time,input_len,output_len,prefix_id,prefix_len\n0,10,1,a,6\n1,12,1,a,6\n2,10,1,b,6\n3,4,1,a,6\n4,10,1,,\n"
-    prompts = [row.ask.prompt() for row in read_trace(written(tmp_path, text))]
+    prompts = [row.request.prompt() for row in read_trace(written(tmp_path, text))]
     assert [len(prompt) for prompt in prompts] == [10, 12, 10, 4, 10]
     assert prompts[0][:6] == prompts[1][:6] and prompts[0][6] != prompts[1][6]
     assert prompts[3] == prompts[0][:4]
@@ -120,14 +125,14 @@ def test_prompts_are_alike_as_far_as_the_trace_says(tmp_path: Path) -> None:
 def test_hashes_stand_for_512_tokens_each(tmp_path: Path) -> None:
     lines = ['{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [5, 9]}'] * 2
     lines.append('{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [5, 7]}')
-    first, second, third = (row.ask.prompt() for row in read_trace(written(tmp_path, "\n".join(lines))))
+    first, second, third = (row.request.prompt() for row in read_trace(written(tmp_path, "\n".join(lines))))
     assert first == second and len(first) == 1000
     assert first[:512] == third[:512] and first[512] != third[512]
 
 
 def test_sessions_go_on_where_they_were(tmp_path: Path) -> None:
     text = "time,input_len,output_len,session_id\n0,10,5,s\n1,20,5,s\n2,20,5,t\n"
-    first, second, other = (row.ask for row in read_trace(written(tmp_path, text)))
+    first, second, other = (row.request for row in read_trace(written(tmp_path, text)))
     assert second.prompt()[:15] == first.prompt() + [first.own] * 5
     assert other.prompt()[0] != second.prompt()[0]
 
@@ -172,7 +177,7 @@ def gaps(asked: Any, count: int = 20_000) -> list[float]:
     source, times = asked.source(), [0.0]
     for _ in range(count):
         times.append(source.next_s)
-        source.take()
+        source.take_request()
     return list(np.diff(times))
 
 
@@ -189,7 +194,7 @@ def test_a_rate_only_stretches_the_same_requests() -> None:
 
 
 def test_a_trace_keeps_its_times_or_takes_a_rate() -> None:
-    rows = tuple(Row(float(at), Ask(5, 5)) for at in (0, 1, 4, 10))
+    rows = tuple(TraceRow(float(at), SimulatedRequest(5, 5)) for at in (0, 1, 4, 10))
     assert [round(gap, 9) for gap in gaps(load(trace=rows), 4)] == [0, 1, 3, 6]
     # Three gaps in 10 s are 0.3 a second.
     assert [round(gap, 9) for gap in gaps(load(trace=rows, rate=0.6), 4)] == [0, 0.5, 1.5, 3]
@@ -198,26 +203,26 @@ def test_a_trace_keeps_its_times_or_takes_a_rate() -> None:
 
 def test_users_ask_again_after_they_have_thought() -> None:
     source = load(users=2, think_s=3.0).source()
-    source.take()
-    source.take()
+    source.take_request()
+    source.take_request()
     assert source.next_s == inf
-    source.ended(10.0)
+    source.request_ended(10.0)
     assert source.next_s == 13.0
-    source.ended(11.0, refused=True)
+    source.request_ended(11.0, refused=True)
     assert source.next_s == 12.0
 
 
 def test_drawn_requests_fit_the_model() -> None:
-    source = load(LogNormal(6000, 6000), Fixed(5000), rate=1.0).source()
+    source = load(LogNormalLength(6000, 6000), FixedLength(5000), rate=1.0).source()
     for _ in range(500):
-        ask = source.take()
+        ask = source.take_request()
         assert ask.input_len >= 1 and ask.output_len >= 1 and ask.input_len + ask.output_len <= 8192
 
 
 def test_lengths_can_be_those_of_a_trace() -> None:
-    rows = tuple(Row(0.0, Ask(length, 2 * length)) for length in (3, 5, 9))
+    rows = tuple(TraceRow(0.0, SimulatedRequest(length, 2 * length)) for length in (3, 5, 9))
     source = load(rate=1.0, rows=rows).source()
-    found = {(ask.input_len, ask.output_len) for ask in (source.take() for _ in range(100))}
+    found = {(ask.input_len, ask.output_len) for ask in (source.take_request() for _ in range(100))}
     assert found == {(3, 6), (5, 10), (9, 18)}
 
 
@@ -226,7 +231,9 @@ def test_lengths_can_be_those_of_a_trace() -> None:
 
 def test_objectives_are_read() -> None:
     found = parse_objective(" ttft_p95=1s, tpot_p99.9 = 50ms,e2e_mean<=2m")
-    assert found == Objective((Target("ttft", 95, 1.0), Target("tpot", 99.9, 0.05), Target("e2e", None, 120.0)))
+    assert found == Objective(
+        (LatencyTarget("ttft", 95, 1.0), LatencyTarget("tpot", 99.9, 0.05), LatencyTarget("e2e", None, 120.0))
+    )
     assert str(found) == "ttft_p95 1 s, tpot_p99.9 50 ms, e2e_mean 2 min"
     assert found.limit_s("itl") == inf
 
@@ -253,7 +260,7 @@ def test_objectives_that_are_none_are_refused(text: str, said: str) -> None:
 
 
 def test_durations_read_well() -> None:
-    assert [duration(it) for it in (0.0123, 0.9, 1.5, 90, 600, 3600 * 3, inf)] == [
+    assert [format_duration(it) for it in (0.0123, 0.9, 1.5, 90, 600, 3600 * 3, inf)] == [
         "12.3 ms",
         "900 ms",
         "1.5 s",
@@ -268,7 +275,7 @@ def test_durations_read_well() -> None:
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=60), percent=st.floats(0, 100))
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     assert percentile(sorted(values), percent) == pytest.approx(np.percentile(values, percent), rel=1e-12, abs=1e-9)
-    found = spread(values)
+    found = summarize_times(values)
     assert found is not None
     assert found.mean == pytest.approx(np.mean(values))
     assert [found.p50, found.p90, found.p95, found.p99] == pytest.approx(np.percentile(values, [50, 90, 95, 99]))
@@ -285,7 +292,7 @@ def test_what_never_came_takes_for_ever() -> None:
 def test_gaps_between_tokens_are_known_to_half_a_percent(values: list[tuple[float, int]]) -> None:
     tally = Tally(0.0, inf)
     for seconds, count in values:
-        tally.gaps(1.0, [seconds] * count)
+        tally.count_gaps(1.0, [seconds] * count)
     every = [seconds for seconds, count in values for _ in range(count)]
     for percent in (50, 90, 99):
         expected = np.percentile(every, percent, method="inverted_cdf")
@@ -295,30 +302,32 @@ def test_gaps_between_tokens_are_known_to_half_a_percent(values: list[tuple[floa
 
 def test_gaps_of_a_stretch_are_those_of_its_rounds() -> None:
     whole, each = Tally(0.0, inf), Tally(0.0, inf)
-    whole.stretch(1.0, 500, 7, 0.010, 0.00002)
+    whole.count_stretch(1.0, 500, 7, 0.010, 0.00002)
     for at in range(500):
-        each.gaps(1.0, [0.010 + 0.00002 * at] * 7)
+        each.count_gaps(1.0, [0.010 + 0.00002 * at] * 7)
     assert whole.gap_count == each.gap_count and whole.gap_sum == pytest.approx(each.gap_sum)
     for percent in (10, 50, 90, 99):
         assert whole.gap_percentile(percent) == pytest.approx(each.gap_percentile(percent), rel=0.006)
 
 
 def test_goodput_is_what_keeps_the_promise() -> None:
-    asked = load(Fixed(1024), Even(20, 200), rate=10.0)
+    asked = load(FixedLength(1024), UniformLength(20, 200), rate=10.0)
     plain = told([spec()], asked)
     assert plain.ttft_s is not None and plain.goodput_rate is None and plain.met is None
     middle = plain.ttft_s.p50
-    half = told([spec()], asked, Objective((Target("ttft", 95, middle),)))
+    half = told([spec()], asked, Objective((LatencyTarget("ttft", 95, middle),)))
     assert half.goodput_share == pytest.approx(0.5, abs=0.01)
     assert half.goodput_rate == pytest.approx(half.requests * 0.5 / half.window_s, rel=0.02)
     assert half.met is False and half.objective[0].value_s == pytest.approx(plain.ttft_s.p95)
-    kept = told([spec()], asked, Objective((Target("ttft", 50, middle), Target("itl", 50, 1.0))))
+    kept = told([spec()], asked, Objective((LatencyTarget("ttft", 50, middle), LatencyTarget("itl", 50, 1.0))))
     assert kept.met is True
 
 
 def test_who_is_refused_waits_for_ever() -> None:
-    asked = load(Fixed(1024), Fixed(100), rate=30.0)
-    found = told([spec(max_num_seqs=2, max_num_queued=0)], asked, Objective((Target("ttft", 95, 1.0),)), end_s=30.0)
+    asked = load(FixedLength(1024), FixedLength(100), rate=30.0)
+    found = told(
+        [spec(max_num_seqs=2, max_num_queued=0)], asked, Objective((LatencyTarget("ttft", 95, 1.0),)), end_s=30.0
+    )
     assert found.refused > found.requests / 20
     assert found.met is False and found.objective[0].value_s == inf
     assert found.goodput_share == pytest.approx(1 - found.refused / found.requests, abs=0.01)
@@ -329,7 +338,7 @@ def test_who_is_refused_waits_for_ever() -> None:
 
 def judged(met: Callable[[Any], bool]) -> Callable[[Any], Any]:
     """A run that says of a number whether it is enough."""
-    base = told([spec()], load(rate=1.0), Objective((Target("ttft", 95, 1e-6),)), end_s=12.0)
+    base = told([spec()], load(rate=1.0), Objective((LatencyTarget("ttft", 95, 1e-6),)), end_s=12.0)
 
     def run(number: Any) -> Any:
         return msgspec.structs.replace(base, met=met(number), replicas=number, rate=number)

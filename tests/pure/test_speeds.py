@@ -11,12 +11,12 @@ import pytest
 
 from weft.errors import ConfigError
 from weft.hardware.cpu import Cpu, CpuSpeed, KernelSpeed, ProductSpeed
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.hardware.topology import Gpu
 from weft.native import library
 from weft.probes import speeds
 from weft.probes.fingerprint import fingerprint
-from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, cpu_speed, known
+from weft.probes.speeds import GpuSpeed, PairSpeed, Speeds, known_cpu_speed, load_speeds
 
 CARD = Gpu(index=0, name="card", uuid="GPU-1", total_bytes=8, free_bytes=8, capability=(8, 0))
 HOST = Host(
@@ -74,31 +74,31 @@ def test_what_changes_from_minute_to_minute_does_not_count() -> None:
 
 
 def test_the_cpu_is_measured_once(measured: list[Host]) -> None:
-    first = cpu_speed(HOST)
-    assert cpu_speed(HOST) == first and measured == [HOST]
-    assert cpu_speed(msgspec.structs.replace(HOST, hostname="there")) != first
-    assert cpu_speed(HOST, refresh=True).bandwidth_Bps == 1e9 + 3
-    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 3
+    first = known_cpu_speed(HOST)
+    assert known_cpu_speed(HOST) == first and measured == [HOST]
+    assert known_cpu_speed(msgspec.structs.replace(HOST, hostname="there")) != first
+    assert known_cpu_speed(HOST, refresh=True).bandwidth_Bps == 1e9 + 3
+    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 3
 
 
 def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
-    monkeypatch.setattr(speeds, "busy", lambda: True)
-    assert cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
-    monkeypatch.setattr(speeds, "busy", lambda: False)
-    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, busy=True)))
+    monkeypatch.setattr(speeds, "is_busy", lambda: True)
+    assert known_cpu_speed(HOST).bandwidth_Bps == 5.0 and measured == []
+    monkeypatch.setattr(speeds, "is_busy", lambda: False)
+    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
 
 
 def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     def built(path: str | None) -> float:
         monkeypatch.setattr(library, "built_library", lambda: path)
-        return cpu_speed(HOST).bandwidth_Bps
+        return known_cpu_speed(HOST).bandwidth_Bps
 
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(5.0, 5.0, library="")))
     assert built("") == 5.0
     assert built("/cache/bfloat16-1.so") == 1e9 + 1
-    speeds.keep(
-        HOST, msgspec.structs.replace(known(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
+    speeds.store_speeds(
+        HOST, msgspec.structs.replace(load_speeds(HOST), cpu=CpuSpeed(6.0, 6.0, library="bfloat16-1.so", kernels=OWN))
     )
     assert built("/cache/bfloat16-1.so") == built("") == 6.0  # of those to come nothing can be measured
     assert built("/cache/bfloat16-2.so") == 1e9 + 2
@@ -109,8 +109,8 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
         monkeypatch.setattr(library, "built_library", lambda: found)
-        speeds.keep(HOST, msgspec.structs.replace(known(HOST), cpu=kept))
-        return cpu_speed(HOST) != kept
+        speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), cpu=kept))
+        return known_cpu_speed(HOST) != kept
 
     without, broken = CpuSpeed(5.0, 5.0, library=None), CpuSpeed(5.0, 5.0, library="a.so")
     runs = msgspec.structs.replace(broken, kernels=OWN)
@@ -122,9 +122,9 @@ def test_it_is_measured_again_where_the_kernels_come_or_go(
 def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     pair = PairSpeed(first="GPU-1", second="GPU-2", verdict="hung", detail="x")
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
-    speeds.keep(HOST, msgspec.structs.replace(known(HOST), gpus=(gpu,), pairs=(pair,)))
-    cpu_speed(HOST)
-    found = known(HOST)
+    speeds.store_speeds(HOST, msgspec.structs.replace(load_speeds(HOST), gpus=(gpu,), pairs=(pair,)))
+    known_cpu_speed(HOST)
+    found = load_speeds(HOST)
     assert (found.gpus, found.pairs) == ((gpu,), (pair,)) and found.cpu is not None
     assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
 
@@ -133,12 +133,12 @@ def test_what_others_found_meanwhile_stays(measured: list[Host], monkeypatch: py
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
 
     def slowly(host: Host) -> CpuSpeed:
-        speeds.keep(host, msgspec.structs.replace(known(host), gpus=(gpu,)))
+        speeds.store_speeds(host, msgspec.structs.replace(load_speeds(host), gpus=(gpu,)))
         return CpuSpeed(3.0, 3.0)
 
     monkeypatch.setattr(speeds, "measure_cpu", slowly)
-    cpu_speed(HOST)
-    assert (known(HOST).gpus, known(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
+    known_cpu_speed(HOST)
+    assert (load_speeds(HOST).gpus, load_speeds(HOST).cpu) == ((gpu,), CpuSpeed(3.0, 3.0))
 
 
 def kept(found: Speeds) -> bytes:
@@ -174,34 +174,34 @@ FILE = Speeds(machine=fingerprint(HOST, speeds.VERSION), cpu=CpuSpeed(7.0, 7.0))
     ],
 )
 def test_a_damaged_file_is_measured_anew(measured: list[Host], cache: Path, damaged: bytes) -> None:
-    speeds.path(HOST).parent.mkdir()
-    speeds.path(HOST).write_bytes(kept(FILE))
-    assert cpu_speed(HOST) == FILE.cpu
-    speeds.path(HOST).write_bytes(damaged)
-    assert known(HOST).cpu is None
-    assert cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and known(HOST).cpu == cpu_speed(HOST)
-    assert [file.suffix for file in speeds.path(HOST).parent.iterdir()] == [".json"]
+    speeds.speeds_path(HOST).parent.mkdir()
+    speeds.speeds_path(HOST).write_bytes(kept(FILE))
+    assert known_cpu_speed(HOST) == FILE.cpu
+    speeds.speeds_path(HOST).write_bytes(damaged)
+    assert load_speeds(HOST).cpu is None
+    assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1 and load_speeds(HOST).cpu == known_cpu_speed(HOST)
+    assert [file.suffix for file in speeds.speeds_path(HOST).parent.iterdir()] == [".json"]
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_no_reason_to_stop(
     measured: list[Host], cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (cache / "weft").write_text("a file")
-    assert cpu_speed(HOST) != cpu_speed(HOST)
-    assert "cannot be kept" in caplog.text
+    assert known_cpu_speed(HOST) != known_cpu_speed(HOST)
+    assert "cannot be stored" in caplog.text
 
 
 def test_nothing_is_left_of_a_file_that_cannot_be_written(measured: list[Host], cache: Path) -> None:
-    speeds.path(HOST).mkdir(parents=True)
-    cpu_speed(HOST)
-    assert list(speeds.path(HOST).parent.iterdir()) == [speeds.path(HOST)]
+    speeds.speeds_path(HOST).mkdir(parents=True)
+    known_cpu_speed(HOST)
+    assert list(speeds.speeds_path(HOST).parent.iterdir()) == [speeds.speeds_path(HOST)]
 
 
 # --- the measurement itself ---
 
 
 def test_this_cpu_is_measured_in_a_child() -> None:
-    here = probe()
+    here = probe_host()
     found = speeds.measure_cpu(here)
     assert found.bandwidth_Bps > 1e8 and found.fp32_flops > 1e8
 
@@ -211,7 +211,7 @@ def test_this_cpu_is_measured_in_a_child() -> None:
     [(("avx2", "fma", "avx512f"), "SkylakeX"), (("avx2", "fma"), "Haswell"), (("asimd",), None), ((), None)],
 )
 def test_numpy_takes_the_largest_instruction_set(features: tuple[str, ...], kind: str | None) -> None:
-    assert speeds.openblas(features) == kind
+    assert speeds.openblas_core_type(features) == kind
 
 
 @pytest.mark.parametrize(

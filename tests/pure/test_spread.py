@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.formats import catalogue
 from weft.formats.precision import weight_bytes
-from weft.planner.balance import Load, balanced, load_of, sequential, spread
+from weft.planner.balance import ModelBytes, balance_layers, balanced, model_bytes, sequential
 
 LAYERS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 ROOMS = st.lists(st.integers(0, 120).map(float), min_size=1, max_size=5)
@@ -18,14 +18,14 @@ MODES = st.sampled_from(["auto", "balanced", "balanced_low_0", "sequential"])
 
 
 @st.composite
-def loads(draw: st.DrawFn) -> Load:
+def loads(draw: st.DrawFn) -> ModelBytes:
     weights = [float(it) for it in draw(LAYERS)]
     first, last, kv, sampling = (float(draw(st.integers(0, 9))) for _ in range(4))
     sizes = [it + kv for it in weights]
-    return Load(weights=weights, sizes=sizes, first=first, last=last, both=first + last, sampling=sampling)
+    return ModelBytes(weights=weights, sizes=sizes, first=first, last=last, both=first + last, sampling=sampling)
 
 
-def held(load: Load, layers: tuple[int, ...]) -> list[float]:
+def held(load: ModelBytes, layers: tuple[int, ...]) -> list[float]:
     """Bytes on each device, with its end's."""
     ends = [0, *accumulate(layers)]
     found = [float(sum(load.sizes[start:stop])) for start, stop in pairwise(ends)]
@@ -36,12 +36,12 @@ def held(load: Load, layers: tuple[int, ...]) -> list[float]:
 
 
 @given(loads(), ROOMS, MODES)
-def test_every_layer_is_somewhere(load: Load, rooms: list[float], mode: str) -> None:
-    found = spread(load, rooms, mode)  # type: ignore[arg-type]
+def test_every_layer_is_somewhere(load: ModelBytes, rooms: list[float], mode: str) -> None:
+    found = balance_layers(load, rooms, mode)  # type: ignore[arg-type]
     assert len(found) == len(rooms) and sum(found) == len(load.sizes) and min(found) >= 0
 
 
-def possible(load: Load, rooms: list[float]) -> list[tuple[int, ...]]:
+def possible(load: ModelBytes, rooms: list[float]) -> list[tuple[int, ...]]:
     """Every way that has the room, with a layer on each of the devices in use, which may be any of them in order."""
     layers = len(load.sizes)
 
@@ -54,7 +54,7 @@ def possible(load: Load, rooms: list[float]) -> list[tuple[int, ...]]:
 
 
 SMALL = st.builds(
-    lambda load, cut: Load(
+    lambda load, cut: ModelBytes(
         weights=load.weights[:cut],
         sizes=load.sizes[:cut],
         first=load.first,
@@ -69,7 +69,7 @@ FEW = st.lists(st.integers(0, 90).map(float), min_size=1, max_size=3)
 
 
 @given(SMALL, FEW)
-def test_sequential_fills_the_first_devices_first(load: Load, rooms: list[float]) -> None:
+def test_sequential_fills_the_first_devices_first(load: ModelBytes, rooms: list[float]) -> None:
     found = sequential(load, rooms)
     ways = possible(load, rooms)
     if found in ways:
@@ -80,27 +80,27 @@ def test_sequential_fills_the_first_devices_first(load: Load, rooms: list[float]
 
 
 @given(SMALL, FEW)
-def test_balanced_has_the_room_and_the_least_on_the_fullest(load: Load, rooms: list[float]) -> None:
+def test_balanced_has_the_room_and_the_least_on_the_fullest(load: ModelBytes, rooms: list[float]) -> None:
     """Of all ways that use every device, where there are any."""
     found, fair = balanced(load, rooms), [way for way in possible(load, rooms) if all(way)]
     if fair:
-        bare = Load(weights=load.weights, sizes=load.weights, first=load.first, last=load.last, both=load.both)
+        bare = ModelBytes(weights=load.weights, sizes=load.weights, first=load.first, last=load.last, both=load.both)
         assert found in fair
         assert max(held(bare, found)) == pytest.approx(min(max(held(bare, way)) for way in fair))
 
 
 @given(SMALL, FEW, MODES)
-def test_what_has_the_room_on_one_device_gets_it(load: Load, rooms: list[float], mode: str) -> None:
+def test_what_has_the_room_on_one_device_gets_it(load: ModelBytes, rooms: list[float], mode: str) -> None:
     """However small the others are."""
     whole = sum(load.sizes) + load.both + load.sampling
     rooms = [0.0, *rooms, whole]
-    found = spread(load, rooms, mode)  # type: ignore[arg-type]
+    found = balance_layers(load, rooms, mode)  # type: ignore[arg-type]
     assert all(map(float.__le__, held(load, found), rooms))
 
 
 @given(SMALL, st.lists(st.integers(0, 90).map(float), min_size=2, max_size=3))
-def test_low_0_has_as_little_on_the_first_as_can_be(load: Load, rooms: list[float]) -> None:
-    found = spread(load, rooms, "balanced_low_0")
+def test_low_0_has_as_little_on_the_first_as_can_be(load: ModelBytes, rooms: list[float]) -> None:
+    found = balance_layers(load, rooms, "balanced_low_0")
     ways = possible(load, rooms)
     if not found[0] and any(found):
         return
@@ -111,30 +111,30 @@ def test_low_0_has_as_little_on_the_first_as_can_be(load: Load, rooms: list[floa
 
 
 def test_words() -> None:
-    load = Load(weights=[10.0] * 8, sizes=[10.0] * 8, first=0.0, last=0.0, both=0.0)
-    assert spread(load, [1000.0] * 4, "auto") == spread(load, [1000.0] * 4, "balanced") == (2, 2, 2, 2)
-    assert spread(load, [1000.0] * 4, "sequential") == (8, 0, 0, 0)
-    assert spread(load, [35.0, 25.0, 1000.0], "sequential") == (3, 2, 3)
-    assert spread(load, [1000.0] * 3, "balanced_low_0") == (0, 4, 4)
-    assert spread(load, [1000.0, 25.0, 25.0], "balanced_low_0") == (4, 2, 2)
-    assert spread(load, [5.0, 1000.0], "sequential") == (0, 8)
-    assert spread(load, [1000.0], "balanced_low_0") == (8,)
+    load = ModelBytes(weights=[10.0] * 8, sizes=[10.0] * 8, first=0.0, last=0.0, both=0.0)
+    assert balance_layers(load, [1000.0] * 4, "auto") == balance_layers(load, [1000.0] * 4, "balanced") == (2, 2, 2, 2)
+    assert balance_layers(load, [1000.0] * 4, "sequential") == (8, 0, 0, 0)
+    assert balance_layers(load, [35.0, 25.0, 1000.0], "sequential") == (3, 2, 3)
+    assert balance_layers(load, [1000.0] * 3, "balanced_low_0") == (0, 4, 4)
+    assert balance_layers(load, [1000.0, 25.0, 25.0], "balanced_low_0") == (4, 2, 2)
+    assert balance_layers(load, [5.0, 1000.0], "sequential") == (0, 8)
+    assert balance_layers(load, [1000.0], "balanced_low_0") == (8,)
     # With more devices than layers, the last ones are left out.
-    assert spread(load, [1000.0] * 9, "balanced") == (*(1,) * 8, 0)
+    assert balance_layers(load, [1000.0] * 9, "balanced") == (*(1,) * 8, 0)
 
 
 def test_the_ends_count() -> None:
     """An embedding of two layers' size on the first, and a head of as much on the last."""
-    load = Load(weights=[10.0] * 10, sizes=[10.0] * 10, first=20.0, last=20.0, both=40.0)
-    assert spread(load, [1000.0] * 2, "balanced") == (5, 5)
-    assert max(held(load, spread(load, [1000.0] * 3, "balanced"))) == 50
+    load = ModelBytes(weights=[10.0] * 10, sizes=[10.0] * 10, first=20.0, last=20.0, both=40.0)
+    assert balance_layers(load, [1000.0] * 2, "balanced") == (5, 5)
+    assert max(held(load, balance_layers(load, [1000.0] * 3, "balanced"))) == 50
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Llama-3.2-1B", "gpt2", "Mixtral-8x7B", "DeepSeek-V3"])
 @pytest.mark.parametrize("precision", ["bf16", "int4", "q4_k_m"])
 def test_a_model_s_load(model: str, precision: str) -> None:
     shape = catalogue.find(model).shape
-    load = load_of(shape, precision, "bf16", 100, window_cache=False)
+    load = model_bytes(shape, precision, "bf16", 100, window_cache=False)
     assert sum(load.weights) + load.both == weight_bytes(shape, precision)
     # A tied head is stored again on a last stage that is not the first one.
     assert load.first + load.last == load.both or (shape.tied and load.first + load.last > load.both)

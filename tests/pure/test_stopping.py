@@ -15,7 +15,7 @@ from tests.pure.worlds import DEAD, FakeEngine, World, endless, refused
 from weft.errors import EngineError
 from weft.executors.ranks import CLOSED
 from weft.serving import stopping
-from weft.serving.errors import describe
+from weft.serving.errors import describe_error
 
 PROGRAM = """
 import asyncio, re, sys, time, uvloop
@@ -30,9 +30,9 @@ def block():
 async def main():
     asyncio.get_running_loop().call_soon(block)
     done = asyncio.Event()
-    with stopping.bounded_stop(lambda number, at_s: (print(number.name, flush=True), done.set()), 0.2):
+    with stopping.handle_stop_signals(lambda number, at_s: (print(number.name, flush=True), done.set()), 0.2):
         await done.wait()
-    stopping.lift_bound()
+    stopping.cancel_exit_deadline()
     time.sleep(0.8)
 
 with asyncio.Runner(loop_factory={loop}) as runner:
@@ -79,7 +79,7 @@ async def test_requests_are_waited_for_until_they_end() -> None:
     waiting = asyncio.create_task(stopping.drain(world.service, time.monotonic() + 60))
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    for answer in world.service.answers:
+    for answer in world.service.streams:
         answer.cut_off()
     await asyncio.wait_for(waiting, 10)
     refused(await asked, 503, code="shutting_down")
@@ -90,13 +90,13 @@ async def test_what_cannot_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall_s: float, limit_s: float, told: bool
 ) -> None:
     monkeypatch.setattr(stopping, "STALL_S", stall_s)
-    monkeypatch.setattr(stopping, "LOOK_S", 0.01)
+    monkeypatch.setattr(stopping, "POLL_S", 0.01)
     world = World(FakeEngine(endless))
     asked = asyncio.create_task(world.complete())
     while not world.engine.open:
         await asyncio.sleep(0)
     await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + limit_s), 10)
-    assert world.service.answers and ("no step has finished" in caplog.text) == told
+    assert world.service.streams and ("no step has finished" in caplog.text) == told
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
 
@@ -105,5 +105,5 @@ async def test_what_cannot_end_is_not_waited_for(
     ("error", "status", "code"), [(EngineError(CLOSED), 503, "shutting_down"), (DEAD, 500, "engine_dead")]
 )
 def test_an_engine_that_was_closed_has_not_died(error: Any, status: int, code: str) -> None:
-    number, body, headers = describe(error)
+    number, body, headers = describe_error(error)
     assert (number, body.code) == (status, code) and ("Retry-After" in headers) == (status == 503)

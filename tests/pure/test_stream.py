@@ -15,7 +15,7 @@ from tests.pure.vocabularies import SPECIALS, TEXTS, byte_level, metaspace, sent
 from weft.core.params import SamplingParams
 from weft.errors import ModelError
 from weft.text import spm
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.stops import StopAutomaton, StopStrings
 from weft.text.stream import TextStream
 from weft.text.tokenizer import Tokenizer
@@ -27,13 +27,13 @@ KINDS = ("byte-level", "sentencepiece", "sentencepiece without prefix", "metaspa
 def tokenizer(kind: str) -> Tokenizer:
     match kind:
         case "byte-level":
-            return Tokenizer(byte_level(), Settings())
+            return Tokenizer(byte_level(), TokenizerSettings())
         case "metaspace":
-            return Tokenizer(metaspace(), Settings())
+            return Tokenizer(metaspace(), TokenizerSettings())
         case "no decoder":
-            return Tokenizer(word_level(("[UNK]", "a", "b", "🙂", "")), Settings())
+            return Tokenizer(word_level(("[UNK]", "a", "b", "🙂", "")), TokenizerSettings())
     model = sentencepiece_model(add_dummy_prefix=kind == "sentencepiece")
-    return Tokenizer(spm.parse(model)[0], Settings())
+    return Tokenizer(spm.parse_sentencepiece(model)[0], TokenizerSettings())
 
 
 def stream(tokenizer: Tokenizer, chunks: Sequence[Sequence[int]], prompt: Sequence[int] = (), **params: object) -> str:
@@ -251,7 +251,7 @@ def test_a_decoder_that_cannot_go_token_by_token_is_refused() -> None:
     rust = byte_level()
     rust.decoder = decoders.BPEDecoder()
     with pytest.raises(ModelError, match="decodes with BPEDecoder, which"):
-        Tokenizer(rust, Settings())
+        Tokenizer(rust, TokenizerSettings())
     rust.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="decodes with Strip"):
-        Tokenizer(rust, Settings())
+        Tokenizer(rust, TokenizerSettings())

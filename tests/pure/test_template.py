@@ -10,7 +10,7 @@ import pytest
 from tests.pure.vocabularies import byte_level, word_level
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.limits import RequestLimits
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
@@ -146,35 +146,35 @@ def test_a_template_that_is_none() -> None:
 
 
 def chatml_tokenizer(**settings: Any) -> Tokenizer:
-    return Tokenizer(byte_level(), Settings(**settings))
+    return Tokenizer(byte_level(), TokenizerSettings(**settings))
 
 
 def test_the_models_own_template() -> None:
     own = chatml_tokenizer(chat_template="{{ bos_token }}!", tokens={"bos_token": "<s>"})
-    assert ChatTemplate.of(own).render([USER]) == "<s>!"
+    assert ChatTemplate.for_tokenizer(own).render([USER]) == "<s>!"
 
 
 def test_chatml_where_its_tokens_are() -> None:
     chat = [{"role": "system", "content": "Be kind."}, USER]
-    assert ChatTemplate.of(chatml_tokenizer()).render(chat) == (
+    assert ChatTemplate.for_tokenizer(chatml_tokenizer()).render(chat) == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert ChatTemplate.of(chatml_tokenizer()).render([USER], add_generation_prompt=False) == (
+    assert ChatTemplate.for_tokenizer(chatml_tokenizer()).render([USER], add_generation_prompt=False) == (
         "<|im_start|>user\nhi<|im_end|>\n"
     )
     with pytest.raises(RequestError, match="no chat template"):
-        ChatTemplate.of(Tokenizer(word_level(("[UNK]", "a")), Settings())).render([USER])
+        ChatTemplate.for_tokenizer(Tokenizer(word_level(("[UNK]", "a")), TokenizerSettings())).render([USER])
 
 
 def test_a_template_given_by_the_user(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("file {{ messages | length }}", encoding="utf-8")
     this = chatml_tokenizer(chat_template="own")
-    assert ChatTemplate.of(this, str(file)).render([USER]) == "file 1"
-    assert ChatTemplate.of(this, "text {{ messages | length }}").render([USER]) == "text 1"
+    assert ChatTemplate.for_tokenizer(this, str(file)).render([USER]) == "file 1"
+    assert ChatTemplate.for_tokenizer(this, "text {{ messages | length }}").render([USER]) == "text 1"
     for wrong in (str(tmp_path / "nowhere.jinja"), str(tmp_path), "x" * 5000, "a\0b"):
         with pytest.raises(ConfigError, match="neither a file that can be read nor a Jinja template"):
-            ChatTemplate.of(this, wrong)
+            ChatTemplate.for_tokenizer(this, wrong)
 
 
 # --- messages

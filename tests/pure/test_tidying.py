@@ -6,7 +6,7 @@ import pytest
 
 from weft.client import memory
 from weft.client.memory import QUIET_S, DelayedRelease
-from weft.serving.threads import LoopShare
+from weft.serving.threads import LoopGate
 from weft.text.limits import LIMITS
 
 
@@ -41,7 +41,7 @@ def test_memory_is_released_once_when_it_is_due(monkeypatch: pytest.MonkeyPatch)
 
 def test_work_is_done_in_the_loop_only_if_its_kind_has_been_quick() -> None:
     clock = Clock()
-    share = LoopShare(clock)
+    share = LoopGate(clock)
 
     def take(seconds: float) -> str:
         clock.now_s += seconds
@@ -60,7 +60,7 @@ def test_work_is_done_in_the_loop_only_if_its_kind_has_been_quick() -> None:
 
 def test_slow_work_that_fails_counts_too() -> None:
     clock = Clock()
-    share = LoopShare(clock)
+    share = LoopGate(clock)
 
     def fail() -> None:
         clock.now_s += 1.0

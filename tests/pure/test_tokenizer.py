@@ -33,9 +33,9 @@ from tests.pure.vocabularies import (
 )
 from weft.errors import ModelError, RequestError
 from weft.text import cache, spm
-from weft.text.merges import merges
-from weft.text.pretokenizers import QWEN, WORDS
-from weft.text.tokenizer import Tokenizer, load
+from weft.text.merges import derive_merges
+from weft.text.pretokenizers import PRE_TOKENIZERS, QWEN
+from weft.text.tokenizer import Tokenizer, load_tokenizer
 
 ODD = (
     "",
@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder(folder: Path) -> None:
-    this = load(str(folder))
+    this = load_tokenizer(str(folder))
     assert (this.bos_id, this.eos_id, this.end_ids, this.vocab_size) == (1, 2, (2,), 600)
     assert this.special_tokens == {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
     assert this.special_ids == {0, 1, 2}
@@ -74,11 +74,11 @@ def test_a_folder(folder: Path) -> None:
         ids = this.encode(text)
         assert ids == byte_level().encode(text).ids
         assert this.decode(ids) == text
-    assert load(str(folder / "tokenizer.json")).encode(TEXTS[0]) == this.encode(TEXTS[0])
+    assert load_tokenizer(str(folder / "tokenizer.json")).encode(TEXTS[0]) == this.encode(TEXTS[0])
 
 
 def test_a_long_text_is_encoded_as_a_short_one(folder: Path) -> None:
-    this = load(str(folder))
+    this = load_tokenizer(str(folder))
     text = "The weft. " * 16_384
     assert this.encode(text) == byte_level().encode(text).ids
 
@@ -103,7 +103,7 @@ def test_bos_comes_as_the_model_says_and_once(
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
         )
     named = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
-    this = load(str(write_folder(tmp_path / "model", rust, **{**named, **config})))
+    this = load_tokenizer(str(write_folder(tmp_path / "model", rust, **{**named, **config})))
     plain = this.encode("weft", add_special_tokens=False)
     assert plain == byte_level().encode("weft").ids
     bos, eos = expected[:1], expected[1:]
@@ -123,7 +123,9 @@ def test_tokens_that_only_the_config_knows(tmp_path: Path, caplog: pytest.LogCap
         "x": {"content": "<x>"},
         "602": {"content": 5},
     }
-    this = load(str(write_folder(tmp_path / "model", byte_level(), added_tokens_decoder=added, eos_token="<eot>")))
+    this = load_tokenizer(
+        str(write_folder(tmp_path / "model", byte_level(), added_tokens_decoder=added, eos_token="<eot>"))
+    )
     assert this.encode("<tool><eot>") == [600, 601]
     assert this.decode([600, 601]) == "<tool>"
     assert (this.eos_id, this.vocab_size) == (601, 602)
@@ -135,7 +137,7 @@ def test_named_tokens_are_special_wherever_they_are_named(tmp_path: Path) -> Non
     rust = word_level(("[UNK]", "a", "</s>", "<pad>", "<x>"))
     model = write_folder(tmp_path / "model", rust, pad_token="<pad>", additional_special_tokens=["<x>", "<none>"])
     (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
-    this = load(str(model))
+    this = load_tokenizer(str(model))
     assert this.special_ids == {2, 3, 4}
     assert this.eos_id == 2
     assert this.decode(this.encode("a </s> a <x> <pad>")) == "a a"
@@ -144,7 +146,7 @@ def test_named_tokens_are_special_wherever_they_are_named(tmp_path: Path) -> Non
 def test_ids_from_config_json_where_nothing_else_names_them(tmp_path: Path) -> None:
     model = write_folder(tmp_path / "model", byte_level(), bos_token=None)
     (model / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    this = load(str(model))
+    this = load_tokenizer(str(model))
     assert (this.bos_id, this.eos_id) == (None, 2)  # a bos_token of null is a word too
 
 
@@ -152,7 +154,7 @@ def test_truncation_of_the_training_is_not_ours(tmp_path: Path) -> None:
     rust = byte_level()
     rust.enable_truncation(3)
     rust.enable_padding(length=8)
-    this = load(str(write_folder(tmp_path / "model", rust)))
+    this = load_tokenizer(str(write_folder(tmp_path / "model", rust)))
     for text in (TEXTS[0], "a"):
         assert this.encode(text) == byte_level().encode(text).ids
 
@@ -174,33 +176,33 @@ TOOL_USE = {"name": "tool_use", "template": "t"}
 def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected: str | None) -> None:
     for name, value in files.items():
         (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
-    assert load(str(folder)).chat_template == expected
+    assert load_tokenizer(str(folder)).chat_template == expected
 
 
 def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ModelError) as error:
-        load(str(empty))
+        load_tokenizer(str(empty))
     for word in (str(empty), "tokenizer.json", "tokenizer.model", "*.tiktoken", "--tokenizer"):
         assert word in str(error.value)
     with pytest.raises(ModelError, match="there is no tokenizer at"):
-        load(str(tmp_path / "nowhere"))
+        load_tokenizer(str(tmp_path / "nowhere"))
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
-        load(str(folder))
+        load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text('{"model": 1}')
     with pytest.raises(ModelError, match="is no tokenizer, or a damaged one"):
-        load(str(folder))
+        load_tokenizer(str(folder))
     for name, what in (("tokenizer.model", "SentencePiece"), ("x.tiktoken", "tiktoken")):
         (empty / name).write_bytes(b"\x0a\xff not a model")
         with pytest.raises(ModelError, match=f"{name} is no {what}.*damaged"):
-            load(str(empty))
+            load_tokenizer(str(empty))
         (empty / name).unlink()
 
 
 def test_bad_texts_and_ids(folder: Path) -> None:
-    this = load(str(folder))
+    this = load_tokenizer(str(folder))
     with pytest.raises(RequestError, match=r"no valid Unicode: character 2 is the lone surrogate U\+D83D"):
         this.encode("ab\ud83d")
     with pytest.raises(RequestError, match=r"lone surrogate U\+D83D"):
@@ -212,7 +214,7 @@ def test_bad_texts_and_ids(folder: Path) -> None:
 
 
 def test_bad_words_come_at_the_start_and_after_a_space(folder: Path) -> None:
-    this = load(str(folder))
+    this = load_tokenizer(str(folder))
     assert this.word_ids(" weft") == [tuple(this.encode("weft")), tuple(this.encode(" weft"))]
     assert this.word_ids("🙂\n") == [tuple(this.encode(text)) for text in ("🙂\n", " 🙂\n")]
     with pytest.raises(RequestError, match="bad word"):
@@ -220,7 +222,7 @@ def test_bad_words_come_at_the_start_and_after_a_space(folder: Path) -> None:
 
 
 def test_token_text_is_best_effort(folder: Path) -> None:
-    this = load(str(folder))
+    this = load_tokenizer(str(folder))
     assert [this.token_text(id) for id in this.encode(" weft")] == [" weft"]
     bold = this.encode("𝒳")
     assert [this.token_text(id) for id in bold] == ["\ufffd"] * 4
@@ -235,7 +237,7 @@ def sentencepiece_folder(path: Path, **options: Any) -> tuple[Tokenizer, sentenc
     path.mkdir()
     model = sentencepiece_model(**options)
     (path / "tokenizer.model").write_bytes(model)
-    return load(str(path)), sentencepiece.SentencePieceProcessor(model_proto=model)
+    return load_tokenizer(str(path)), sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_sentencepiece_decodes_broken_bytes(data: st.DataObject) -> None:
     """A byte that belongs to no character costs itself, not the characters beside it."""
     model = sentencepiece_model()
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
-    this = Tokenizer(*spm.parse(model))
+    this = Tokenizer(*spm.parse_sentencepiece(model))
     byte = oracle.piece_to_id("<0x00>")
     ids = data.draw(st.lists(st.one_of(st.integers(byte, byte + 255), st.integers(byte + 256, 499)), max_size=12))
     # SentencePiece keeps a space at the beginning that is a byte; Llama's own tokenizer.json does not.
@@ -280,7 +282,7 @@ def test_sentencepiece_shows_each_broken_byte() -> None:
     model = sentencepiece_model()
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
     ids = [oracle.piece_to_id(piece) for piece in ("<0xE4>", "<0xBD>", "<0x0A>", "<0xF0>", "a", "<0xFF>")]
-    assert Tokenizer(*spm.parse(model)).decode(ids) == oracle.decode(ids) == "\ufffd\ufffd\n\ufffda\ufffd"
+    assert Tokenizer(*spm.parse_sentencepiece(model)).decode(ids) == oracle.decode(ids) == "\ufffd\ufffd\n\ufffda\ufffd"
 
 
 def test_runs_of_spaces_that_all_rank_the_same() -> None:
@@ -292,16 +294,16 @@ def test_runs_of_spaces_that_all_rank_the_same() -> None:
         piece = b"\x0a" + bytes([len(text.encode())]) + text.encode() + b"\x15" + struct.pack("<f", -1e9)
         model += b"\x0a" + bytes([len(piece)]) + piece
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
-    this = Tokenizer(*spm.parse(model))
+    this = Tokenizer(*spm.parse_sentencepiece(model))
     for length in range(40):
         text = "x" + " " * length + "y"
         assert this.encode(text, add_special_tokens=False) == oracle.encode(text)
 
 
 def test_merges() -> None:
-    assert merges({b"a": 0, b"b": 1, b"ab": 2, b"aba": 3}) == [(b"a", b"b"), (b"ab", b"a")]
+    assert derive_merges({b"a": 0, b"b": 1, b"ab": 2, b"aba": 3}) == [(b"a", b"b"), (b"ab", b"a")]
     # "bc" comes first, so that "abc" is never "ab" and "c"; "xy" has a part that is no token.
-    assert merges({"a": 0, "b": 0, "c": 0, "bc": 1, "ab": 2, "abc": 3, "xy": 4, "x": 0}) == [
+    assert derive_merges({"a": 0, "b": 0, "c": 0, "bc": 1, "ab": 2, "abc": 3, "xy": 4, "x": 0}) == [
         ("b", "c"),
         ("a", "b"),
         ("a", "bc"),
@@ -313,7 +315,7 @@ def test_merges() -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> dict[bytes, int]:
-    words = QWEN.pre_tokenizer()
+    words = QWEN.create_pre_tokenizer()
     rust = byte_level(words.__getstate__().decode())
     return write_tiktoken(tmp_path / "qwen.tiktoken", rust)
 
@@ -322,7 +324,7 @@ def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
     specials = {text: len(ranks) + at for at, text in enumerate(SPECIALS)}
     [pattern] = QWEN.splits
     oracle = tiktoken.Encoding("qwen", pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
-    this = load(str(tmp_path))
+    this = load_tokenizer(str(tmp_path))
     assert this.end_ids == tuple(specials.values())
     assert this.vocab_size == len(ranks) + 3 + 205
     for text in (*TEXTS, *ODD, "<|im_start|>user\nweft<|im_end|>"):
@@ -334,12 +336,12 @@ def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
 # --- GGUF
 
 
-@pytest.mark.parametrize("pre", sorted(WORDS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_gguf_byte_level(tmp_path: Path, pre: str) -> None:
-    words = WORDS[pre]
-    oracle = byte_level(words.pre_tokenizer().__getstate__().decode())
+    words = PRE_TOKENIZERS[pre]
+    oracle = byte_level(words.create_pre_tokenizer().__getstate__().decode())
     # As a file of any name, as Ollama keeps them.
-    this = load(str(write_gguf(tmp_path / "sha256-0123", **byte_level_fields(oracle, pre))))
+    this = load_tokenizer(str(write_gguf(tmp_path / "sha256-0123", **byte_level_fields(oracle, pre))))
     for text in (*TEXTS, *ODD, "<|im_start|>user\nweft<|im_end|>"):
         assert this.encode(text, add_special_tokens=False) == oracle.encode(text).ids
         assert this.encode(text)[:1] == [1] or not words.bos
@@ -350,8 +352,8 @@ def test_gguf_byte_level(tmp_path: Path, pre: str) -> None:
 def test_smollm_takes_digits_singly(tmp_path: Path) -> None:
     fields = byte_level_fields(byte_level(), "smollm")
     assert "23" in fields["tokens"]
-    smollm = load(str(write_gguf(tmp_path / "smollm.gguf", **fields)))
-    gpt2 = load(str(write_gguf(tmp_path / "gpt2.gguf", **{**fields, "pre": "gpt-2"})))
+    smollm = load_tokenizer(str(write_gguf(tmp_path / "smollm.gguf", **fields)))
+    gpt2 = load_tokenizer(str(write_gguf(tmp_path / "gpt2.gguf", **{**fields, "pre": "gpt-2"})))
     assert [smollm.token_text(id) for id in smollm.encode("1234")] == ["1", "2", "3", "4"]
     assert len(gpt2.encode("1234")) < 4
 
@@ -360,7 +362,7 @@ def test_smollm_takes_digits_singly(tmp_path: Path) -> None:
 def test_a_word_that_is_a_token_whatever_the_merges_say(tmp_path: Path, pre: str) -> None:
     fields = byte_level_fields(byte_level(), pre)
     fields["merges"] = [merge for merge in fields["merges"] if merge.replace(" ", "") != "\u0120the"]
-    this = load(str(write_gguf(tmp_path / "m.gguf", **fields, add_bos_token=False)))
+    this = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields, add_bos_token=False)))
     assert (this.encode(" the") == [this.id("\u0120the")]) == (pre == "llama-bpe")
 
 
@@ -368,7 +370,7 @@ def test_a_word_that_is_a_token_whatever_the_merges_say(tmp_path: Path, pre: str
 def test_gguf_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     model = sentencepiece_model(add_dummy_prefix=prefix)
     oracle = sentencepiece.SentencePieceProcessor(model_proto=model)
-    this = load(str(write_gguf(tmp_path / "m.gguf", **sentencepiece_fields(model), add_space_prefix=prefix)))
+    this = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **sentencepiece_fields(model), add_space_prefix=prefix)))
     for text in (*TEXTS, *ODD):
         expected = oracle.encode(text)
         assert this.encode(text) == [oracle.bos_id(), *expected]
@@ -385,7 +387,7 @@ def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
     fields["token_type"] += [4, 3, 4]
     fields |= {"add_bos_token": False, "add_eos_token": True, "chat_template": "{{ 1 }}", "eot_token_id": 601}
     fields["eos_token_id"] = 0
-    this = load(str(write_gguf(tmp_path / "m.gguf", **fields, padding_token_id=2**32 - 1)))
+    this = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields, padding_token_id=2**32 - 1)))
     assert this.encode("<think>a b<|eot_id|>") == [600, 602, 601, 0]
     assert this.decode([600, 602, 601]) == "<think>a b"
     assert this.end_ids == (0, 601, 2)
@@ -406,7 +408,7 @@ def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
 def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     fields = {**byte_level_fields(byte_level(), "gpt-2"), **change}
     with pytest.raises(ModelError, match=message):
-        load(str(write_gguf(tmp_path / "m.gguf", **fields)))
+        load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields)))
 
 
 # --- the cache
@@ -418,33 +420,33 @@ def gguf_file(tmp_path: Path) -> Path:
 
 
 def test_the_second_time_nothing_is_made(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = load(str(gguf_file))
+    first = load_tokenizer(str(gguf_file))
 
     def never(*_: object) -> tuple[RustTokenizer, Any]:
         raise AssertionError("made again")
 
-    monkeypatch.setattr("weft.text.gguf_tokenizer.read", never)
-    second = load(str(gguf_file))
+    monkeypatch.setattr("weft.text.gguf_tokenizer.read_gguf_tokenizer", never)
+    second = load_tokenizer(str(gguf_file))
     for name in ("special_tokens", "special_ids", "end_ids", "chat_template", "bos_id", "vocab_size"):
         assert getattr(first, name) == getattr(second, name)
     assert [second.encode(text) for text in TEXTS] == [first.encode(text) for text in TEXTS]
     with monkeypatch.context() as newer:
         newer.setattr(cache, "FORMAT", cache.FORMAT + 1)
         with pytest.raises(AssertionError, match="made again"):
-            load(str(gguf_file))
-    load(str(gguf_file))
+            load_tokenizer(str(gguf_file))
+    load_tokenizer(str(gguf_file))
     os.utime(gguf_file, ns=(1, 1))  # another file by the same name
     with pytest.raises(AssertionError, match="made again"):
-        load(str(gguf_file))
+        load_tokenizer(str(gguf_file))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "settings.json"])
 def test_a_damaged_cache_is_made_again(gguf_file: Path, tmp_path: Path, name: str) -> None:
-    load(str(gguf_file))
+    load_tokenizer(str(gguf_file))
     [kept] = (tmp_path / "cache/weft/tokenizers").glob(f"*/{name}")
     whole = kept.read_bytes()
     kept.write_bytes(whole[:50])
-    assert load(str(gguf_file)).chat_template == "{{ 1 }}"
+    assert load_tokenizer(str(gguf_file)).chat_template == "{{ 1 }}"
     assert kept.read_bytes() == whole
     assert sorted(path.name for path in kept.parent.iterdir()) == ["settings.json", "tokenizer.json"]
 
@@ -452,16 +454,16 @@ def test_a_damaged_cache_is_made_again(gguf_file: Path, tmp_path: Path, name: st
 def test_without_a_place_for_the_cache(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert load(str(gguf_file)).encode("weft")
+    assert load_tokenizer(str(gguf_file)).encode("weft")
 
 
 def test_only_what_is_needed_is_imported(gguf_file: Path) -> None:
     script = """
 import sys
-from weft.text.tokenizer import load
+from weft.text.tokenizer import load_tokenizer
 from weft.text.template import ChatTemplate
 from weft.text.stream import TextStream
-load(sys.argv[1]).encode("weft")
+load_tokenizer(sys.argv[1]).encode("weft")
 loaded = {"jinja2", "sentencepiece", "tiktoken", "transformers", "torch", "numpy", "gguf"} & sys.modules.keys()
 assert not loaded, loaded
 """

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.hardware import nvml
-from weft.hardware.nvml import Driver, choose, look
-from weft.hardware.topology import Clocks, Gpu, Holder, NvLinks, Pair, Pcie, islands
+from weft.hardware.nvml import DriverReport, probe_driver, visible_gpus
+from weft.hardware.topology import Clocks, Gpu, GpuPair, Holder, NvLinks, Pcie, interconnect_domains
 
-Look = Callable[..., Driver]
+Look = Callable[..., DriverReport]
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Look:
     """What is seen of a machine, below a root without the kernel's files."""
 
-    def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> Driver:
+    def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> DriverReport:
         machine.install(monkeypatch)
-        found = look(visible, root)
+        found = probe_driver(visible, root)
         assert machine.inside == 0  # shut down as often as started
         return found
 
@@ -55,7 +55,7 @@ def test_two_consumer_cards(seen: Look) -> None:
     assert [str(it) for it in second.holders][::2] == ["Planet (pid 4242) 6.4 GB", "a process (pid 78)"]
     assert (first.held_bytes, second.held_bytes) == (0, 8 * GIB)
     assert driver.pairs == (
-        Pair(first=0, second=1, ancestor="PHB", peer=False, reason="the chipset does not support it"),
+        GpuPair(first=0, second=1, ancestor="PHB", peer=False, reason="the chipset does not support it"),
     )
 
 
@@ -73,7 +73,7 @@ def test_a_bridge_between_two(seen: Look) -> None:
     driver = seen(bridged((0, 1)))
     assert driver.gpus[0].nvlinks == NvLinks(count=4, version="3.1", each_Bps=14062e6, switched=False)
     assert driver.gpus[0].nvlinks.Bps == pytest.approx(56.25e9, rel=1e-3)
-    assert driver.pairs == (Pair(first=0, second=1, ancestor="SYS", nvlinks=4, peer=True),)
+    assert driver.pairs == (GpuPair(first=0, second=1, ancestor="SYS", nvlinks=4, peer=True),)
     # Links that are down do not count.
     half = seen(bridged((0, 1), down=2))
     assert (half.gpus[1].nvlinks.count, half.pairs[0].nvlinks) == (2, 2)
@@ -113,7 +113,7 @@ def test_a_driver_that_supports_nothing(seen: Look) -> None:
     for gpu in driver.gpus:
         assert (gpu.total_bytes, gpu.capability) == (16 * GIB, (7, 0))
         assert (gpu.clocks, gpu.pcie, gpu.nvlinks, gpu.numa_node, gpu.holders) == (None, None, None, None, ())
-    assert driver.pairs == (Pair(first=0, second=1),)
+    assert driver.pairs == (GpuPair(first=0, second=1),)
 
 
 def test_the_kernel_s_word_on_numa_is_first(seen: Look, tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_a_driver_that_fails_is_no_gpu_and_told(seen: Look, reason: str, caplog:
         def nvmlInit(self) -> None:
             raise pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{reason}"))
 
-    assert seen(Broken([])) == Driver()
+    assert seen(Broken([])) == DriverReport()
     # A library without a driver is common where there is no GPU.
-    assert ("no GPU is seen" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
+    assert ("no GPU is used" in caplog.text) == (reason != "DRIVER_NOT_LOADED")
 
 
 def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,13 +165,13 @@ def test_a_gpu_that_is_lost_is_left_out_and_told(seen: Look, caplog: pytest.LogC
     assert "GPU 3 does not answer its driver" in caplog.text
     assert [gpu.bus[5] for gpu in seen(Lost(cards), "4,3,2").gpus] == ["5"]
     lost = list(cards)
-    assert seen(Lost(cards)) == Driver()
+    assert seen(Lost(cards)) == DriverReport()
 
 
 @pytest.mark.parametrize("visible", ["", "  "])
 def test_an_empty_list_hides_all_without_asking(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda _: pytest.fail("asked the driver"))
-    assert look(visible) == Driver()
+    assert probe_driver(visible) == DriverReport()
 
 
 def test_without_a_driver_pynvml_is_not_imported() -> None:
@@ -210,7 +210,7 @@ FOUND = tuple(
     ],
 )
 def test_cuda_visible_devices(visible: str | None, names: list[int]) -> None:
-    chosen = choose(FOUND, visible)
+    chosen = visible_gpus(FOUND, visible)
     assert [gpu.name for gpu in chosen] == [f"card {n}" for n in names]
     assert [gpu.index for gpu in chosen] == list(range(len(names)))
 
@@ -230,14 +230,14 @@ def test_cuda_visible_devices(visible: str | None, names: list[int]) -> None:
     ],
 )
 def test_islands(count: int, joined: list[tuple[int, int]], groups: list[tuple[int, ...]]) -> None:
-    assert list(islands(count, joined)) == groups
+    assert list(interconnect_domains(count, joined)) == groups
 
 
 @given(st.integers(1, 9), st.data())
 def test_islands_hold_each_gpu_once_and_are_joined_throughout(count: int, data: st.DataObject) -> None:
     every = [(a, b) for a in range(count) for b in range(a + 1, count)]
     joined = data.draw(st.sets(st.sampled_from(every))) if every else set()
-    groups = islands(count, joined)
+    groups = interconnect_domains(count, joined)
     assert sorted(gpu for group in groups for gpu in group) == list(range(count))
     assert all((a, b) in joined for group in groups for a in group for b in group if a < b)
 

@@ -14,7 +14,7 @@ import gguf
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from weft.text.byte_level import ALPHABET, spelled
+from weft.text.byte_level import ALPHABET, token_to_bytes
 
 TEXTS = (
     "The weft is the thread that ties the warps together; it's woven, and we'll weave 1234 of them in 2025.",
@@ -90,7 +90,7 @@ def write_tiktoken(path: Path, rust: Tokenizer) -> dict[bytes, int]:
     normal = [token for token in rust.get_vocab() if token not in SPECIALS]
     # Single bytes in their order of value first: no text depends on it, so nothing may rely on it.
     order = sorted(normal, key=lambda token: rust.token_to_id(token))
-    ranks = {spelled(token): rank for rank, token in enumerate(order)}
+    ranks = {token_to_bytes(token): rank for rank, token in enumerate(order)}
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     return ranks
 

@@ -14,7 +14,7 @@ from tests.pure.letters import END, frontend, output
 from weft.client.frontend import TextTools
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError
-from weft.serving.app import app
+from weft.serving.app import create_app
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
 
@@ -110,7 +110,7 @@ class World:
         self.engine = engine or FakeEngine()
         front = frontend() if text_tools is None else frontend(text_tools=text_tools)
         self.service = Service(self.engine, front, ServeOptions(**options), model="tiny", capacity=8)
-        self.app = app(self.service)
+        self.app = create_app(self.service)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://weft")
 
     async def post(self, path: str, body: Any = None, **how: Any) -> httpx.Response:

@@ -62,7 +62,7 @@ def decode_contexts(rehearse: bool) -> list[list[int]]:
         return [[5, 20]]
     lengths = random.Random(0)
     nano = [lengths.randint(100, 1500) for _ in range(256)]
-    return [nano, trials.mixed(32, LENGTH), [1024] * 32, [4096]]
+    return [nano, trials.mixed_lengths(32, LENGTH), [1024] * 32, [4096]]
 
 
 def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
@@ -83,7 +83,7 @@ def add_backends(
     if only:
         race.entries = {default: race.entries[default]}
     for name, kernels in others.items():
-        kernels.prepare(race.given[0][2])
+        kernels.prepare(race.samples[0][2])
         race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
 
 
@@ -100,18 +100,18 @@ def compared(
     """A figure for each entry that ran, the fastest one marked, the speed of the default sizes to that of the fastest
     ones, and a note for each entry that did not run."""
     if rehearse:
-        race.given = race.given[:1]
-    times, obstacles = race.run(called_once if rehearse else graph_seconds)
+        race.samples = race.samples[:1]
+    times, obstacles = race.run_entries(called_once if rehearse else graph_seconds)
     best = min(times.values(), default=None)
     for name, took in times.items():
         note = f"{took * 1e6:.1f} us{', fastest' if took == best and len(times) > 1 else ''}"
-        yield Figure(f"{model}, {race.what}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
+        yield Figure(f"{model}, {race.title}: {label(name)}", round(amount / took, 1), unit, roofline, note=note)
     ours = [took for name, took in times.items() if isinstance(name, Tuning)]
     if default in times and len(ours) > 1:
         share = round(min(ours) / times[default], 3)
-        yield Figure(f"{model}, {race.what}: chosen sizes to the fastest", share, "times")
+        yield Figure(f"{model}, {race.title}: chosen sizes to the fastest", share, "times")
     for name, why in obstacles.items():
-        yield Figure(f"{model}, {race.what}: {label(name)}", None, unit, note=why)
+        yield Figure(f"{model}, {race.title}: {label(name)}", None, unit, note=why)
 
 
 def called_once(call: Callable[[], object]) -> float:

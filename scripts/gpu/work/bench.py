@@ -18,8 +18,8 @@ from scripts.gpu.shapes import Shape, shape_of, write_config
 from scripts.gpu.work import Figure, Options
 from scripts.gpu.work.profile import profiled_steps
 from weft import LLM
-from weft.bench.measure import Run, run
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.measure import BatchRun, run_batch
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.worker import graphs
 
 ONE_INPUT, ONE_OUTPUT, ONE_RUNS = 128, 256, 3
@@ -59,7 +59,7 @@ def bench(options: Options) -> Iterator[Figure]:
             yield from profiled_steps(llm, name, shape.vocab, rehearse=options["rehearse"])
 
 
-def nano_asks(shape: Shape, options: Options, seed: int) -> list[Ask]:
+def nano_asks(shape: Shape, options: Options, seed: int) -> list[BenchRequest]:
     """The workload with that seed; on a stand-in one short request."""
     if options["rehearse"]:
         return random_requests(seed, vocab=shape.vocab, count=1, input_len=(3, 5), output_len=2)
@@ -69,10 +69,10 @@ def nano_asks(shape: Shape, options: Options, seed: int) -> list[Ask]:
 def nano(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator[Figure]:
     """Tokens/s of seed 0. The warm-up is seed 1, whose batches shrink from all requests to none as well and have every
     graph captured on the way, and whose tokens are others, so that no prefix is found again."""
-    run(llm, nano_asks(shape, options, 1))
+    run_batch(llm, nano_asks(shape, options, 1))
     asks = nano_asks(shape, options, 0)
     with captures_counted() as captured:
-        done = run(llm, asks)
+        done = run_batch(llm, asks)
     bound = (
         batch_roofline(shape, asks, options["copy_Bps"]) if "quantization" not in options.get("engine", {}) else None
     )
@@ -85,8 +85,8 @@ def one_request(llm: LLM, shape: Shape, name: str, options: Options) -> Iterator
     """Tokens/s of one request after its first, the median of three runs after a warm-up."""
     tokens, output, runs = (4, 2, 1) if options["rehearse"] else (ONE_INPUT, ONE_OUTPUT, ONE_RUNS)
     ask = partial(random_requests, vocab=shape.vocab, count=1, input_len=(tokens, tokens), output_len=output)
-    run(llm, ask(-1))
-    done: list[Run] = [run(llm, ask(seed)) for seed in range(runs)]
+    run_batch(llm, ask(-1))
+    done: list[BatchRun] = [run_batch(llm, ask(seed)) for seed in range(runs)]
     bound = None
     if "quantization" not in options.get("engine", {}):
         cached = context_tokens(tokens, output) / (output - 1)

@@ -64,19 +64,19 @@ def profiled_steps(llm: LLM, name: str, vocab: int, *, rehearse: bool) -> Iterat
     """Figures of STEPS decode steps of ROWS requests, whose prompts a run before has left in the prefix cache."""
     from torch.profiler import ProfilerActivity, profile
 
-    from weft.bench.measure import run
+    from weft.bench.measure import run_batch
     from weft.bench.workload import random_requests
 
     rows, context, steps = (2, 5, 2) if rehearse else (ROWS, CONTEXT, STEPS)
     room = max(1, llm.num_blocks * llm.plan.block_size // (2 * context))
     asks = random_requests(7, vocab=vocab, count=min(rows, room), input_len=(context, context), output_len=steps)
-    run(llm, asks)
+    run_batch(llm, asks)
     if rehearse:  # a stand-in for a card has no kernels: some operations take their place
         with profile(activities=[ProfilerActivity.CPU]) as recorder:
             torch.ones(4).mul(2)
     else:
         with profile(activities=[ProfilerActivity.CUDA]) as recorder:
-            run(llm, asks)
+            run_batch(llm, asks)
     yield from step_figures(name, kernel_spans(recorder.events(), "CPU" if rehearse else "CUDA"))
 
 

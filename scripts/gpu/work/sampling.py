@@ -11,7 +11,8 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft import SamplingParams
-from weft.worker.chooser import Chooser, TorchChooser, TritonChooser
+from weft.worker.sample_arrays import SampleArrays
+from weft.worker.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
 
 VOCAB = 151_936  # Qwen3's
 CALLS = 20
@@ -36,8 +37,8 @@ def sampling(options: Options) -> Iterator[Figure]:
             logits = (torch.randn(rows, vocab, device=CUDA) * spread).bfloat16()
             for name, params in ASKED.items():
                 ours, torchs = (
-                    microseconds(step(chooser, logits, params), calls)
-                    for chooser in (TritonChooser(rows, CUDA), TorchChooser(rows))
+                    microseconds(step(token_sampler, logits, params), calls)
+                    for token_sampler in (TritonTokenSampler(rows, CUDA), TorchTokenSampler(rows))
                 )
                 row = f"{rows} row{'s' * (rows > 1)}, {kind} logits, {name}"
                 yield Figure(row, round(ours, 1), "us", bound, note=f"torch {torchs:,.0f} us")
@@ -56,12 +57,13 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
 
 
 @torch.inference_mode()
-def step(chooser: Chooser, logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
+def step(token_sampler: TokenSampler, logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
     """A choice for rows of these parameters, whose settings are no news."""
     slots, positions = np.arange(len(logits)), np.full(len(logits), 7)
     for slot in slots:
-        chooser.admit(int(slot), params, int(slot))
+        token_sampler.admit(int(slot), params, int(slot))
     for _ in range(2):
-        staged = [torch.from_numpy(array).to(CUDA) for array in (slots, positions, *chooser.arrays())]
-        chooser.choose(logits, slots, positions, staged)
-    return partial(chooser.choose, logits, slots, positions, staged)
+        arrays = SampleArrays(slots, slots, positions, settings=token_sampler.take_settings_update())
+        tensors = arrays.with_tensors(torch.from_numpy(array).to(CUDA) for array in arrays.flatten())
+        token_sampler.sample_tokens(logits, arrays, tensors)
+    return partial(token_sampler.sample_tokens, logits, arrays, tensors)

@@ -8,7 +8,7 @@ from typing import Any
 from scripts.gpu.work import Figure, Options
 from scripts.gpu.work.bench import nano_asks, started
 from weft import SamplingParams
-from weft.bench.measure import run
+from weft.bench.measure import run_batch
 
 # Each rank of the two has its own share of the card.
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
@@ -28,6 +28,6 @@ def shared(options: Options) -> Iterator[Figure]:
     equal = answers[0] == answers[1]
     yield Figure("-tp 2 --device-ids 0,0: requests with other tokens", float(not equal), "errors", ok=equal)
     with started({**options, "engine": TWO}) as (llm, shape):
-        run(llm, nano_asks(shape, options, 1))
-        done = run(llm, nano_asks(shape, options, 0))
+        run_batch(llm, nano_asks(shape, options, 1))
+        done = run_batch(llm, nano_asks(shape, options, 0))
     yield Figure("-tp 2 --device-ids 0,0: nano-vllm seed 0", round(done.output_tok_s, 1), "tok/s")

@@ -59,7 +59,7 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     group = dist.group.WORLD
     assert group is not None
-    comm = symmetric_memory.meet(group, device, symmetric_memory.buffer(torch.bfloat16, device))
+    comm = symmetric_memory.connect_buffers(group, device, symmetric_memory.allocate_buffer(torch.bfloat16, device))
     plan = msgspec.structs.replace(make_plan(tensor=size), dtype="bfloat16", devices=("cuda:0",) * size)
     SumsWorker(plan, rank, Links(comm, Solo())).execute(make_step(0, [scenario]))
     dist.barrier()

@@ -1,1 +1,1 @@
-"""Model architectures as data: shapes, parameters and how they may be cut, KV bytes."""
+"""Model architectures as data: shapes, parameters and the axes that cut them, KV-cache bytes."""

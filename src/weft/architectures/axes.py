@@ -1,7 +1,8 @@
-"""Axes: what each dimension of a parameter counts, how long it is, and which range of it a rank holds."""
+"""Axes: what each dimension of a parameter counts, its length, and the range of it that a rank holds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from weft.architectures.place import Place, Span
@@ -9,7 +10,7 @@ from weft.architectures.shape import ModelShape
 
 
 class Axis(Enum):
-    """What an axis of a parameter counts, and so how it may be cut."""
+    """Meaning of one dimension of a parameter, which decides how tensor parallelism may cut it."""
 
     HIDDEN = "hidden"
     HEAD_DIM = "head_dim"
@@ -18,19 +19,19 @@ class Axis(Enum):
     HEADS = "sinks"  # one per query head
     FFN = "ffn"
     VOCAB = "vocab"
-    POSITIONS = "positions"  # learned ones
-    EXPERTS = "experts"  # the router's rows: every rank has them all
+    POSITIONS = "positions"  # learned position embeddings
+    EXPERTS = "experts"  # the router's rows: every rank has all of them
     EXPERT_FFN = "expert_ffn"  # of one expert
     EXPERT_PAIRS = "expert_pairs"  # gate and up of one expert, alternating
     SHARED_FFN = "shared_ffn"  # of the shared experts together
-    Q_RANK = "q_rank"  # latent attention's, down to VALUE
+    Q_RANK = "q_rank"  # this and all below: multi-head latent attention
     KV_RANK = "kv_rank"
-    LATENT = "latent"  # what is cached: the compressed keys and values, and the rotary part
+    LATENT = "latent"  # the cached vector: compressed keys and values, and the rotary part
     KV_UP = "kv_up"  # per query head: its key without the rotary part, and its value
     VALUE = "value"  # per query head: its value
 
 
-# The span of a Place that cuts an axis; an axis that is not here is whole on every rank.
+# The span of a Place that cuts an axis. An axis that is missing here is whole on every rank.
 CUT_BY = {
     Axis.Q: "q_heads",
     Axis.KV: "kv_heads",
@@ -43,12 +44,32 @@ CUT_BY = {
     Axis.EXPERT_PAIRS: "expert_ffn",
     Axis.SHARED_FFN: "shared_ffn",
 }
-# Rows of OPT's table of positions before that of position 0.
+# Rows before that of position 0 in OPT's table of position embeddings.
 POSITIONS_BEFORE = {"OPTForCausalLM": 2}
+
+# Length of each span of CUT_BY in the whole model, in indices.
+_SPAN_LENGTHS: dict[str, Callable[[ModelShape], int]] = {
+    "q_heads": lambda shape: shape.q_heads,
+    "kv_heads": lambda shape: shape.kv_heads,
+    "ffn": lambda shape: shape.ffn,
+    "vocab": lambda shape: shape.vocab,
+    "expert_ffn": lambda shape: shape.experts.ffn if shape.experts else 0,
+    "shared_ffn": lambda shape: shape.experts.shared_ffn if shape.experts else 0,
+}
+# Length of each axis that is never cut, in elements.
+_WHOLE_LENGTHS: dict[Axis, Callable[[ModelShape], int]] = {
+    Axis.HIDDEN: lambda shape: shape.hidden,
+    Axis.HEAD_DIM: lambda shape: shape.head_dim,
+    Axis.POSITIONS: lambda shape: shape.max_positions + POSITIONS_BEFORE.get(shape.architecture, 0),
+    Axis.EXPERTS: lambda shape: shape.experts.count if shape.experts else 0,
+    Axis.Q_RANK: lambda shape: (shape.mla.q_lora_rank or 0) if shape.mla else 0,
+    Axis.KV_RANK: lambda shape: shape.mla.kv_lora_rank if shape.mla else 0,
+    Axis.LATENT: lambda shape: shape.mla.kv_lora_rank + shape.mla.rope_dim if shape.mla else 0,
+}
 
 
 def per_unit(shape: ModelShape, axis: Axis) -> int:
-    """Elements of an axis for each index of the span that cuts it."""
+    """Number of elements of an axis for each index of the span that cuts it."""
     match axis:
         case Axis.Q | Axis.KV:
             return shape.head_dim
@@ -62,39 +83,14 @@ def per_unit(shape: ModelShape, axis: Axis) -> int:
 
 
 def axis_length(shape: ModelShape, axis: Axis) -> int:
-    """The whole length of an axis, in elements; 0 for one that the model does not have."""
-    experts, mla = shape.experts, shape.mla
-    match axis:
-        case Axis.HIDDEN:
-            return shape.hidden
-        case Axis.HEAD_DIM:
-            return shape.head_dim
-        case Axis.FFN:
-            return shape.ffn
-        case Axis.VOCAB:
-            return shape.vocab
-        case Axis.KV:
-            return shape.kv_heads * shape.head_dim
-        case Axis.Q | Axis.HEADS | Axis.KV_UP | Axis.VALUE:
-            return shape.q_heads * per_unit(shape, axis)
-        case Axis.POSITIONS:
-            return shape.max_positions + POSITIONS_BEFORE.get(shape.architecture, 0)
-        case Axis.EXPERTS:
-            return experts.count if experts else 0
-        case Axis.EXPERT_FFN | Axis.EXPERT_PAIRS:
-            return experts.ffn * per_unit(shape, axis) if experts else 0
-        case Axis.SHARED_FFN:
-            return experts.shared_ffn if experts else 0
-        case Axis.Q_RANK:
-            return (mla.q_lora_rank or 0) if mla else 0
-        case Axis.KV_RANK:
-            return mla.kv_lora_rank if mla else 0
-        case Axis.LATENT:
-            return mla.kv_lora_rank + mla.rope_dim if mla else 0
+    """Length of an axis in the whole model, in elements; 0 if the model has no experts or latent attention for it."""
+    if axis in CUT_BY:
+        return _SPAN_LENGTHS[CUT_BY[axis]](shape) * per_unit(shape, axis)
+    return _WHOLE_LENGTHS[axis](shape)
 
 
 def owned(shape: ModelShape, place: Place, axis: Axis) -> Span:
-    """The rank's range of an axis, in elements."""
+    """Range of an axis that the rank holds, in elements."""
     if axis not in CUT_BY:
         return Span(0, axis_length(shape, axis))
     span: Span = getattr(place, CUT_BY[axis])

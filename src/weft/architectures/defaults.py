@@ -1,6 +1,6 @@
-"""Defaults: what Transformers takes where a config.json does not say, for each architecture.
+"""Transformers' default for each field that a config.json may leave out, per architecture.
 
-Source: the configuration classes of Transformers 5.23, and for Qwen v1 and MiniMax those in their repositories.
+Source: the configuration classes of Transformers 5.23; for Qwen v1 and MiniMax, the classes in their repositories.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import msgspec
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that differ between architectures.
+    """Defaults and field names of one architecture's config.json.
 
-    `bias`: "config" asks `attention_bias`, for q, k, v and o; "qkv" always has those three; "all" has them
-    everywhere, "none" never. `window`: "none", "all" layers, or "some" of them as `use_sliding_window` and the
-    layers' types say; a number n: each nth layer has none, unless the layers' types say otherwise. `keys` are its
-    own words for the usual ones, `values` what it takes for a missing one, under the usual name. The width of
-    the MLP is `ffn_of_hidden` times the hidden size where it is not given; its `intermediate_size` counts
-    `ffn_parts` of it together. `inner` holds the language model of one that also sees pictures.
+    - `bias`: which attention projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
+      always those three; "all": all four, and the MLP; "none": no projection.
+    - `window`: which layers have a sliding window. "none"; "all"; "some": those that `use_sliding_window` and
+      `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given.
+    - `keys`: this architecture's name of a field -> the usual name.
+    - `values`: the usual name of a field -> its value if the field is missing.
+    - `ffn_of_hidden`: MLP width as a multiple of the hidden size, if the width is not given.
+    - `ffn_parts`: number of MLP widths that `intermediate_size` counts together.
+    - `inner`: field that holds the language model of a vision-language model.
     """
 
     model_type: str
@@ -28,7 +31,7 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     bos: int | None = None
     eos: tuple[int, ...] = ()
     bias: str = "config"
-    mlp_bias: bool = False  # whether `mlp_bias` is asked
+    mlp_bias: bool = False  # True: the config's own `mlp_bias` counts
     qk_norm: bool = False
     tied: bool = False
     window: str | int = "none"

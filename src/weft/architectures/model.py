@@ -1,4 +1,4 @@
-"""Model: what the planner knows of a model before a byte of its weights is read."""
+"""Model: the facts about a model that the planner needs; no weights are read for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from weft.architectures.shape import ModelShape
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """`params` are counted without copies of tied weights. `precision` is what the name stands for, in the words of
-    `formats.precision`: bf16 where nothing else is said. `source` tells where all this is from; `stored_bytes` is
-    what the weights take in the files, where those were looked at."""
+    """A model by name.
+
+    - `params`: number of parameters; tied weights count once.
+    - `precision`: a name of `formats.precision`; bf16 unless the model's name or config gives another one.
+    - `source`: origin of these facts: a file, a URL or the catalogue.
+    - `stored_bytes`: bytes of the weights in their files; None if nobody looked at the files.
+    """
 
     name: str
     shape: ModelShape

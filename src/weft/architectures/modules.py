@@ -1,7 +1,7 @@
-"""Modules: what Transformers calls the parts of a model, and which tensors lie in each.
+"""Transformers' module names of a model's parts, and the tensors in each module.
 
-Source: the modelling files of Transformers 5.23. Where its modules have other names than a checkpoint's tensors
-(GPT-2, Mixtral, models that also see pictures) both are known, the modules' first.
+Source: the modelling files of Transformers 5.23. If modules are named otherwise than the checkpoint's tensors (GPT-2,
+Mixtral, vision-language models), both names are known, the module's name first.
 """
 
 from __future__ import annotations
@@ -14,31 +14,33 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.names import NAMES
-from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.shape import ModelShape
 
-_SEEING = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
+_VISION_LANGUAGE = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
 _MIXTRAL = ((r"\.block_sparse_moe\.", ".mlp."),)
-# From the names of tensors to those of modules, by architecture.
+# Substitutions (pattern, replacement) from tensor names to module names, by architecture.
 RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
     "GPT2LMHeadModel": ((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
     "MixtralForCausalLM": _MIXTRAL,
     "MiniMaxM2ForCausalLM": _MIXTRAL,
-    "Gemma3ForConditionalGeneration": _SEEING,
-    "Mistral3ForConditionalGeneration": _SEEING,
+    "Gemma3ForConditionalGeneration": _VISION_LANGUAGE,
+    "Mistral3ForConditionalGeneration": _VISION_LANGUAGE,
 }
-# Modules without weights,
+# Modules without weights.
 EMPTY = {"rotary_emb", "act", "act_fn", "activation_fn", "drop", "dropout"}
 EMPTY |= {"attn_dropout", "resid_dropout", "resid_attn_dropout", "resid_mlp_dropout"}
-# and those of models that also see pictures, which Weft leaves out.
-SEEING = {"vision_tower", "vision_model", "multi_modal_projector"}
+# Modules of vision-language models that Weft leaves out.
+VISION = {"vision_tower", "vision_model", "multi_modal_projector"}
 
-EXPERT = "{expert}"  # in the name of a tensor that each expert has
+EXPERT = "{expert}"  # stands for an expert's number in the name of a tensor
 
 
-class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """What no pipeline cuts: the embedding, a layer with its number, the last norm or the head. `tensors` are the
-    names of each of its tensors, the module's first."""
+class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a model that no pipeline cuts: the embedding, a layer, the final norm or the head.
+
+    `tensors` has an entry per tensor: all its names, Transformers' module name first. `layer` is the layer's number.
+    """
 
     kind: Literal["embedding", "layer", "norm", "head"]
     name: str
@@ -47,44 +49,47 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=8)
-def units(shape: ModelShape) -> tuple[Unit, ...]:
-    """All of a model, in the order of the forward pass: embedding, layers, norm, head."""
-    table = parameters(shape)
-    embedding = [it for it in table if it.where == "embed"]
-    norm = [it for it in table if it.where == "head" and it.role != "head"]
-    head = _names(shape, NAMES[shape.architecture].head + ".weight")
+def pipeline_units(shape: ModelShape) -> tuple[PipelineUnit, ...]:
+    """All units of a model, in the order of the forward pass: embedding, layers, norm, head."""
+    table = model_parameters(shape)
+    embedding = [parameter for parameter in table if parameter.where == "embed"]
+    norm = [parameter for parameter in table if parameter.where == "head" and parameter.role != "head"]
+    head = _tensor_names(shape, NAMES[shape.architecture].head + ".weight")
     return (
         _unit(shape, "embedding", embedding),
         *(_layer(shape, layer) for layer in range(shape.layers)),
         _unit(shape, "norm", norm),
-        Unit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
+        PipelineUnit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
     )
 
 
-def _layer(shape: ModelShape, layer: int) -> Unit:
-    held = [it for it in parameters(shape) if it.where == "layer" and it.is_in(shape, layer)]
+def _layer(shape: ModelShape, layer: int) -> PipelineUnit:
+    table = model_parameters(shape)
+    held = [parameter for parameter in table if parameter.where == "layer" and parameter.is_in(shape, layer)]
     unit = _unit(shape, "layer", held, layer)
+    # "model.layers.3.self_attn..." is in "model.layers.3".
     words = unit.tensors[0][0].split(".")
     return msgspec.structs.replace(unit, name=".".join(words[: words.index(str(layer)) + 1]), layer=layer)
 
 
 def _unit(
     shape: ModelShape, kind: Literal["embedding", "layer", "norm"], held: list[Parameter], layer: int = 0
-) -> Unit:
+) -> PipelineUnit:
     sources = dict.fromkeys(part.source for parameter in held for part in parameter.parts)
-    tensors = tuple(_names(shape, source.replace("{layer}", str(layer))) for source in sources)
-    return Unit(kind=kind, name=tensors[0][0].rpartition(".")[0], tensors=tensors)
+    tensors = tuple(_tensor_names(shape, source.replace("{layer}", str(layer))) for source in sources)
+    return PipelineUnit(kind=kind, name=tensors[0][0].rpartition(".")[0], tensors=tensors)
 
 
-def _names(shape: ModelShape, source: str) -> tuple[str, ...]:
+def _tensor_names(shape: ModelShape, source: str) -> tuple[str, ...]:
+    """All names of a tensor: Transformers' own, and the checkpoint's `source` if that differs."""
     renamed = source
     for pattern, name in RENAMED.get(shape.architecture, ()):
         renamed = re.sub(pattern, name, renamed)
     return tuple(dict.fromkeys((renamed, source)))
 
 
-def enclosing(name: str) -> Iterator[str]:
-    """A tensor's own name and those of the modules around it, down to "", the whole model."""
+def enclosing_modules(name: str) -> Iterator[str]:
+    """Yield a tensor's own name, then the modules around the tensor, innermost first, ending with "" (the model)."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -92,28 +97,30 @@ def enclosing(name: str) -> Iterator[str]:
 
 
 @lru_cache(maxsize=8)
-def modules(shape: ModelShape) -> frozenset[str]:
-    """Every module that holds weights, and every tensor; an expert's number is EXPERT."""
-    tensors = (name for unit in units(shape) for tensor in unit.tensors for name in tensor)
-    return frozenset(name for tensor in tensors for name in enclosing(tensor))
+def module_names(shape: ModelShape) -> frozenset[str]:
+    """Names of all tensors and of all modules that hold weights; EXPERT stands for an expert's number."""
+    tensors = (name for unit in pipeline_units(shape) for tensor in unit.tensors for name in tensor)
+    return frozenset(name for tensor in tensors for name in enclosing_modules(tensor))
 
 
 def holds_weights(shape: ModelShape, module: str) -> bool | None:
-    """Whether a module, or a tensor, is part of this model; False for one without weights of Weft's, None for one
-    that is not known."""
-    known, words = modules(shape), module.split(".")
-    if generic(shape, module) in known:
+    """Return True for a module or tensor of this model, False for a module without weights, None for an unknown name.
+
+    The vision modules of a vision-language model count as modules without weights.
+    """
+    known, words = module_names(shape), module.split(".")
+    if generic_name(shape, module) in known:
         return True
     for position, word in enumerate(words):
-        if word in SEEING and shape.architecture.endswith("ForConditionalGeneration"):
+        if word in VISION and shape.architecture.endswith("ForConditionalGeneration"):
             return False
-        if word in EMPTY and generic(shape, ".".join(words[:position])) in known:
+        if word in EMPTY and generic_name(shape, ".".join(words[:position])) in known:
             return False
     return None
 
 
-def generic(shape: ModelShape, module: str) -> str:
-    """The module's name with EXPERT in the place of an expert's number, where the model has an expert of it."""
+def generic_name(shape: ModelShape, module: str) -> str:
+    """Replace an expert's number in a module's name by EXPERT, if the model has an expert of that number."""
     count = shape.experts.count if shape.experts else 0
 
     def anonymous(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""Names: what each architecture calls its tensors on the Hugging Face hub, and which of them it has.
+"""Tensor names of each architecture in Hugging Face checkpoints.
 
-Source: the modelling files of Transformers 5.23 and the headers of the published checkpoints. `qkv`, `gate_up`
-and their like name one tensor several times where it holds several parts, one after the other.
+Source: the modelling files of Transformers 5.23 and the headers of the published checkpoints. A fused tensor (`qkv`,
+`gate_up`) is named once per part that it holds, in the order of the parts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from msgspec.structs import replace
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of modules; those of a layer follow `layer`, those of an expert `expert`. "" for what is not there.
+    """Module names of one architecture; "" for a module that it does not have.
 
-    `norm_bias`: norms are LayerNorms. `gated`: the MLP multiplies an activated gate in. `transposed`: matrices
-    lie with their input as rows. `head_norms`: query and key norms are per head, not over all heads at once.
-    `expert_pairs`: gate and up of all experts in one tensor, in turns.
+    Names of a layer's modules are relative to `layer`, names of an expert's modules to `expert`.
+
+    - `norm_bias`: norms have a bias (LayerNorm, not RMSNorm).
+    - `transposed`: matrices are stored as [inputs, outputs].
+    - `head_norms`: query and key norms are per head; False: over all heads at once.
+    - `expert_pairs`: one tensor holds gate and up of all experts, gate and up rows alternating.
     """
 
     embed: str = "model.embed_tokens"
@@ -46,6 +49,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gated(self) -> bool:
+        """True if the MLP multiplies its up projection by an activated gate."""
         return len(self.gate_up) == 2
 
 
@@ -109,8 +113,8 @@ GPT_OSS = Names(
 )
 
 
-def _inside(names: Names) -> Names:
-    """The same model as the language part of one that also sees pictures, which Weft leaves out."""
+def _vision_language(names: Names) -> Names:
+    """Names of a language model inside a vision-language model; Weft leaves the vision part out."""
     outer = {field: "language_model." + getattr(names, field) for field in ("embed", "layer", "norm", "head")}
     return replace(names, **outer)
 
@@ -128,8 +132,8 @@ NAMES = {
     "GptOssForCausalLM": GPT_OSS,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA2,
-    "Gemma3ForConditionalGeneration": _inside(GEMMA2),
-    "Mistral3ForConditionalGeneration": _inside(LLAMA),
+    "Gemma3ForConditionalGeneration": _vision_language(GEMMA2),
+    "Mistral3ForConditionalGeneration": _vision_language(LLAMA),
     "Phi3ForCausalLM": PHI3,
     "QWenLMHeadModel": QWEN,
     "OPTForCausalLM": OPT,

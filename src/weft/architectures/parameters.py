@@ -1,7 +1,7 @@
-"""The parameters of each architecture as data: names, shapes, how they may be cut, where they lie in a file.
+"""The parameters of each architecture as data: names, dims, axes that may be cut, and source tensors.
 
-Layers are built from this table, the loader runs it as fills, the planner sums it, the tests check it.
-Names of sources are Hugging Face's; `formats.gguf_names` translates them for GGUF.
+Layers are built from this table, the loader reads it as fills, the planner sums it, the tests check it. Names of source
+tensors are Hugging Face's; `formats.gguf_names` translates them for GGUF.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError
 
-# What a parameter does, and so what a quantised format makes of it; a vector is a norm, a bias or the like.
+# A quantised format treats parameters by role. A vector is a norm, a bias or the like.
 Role = Literal["embedding", "head", "linear", "expert", "router", "vector"]
-On = Literal["every", "dense", "expert"]
+On = Literal["every", "dense", "expert"]  # the layers that have a parameter: all, or those without or with experts
 
 ARCHITECTURES = tuple(NAMES)
-# Those that the engine computes; the others are known to the planner.
+# Architectures that the engine runs; the planner knows all of ARCHITECTURES.
 RUNNABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One tensor of the checkpoint, with `{layer}` and `{expert}` in its name where it belongs to one.
+    """One source tensor of a parameter, or some of its rows.
 
-    `after` are the axes whose rows lie before this part's where several parts share a tensor. `transposed`: the
-    file has rows and columns the other way round.
+    - `source`: name in the checkpoint, with `{layer}` and `{expert}` for their numbers.
+    - `after`: axes whose rows precede this part's rows, if several parts share the tensor.
+    - `transposed`: the file stores the matrix as [cols, rows].
     """
 
     source: str
@@ -45,9 +46,8 @@ class Part(msgspec.Struct, frozen=True):
 class Parameter(msgspec.Struct, frozen=True):
     """One parameter of the engine: its parts stacked along dim 0 (merged q, k, v; merged gate and up).
 
-    `where`: "embed" on the first stage, "layer" on the stage of its layer, "head" on the last stage. `on`: in
-    every layer, or only in those without or with experts. With the role "expert" it is one such block for each
-    of the rank's experts, along a dim of its own before the rows.
+    `where` is "embed" on the first stage, "layer" on the stage of its layer, "head" on the last stage. A parameter
+    with the role "expert" has one such block for each of the rank's experts, along an extra first dim.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Parameter(msgspec.Struct, frozen=True):
     on: On = "every"
 
     def is_in(self, shape: ModelShape, layer: int) -> bool:
-        """Whether this layer has it."""
+        """Return True if this layer has the parameter."""
         return self.on == "every" or (self.on == "expert") == shape.has_experts(layer)
 
 
 @lru_cache(maxsize=64)
-def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """Every parameter, in the order of the forward pass; `{layer}` is left in the names.
+def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
+    """All parameters of a model, in the order of the forward pass.
 
-    Raises ModelError for an architecture that is not in the table.
+    A parameter of the layers comes once, with `{layer}` in its name. Raises ModelError for an unknown architecture.
     """
     return tuple(_parameters(shape))
 
@@ -96,7 +96,7 @@ def _parameters(shape: ModelShape) -> Iterator[Parameter]:
 
 
 class _Layer:
-    """The parameters of one layer, in groups."""
+    """Parameters of one layer, group by group."""
 
     def __init__(self, shape: ModelShape, names: Names) -> None:
         self.shape, self.names = shape, names
@@ -111,7 +111,7 @@ class _Layer:
         role: Role = "linear",
         on: On = "every",
     ) -> Iterator[Parameter]:
-        """A matrix and its bias: `sources` are the modules that are stacked in it, with what their rows count."""
+        """Yield a matrix and its bias. `sources` are the modules stacked in the matrix, with the axes of their rows."""
         weights, biases, before = [], [], dict[str, tuple[Axis, ...]]()
         # The experts of gpt-oss are parameters, not modules.
         endings = ("", "_bias") if role == "expert" and self.names.expert_pairs else (".weight", ".bias")
@@ -187,10 +187,10 @@ class _Layer:
             yield from self.linear("shared.down", down, Axis.SHARED_FFN, on="expert")
 
 
-def params(shape: ModelShape) -> int:
-    """How many numbers the whole model learnt; a tied head is counted once, with the embedding."""
+def parameter_count(shape: ModelShape) -> int:
+    """Number of learnt numbers in the whole model; a tied head is counted once, with the embedding."""
     total = 0
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
         size = sum(prod(axis_length(shape, axis) for axis in part_axes(part)) for part in parameter.parts)
@@ -201,21 +201,23 @@ def params(shape: ModelShape) -> int:
 
 
 def part_axes(part: Part) -> tuple[Axis, ...]:
-    """(rows,) or (rows, cols)."""
+    """Axes of a part: (rows,) or (rows, cols)."""
     return (part.rows,) if part.cols is None else (part.rows, part.cols)
 
 
 def layers_of(shape: ModelShape, parameter: Parameter) -> list[int]:
-    """Those that have it; 0 alone for what is no layer's and is there once."""
+    """Numbers of the layers that have the parameter; [0] for a parameter outside the layers."""
     if parameter.where != "layer":
         return [0]
     return [layer for layer in range(shape.layers) if parameter.is_in(shape, layer)]
 
 
 def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Parameter, int | None]]:
-    """(name, parameter, layer) of all that a rank holds. A tied head on the embedding's own stage is no
-    parameter of its own: the model uses the embedding."""
-    table = parameters(shape)
+    """Yield (name, parameter, layer) for all parameters of a rank; layer is None outside the layers.
+
+    A tied head on the embedding's own stage is left out: the model uses the embedding.
+    """
+    table = model_parameters(shape)
     for parameter in table:
         if parameter.where == "embed" and place.first:
             yield parameter.name, parameter, None
@@ -229,7 +231,7 @@ def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Para
 
 
 def parameter_dims(shape: ModelShape, place: Place, parameter: Parameter) -> tuple[int, ...]:
-    """The dims of a parameter on this rank: (rows,) or (rows, cols), for experts after their number."""
+    """Dims of a parameter on this rank: (rows,) or (rows, cols); for the role "expert", (experts, rows[, cols])."""
     rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     dims = (rows,) if cols is None else (rows, len(owned(shape, place, cols)))

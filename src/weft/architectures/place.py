@@ -1,4 +1,4 @@
-"""Place: which contiguous ranges of a model one rank owns, as plain data. `plan.places` cuts them."""
+"""Place: the contiguous ranges of a model that one rank owns, as plain data. `plan.places` computes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.architectures.shape import ModelShape
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A half-open range of indices that survives JSON and MessagePack."""
+    """A half-open range of indices; unlike `range` it can be encoded as JSON and MessagePack."""
 
     start: int
     stop: int
@@ -23,17 +23,19 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
         return Span(self.start + by, self.stop + by)
 
     def blocks(self, size: int) -> int:
-        """How many blocks of `size` indices, counted from 0, it touches."""
+        """Number of blocks of `size` indices, counted from index 0, that this span touches."""
         return (self.stop - 1) // size - self.start // size + 1 if len(self) else 0
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share. `rank` = stage * stage_size + `tp_rank`. All spans use the whole model's numbering.
+    """One rank's share of a model. `rank` = stage * tp_size + `tp_rank`. Spans use the whole model's numbering.
 
-    `kv_heads` may overlap between neighbouring ranks (replicated where there are more ranks than KV heads);
-    `q_heads`, `ffn` and `vocab` never do within a stage. In a model with experts a rank holds the columns
-    `expert_ffn` of each of `experts`, of all experts under tensor parallelism and of all columns under expert
-    parallelism, and the columns `shared_ffn` of the shared experts; the three are empty in other models.
+    `kv_heads` may overlap between neighbouring ranks: with more ranks than KV heads they are replicated. `q_heads`,
+    `ffn` and `vocab` never overlap within a stage.
+
+    In a model with experts a rank holds the columns `expert_ffn` of each expert in `experts`, and the columns
+    `shared_ffn` of the shared experts. Under tensor parallelism `experts` is all of them; under expert parallelism
+    `expert_ffn` is all columns. The three spans are empty in other models.
     """
 
     rank: int
@@ -52,22 +54,22 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first(self) -> bool:
-        """Holds the embedding."""
+        """True on the first stage, which holds the embedding."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Holds the final norm and the head."""
+        """True on the last stage, which holds the final norm and the head."""
         return self.stage == self.stages - 1
 
     @property
     def samples(self) -> bool:
-        """Gathers the logits, and draws tokens from them."""
+        """True on the output rank, which gathers the logits and samples."""
         return self.last and self.tp_rank == 0
 
 
 def whole(shape: ModelShape) -> Place:
-    """The one rank that owns everything."""
+    """Place of a single rank that owns the whole model."""
     experts = shape.experts
     return Place(
         rank=0,

@@ -1,4 +1,4 @@
-"""Published quantisation: how the weights of a checkpoint from GPTQ, AWQ or compressed-tensors are stored."""
+"""Published quantisation: the storage format of a GPTQ, AWQ or compressed-tensors checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import msgspec
 Method = Literal["gptq", "awq", "compressed-tensors"]
 
 ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
-ORDERED = "_ORDERED"  # suffix of a scheme that no kernel multiplies with: each column names its group
+ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """The matrices of attention, MLPs and experts are in `scheme`; a head is not. `exceptions` are tensors, by their
-    name, that are stored otherwise, "" for those that are not quantised. `ordered`: columns were taken in the order of
-    their activations (desc_act), so that those of a group lie apart. `zero_offset` is added to a stored zero point."""
+class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Storage format of the quantised weights of one checkpoint.
+
+    The matrices of attention, MLPs and experts are in `scheme`; the head is not quantised.
+
+    - `group`: columns that share a scale; ROW for one scale per row.
+    - `ordered`: columns were quantised in the order of their activations (desc_act), so a group's columns lie apart.
+    - `zero_offset`: added to each stored zero point.
+    - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
+    """
 
     method: Method
     bits: int
@@ -28,26 +34,26 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def scheme(self) -> str:
-        """The name of what the matrices are in; of `formats.schemes` where kernels multiply with it."""
+        """Name of the scheme of the matrices; a key of `formats.schemes` if there are kernels for it."""
         return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
 
     @property
     def precision(self) -> str:
-        """In the words of `formats.precision`."""
+        """Name in `formats.precision`: int4 or int8."""
         return f"int{self.bits}"
 
-    def of(self, tensor: str, role: str) -> str:
-        """What a matrix is stored in, by its name and by what it does; "" where it is not quantised."""
-        usual = self.scheme if role in ("linear", "expert") else ""
-        return _exceptions(self).get(tensor, usual)
+    def stored_as(self, tensor: str, role: str) -> str:
+        """Scheme of a matrix, given its tensor name and its parameter's role; "" if it is not quantised."""
+        default = self.scheme if role in ("linear", "expert") else ""
+        return _exceptions(self).get(tensor, default)
 
 
 def scheme_name(bits: int, group: int, symmetric: bool) -> str:
-    """ "INT4_128", "INT8_ROW_SYM" """
+    """Name of a published scheme, as in "INT4_128" or "INT8_ROW_SYM"."""
     return f"INT{bits}_{'ROW' if group == ROW else group}{'_SYM' * symmetric}"
 
 
 @lru_cache(maxsize=64)
-def _exceptions(published: Published) -> dict[str, str]:
-    """By name."""
+def _exceptions(published: PublishedQuantization) -> dict[str, str]:
+    """Scheme of each exceptional tensor, by tensor name."""
     return dict(published.exceptions)

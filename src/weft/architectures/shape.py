@@ -1,4 +1,4 @@
-"""The shape of a model: everything about it that is a number, and nothing about where it runs."""
+"""Model shapes: the dimensions and options that define a model's computation, independent of any device."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.published import Published
+from weft.architectures.published import PublishedQuantization
 
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-
-THETA = 10000.0  # of a rotary embedding, where a checkpoint does not say
+THETA = 10000.0  # base of a rotary embedding if the checkpoint gives none
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary position embedding: base `theta`, and how its frequencies are scaled for longer contexts.
+    """Rotary position embedding: its base `theta`, and the scaling of its frequencies for longer contexts.
 
-    `kind` is Transformers' `rope_type`: default, linear, dynamic, llama3 or yarn. The other fields are that
-    scaling's own, None where the checkpoint does not give them; `original_max_positions` is the length that
-    the model was trained at before scaling. `factors` are llama3's divisors of the head_dim/2 frequencies
-    where the checkpoint gives those (GGUF does) in place of the parameters they come from.
+    `kind` is Transformers' `rope_type`. The other fields are parameters of that scaling, None if the checkpoint does
+    not give them. `original_max_positions` is the length in tokens that the model was trained at before scaling.
+    `factors` are llama3's divisors of the head_dim/2 frequencies, if the checkpoint gives the divisors themselves (GGUF
+    does) and not the parameters that they are computed from.
     """
 
     theta: float = THETA
@@ -39,18 +38,20 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     factors: tuple[float, ...] | None = None
 
     def reach(self, max_positions: int) -> int:
-        """The model's length in tokens where its file says `max_positions`: of YaRN some say the length before
-        scaling, some the one after it."""
+        """Length of the model in tokens if its file says `max_positions`.
+
+        Under YaRN some files give the length before scaling and some the length after it.
+        """
         if self.kind != "yarn" or self.original_max_positions is None:
             return max_positions
         return max(max_positions, int(self.original_max_positions * self.factor))
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """A mixture of experts: of `count`, each `ffn` wide, a token goes through `top_k` that a router chooses.
+    """Mixture of experts: a router sends each token through `top_k` of `count` experts, each `ffn` wide.
 
-    `shared` experts, together `shared_ffn` wide, see every token. `dense_layers` have an MLP of the shape's own
-    `ffn` in the experts' place.
+    `shared` experts, together `shared_ffn` wide, see every token. The layers in `dense_layers` have an MLP, as wide as
+    the shape's own `ffn`, and no experts.
     """
 
     count: int
@@ -62,10 +63,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention: what is cached is one vector of `kv_lora_rank` + `rope_dim` per token and layer.
+    """Multi-head latent attention: the cache holds one vector of `kv_lora_rank` + `rope_dim` per token and layer.
 
-    A head's query and key are `nope_dim` + `rope_dim` long (the shape's `head_dim`), its value `v_dim`.
-    `q_lora_rank` None: queries are projected at once.
+    A head's query and key are `nope_dim` + `rope_dim` long (the shape's `head_dim`), its value `v_dim`. If
+    `q_lora_rank` is None, queries are projected in one step.
     """
 
     kv_lora_rank: int
@@ -78,11 +79,13 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only model. Lengths are in tokens; `head_dim` is independent of `hidden`.
 
-    `windows[layer]` is that layer's sliding window in tokens (a query sees itself and the window-1 before
-    it), or None for full attention. `dtype` is the checkpoint's own. `eos` holds every id that ends an
-    answer (config and generation_config together), `bos` the id that starts a text, if any. With `experts`,
-    `ffn` is the width of the layers that have none. `published` is how its weights are stored, where GPTQ, AWQ or
-    compressed-tensors quantised them.
+    - `windows[layer]`: the layer's sliding window in tokens (a query sees itself and the window-1 tokens before it);
+      None for full attention.
+    - `dtype`: the checkpoint's own dtype.
+    - `bos`: token id that starts a text, if any. `eos`: all token ids that end an answer, from config and
+      generation_config together.
+    - `ffn`: MLP width; in a model with `experts`, that of the layers without experts.
+    - `published`: storage format of the weights, if GPTQ, AWQ or compressed-tensors quantised them.
     """
 
     architecture: str
@@ -105,18 +108,18 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None = None
     mla: Latent | None = None
     dtype: DType = "bfloat16"
-    published: Published | None = None
+    published: PublishedQuantization | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """Number of query heads per KV head."""
         return self.q_heads // self.kv_heads
 
     @property
     def longest(self) -> int:
-        """Tokens that the rotary embedding reaches: linear and dynamic scaling stretch the model's own length."""
+        """Largest length in tokens: linear and dynamic rotary scaling stretch the model's own length."""
         stretched = self.rope.kind in ("linear", "dynamic")
         return int(self.max_positions * self.rope.factor) if stretched else self.max_positions
 

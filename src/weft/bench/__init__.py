@@ -1,1 +1,1 @@
-"""Seeded workloads and the report."""
+"""Benchmarks: seeded workloads, load on a server, the suite, and their reports."""

@@ -1,6 +1,6 @@
-"""`python -m weft.bench`: the suite on this machine. Prints a Markdown table, and one JSON object on the last line.
+"""`python -m weft.bench`: run the suite on this machine; print a Markdown table, and one JSON object on the last line.
 
-`weft bench compare` sets two such results side by side.
+`weft bench compare` compares two such results.
 """
 
 from __future__ import annotations
@@ -25,52 +25,53 @@ ALL = ("python", "batches", "server")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m weft.bench", description="Weft on this machine.")
-    parser.add_argument("--model", default=demo.NAME, help="what is measured (default: demo)")
+    """Run the suite with these arguments; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m weft.bench", description="Measure Weft on this machine.")
+    parser.add_argument("--model", default=demo.NAME, help="the model to measure (default: demo)")
     parser.add_argument("--runs", type=int, default=5, help="measured runs of each batch (default: 5)")
     parser.add_argument("--starts", type=int, default=3, help="starts of weft serve (default: 3)")
-    parser.add_argument("--only", nargs="+", choices=ALL, default=ALL, help="a part of it")
-    parser.add_argument("--save-result", type=Path, metavar="FILE", help="write the JSON object there too")
-    said = parser.parse_args(words)
-    if said.runs < 1 or said.starts < 1:
+    parser.add_argument("--only", nargs="+", choices=ALL, default=ALL, help="run these parts only")
+    parser.add_argument("--save-result", type=Path, metavar="FILE", help="write the JSON object to this file too")
+    arguments = parser.parse_args(words)
+    if arguments.runs < 1 or arguments.starts < 1:
         parser.error("--runs and --starts must be 1 or more")
-    machine = host.probe()
+    machine = host.probe_host()
     device = machine.gpus[0].name if machine.gpus else f"{len(machine.cores)} CPU cores"
     try:
-        found = measure(said.model, said.runs, said.starts, said.only)
+        tasks = measure_parts(arguments.model, arguments.runs, arguments.starts, arguments.only)
     except WeftError as error:
         print(f"weft.bench: error: {error}", file=sys.stderr)
         return 1
-    print(f"{said.model} on {device}; medians of {said.runs} runs.\n")
-    print(markdown(suite.rows(found)) + "\n")
-    result = json.dumps({"task": "suite", "model": said.model, **about(device), **found})
-    if said.save_result:
-        said.save_result.write_text(result + "\n", encoding="utf-8")
+    print(f"{arguments.model} on {device}; medians of {arguments.runs} runs.\n")
+    print(markdown_table(suite.headline_rows(tasks)) + "\n")
+    result = json.dumps({"task": "suite", "model": arguments.model, **result_header(device), **tasks})
+    if arguments.save_result:
+        arguments.save_result.write_text(result + "\n", encoding="utf-8")
     print(result)
     return 0
 
 
-def measure(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.Tasks:
-    """The parts that were asked for, each told as it ends."""
-    found: suite.Tasks = {}
+def measure_parts(model: str, runs: int, starts: int, parts: Sequence[str]) -> suite.Tasks:
+    """Measure the given parts; the name of each is printed as it ends."""
+    tasks: suite.Tasks = {}
 
     def tell(name: str) -> None:
         print(f"  {name}", file=sys.stderr)
 
     if "python" in parts:
-        found["python"] = suite.python()
+        tasks["python"] = suite.measure_python()
         tell("python")
     if "batches" in parts or "server" in parts:
-        measured, plan = suite.batches(model, runs if "batches" in parts else 0, tell)
-        found |= measured
+        measured, plan = suite.measure_batches(model, runs if "batches" in parts else 0, tell)
+        tasks |= measured
         if "server" in parts:
-            found |= suite.server(model, plan, starts)
+            tasks |= suite.measure_server(model, plan, starts)
             tell("server")
-    return found
+    return tasks
 
 
-def about(device: str) -> dict[str, Any]:
-    """Where and when, and of what."""
+def result_header(device: str) -> dict[str, Any]:
+    """Date, device and versions of the measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
@@ -80,11 +81,13 @@ def about(device: str) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[Sequence[float | str | None]]) -> str:
-    """A table; the ratio is measured over predicted."""
+def markdown_table(rows: Sequence[Sequence[float | str | None]]) -> str:
+    """A Markdown table; the ratio is measured over predicted."""
 
     def cell(value: float | str | None) -> str:
-        return "" if value is None else value if isinstance(value, str) else f"{value:,.2f}"
+        if value is None:
+            return ""
+        return value if isinstance(value, str) else f"{value:,.2f}"
 
     lines = ["| | unit | measured | predicted | ratio | target |", "|---|---|---:|---:|---:|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)])

@@ -1,4 +1,4 @@
-"""When requests arrive at a server that nobody asks whether it is ready for them."""
+"""Arrival times of requests in an open loop, which do not depend on the server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from math import inf
 from random import Random
 
 
-def arrivals(seed: object, *, count: int, rate: float, burstiness: float = 1.0) -> list[float]:
-    """Seconds from the start at which `count` requests arrive, `rate` in a second on average; all at 0 where that is
+def arrival_times(seed: object, *, count: int, rate: float, burstiness: float = 1.0) -> list[float]:
+    """Arrival times of `count` requests in seconds from the start, on average `rate` per second; all 0 if it is
     infinite.
 
-    The gaps between them are drawn from a gamma distribution of the shape `burstiness`: 1 makes a Poisson process,
-    less comes in bursts, more comes evenly.
+    The gaps are drawn from a gamma distribution of the shape `burstiness`: 1 gives a Poisson process, less gives
+    bursts, more gives even gaps.
     """
     if rate == inf:
         return [0.0] * count

@@ -1,6 +1,6 @@
-"""Fit: the planner's constants under which it comes nearest to what was measured.
+"""Fit of the planner's constants to measurements.
 
-Least squares in the logarithm, on what `planner.cost` itself predicts: no figure belongs to a measurement.
+Least squares in the logarithm, on the predictions of `planner.cost` itself: no constant belongs to one measurement.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 
 from weft import __version__
-from weft.bench.calibrate import Point
 from weft.formats.precision import OF_DTYPE
-from weft.hardware.calibration import Calibration, Measured, Quantised
+from weft.hardware.calibration import Calibration, MeasuredFigure, QuantisedFigures
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.gpus import GpuSpec
 from weft.planner.deployment import Workload, deploy
-from weft.planner.profiles import calibrated, profile
+from weft.planner.profiles import calibrated, load_profile
 from weft.planner.replica import Replica
+from weft.probes.engine_speed import CalibrationPoint
 
-# The constants, and how far off the planner's own figures may be (natural logarithm) before a fit is held back: wide
-# where the points tell them anyway. `overlap` is no logarithm, but the share itself.
+# The constants, and the width within which they may differ freely from the planner's own figures (natural logarithm);
+# it is wide for constants that the points determine well. For `overlap` it is a share, not a logarithm.
 WIDTHS = {
     "weights_Bps": 1.0,
     "cache_Bps": 1.0,
@@ -34,31 +34,31 @@ WIDTHS = {
     "sequence_us": 1.5,
     "overlap": 0.5,
 }
-QUANTISED = ("weights_Bps", "matmul_flops")  # those that every quantised precision has for itself, with it behind
-RIDGE = 0.02  # of an error in the logarithm, what a constant's whole width weighs
-FLOOR = 0.05  # errors above this count by their size, below it by their square
+PER_PRECISION = ("weights_Bps", "matmul_flops")  # constants of each quantised precision; its name follows theirs
+RIDGE = 0.02  # error in the logarithm that weighs as much as a constant's whole width
+FLOOR = 0.05  # errors above this count linearly, below it quadratically
 ROUNDS = 20
 NUDGE = 1e-3
-WHOLE = frozenset(OF_DTYPE.values())  # precisions that are none of a quantised model
-RUNTIME = "resident memory of the engine's process, or the driver's figure, less weights, KV cache and a step's own"
+WHOLE = frozenset(OF_DTYPE.values())  # precisions of models that are not quantised
+RUNTIME = "resident memory of the engine's process, or the driver's figure, less weights, KV cache and activations"
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The constants by name, and each point's predicted seconds."""
+    """Fitted constants by name, and the predicted seconds of each point."""
 
     values: dict[str, float]
     predicted: tuple[float, ...]
 
 
-class Planned:
-    """What the planner expects of points on one device, given the constants."""
+class PointPredictor:
+    """Predicts the seconds of points on one device from given constants."""
 
-    def __init__(self, gpu: GpuSpec, points: Sequence[Point]) -> None:
+    def __init__(self, gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> None:
         self._gpu, self._plain, self.points = gpu, msgspec.structs.replace(gpu, calibration=None), points
-        self._own = profile("weft", on_cpu=gpu.kind == "cpu")
+        self._profile = load_profile("weft", on_cpu=gpu.kind == "cpu")
         precisions = dict.fromkeys(point.precision for point in points)
-        self.whole = next((it for it in precisions if it in WHOLE), "bf16")
-        self.quantised = tuple(it for it in precisions if it not in WHOLE)
+        self.whole = next((precision for precision in precisions if precision in WHOLE), "bf16")
+        self.quantised = tuple(precision for precision in precisions if precision not in WHOLE)
         self._shapes = {(point.model, point.precision): point.shape for point in points}
         self._layouts = {
             (model, precision): deploy(
@@ -73,67 +73,70 @@ class Planned:
         }
 
     def start(self) -> dict[str, float]:
-        """The constants as the planner has them without a measurement."""
-        own, gpu = calibrated(self._own, [self._plain]), self._gpu
-        kernels = own.kernels(gpu, self.whole)
+        """Constants of the planner without a measurement."""
+        engine, gpu = calibrated(self._profile, [self._plain]), self._gpu
+        kernels = engine.kernels(gpu, self.whole)
         flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
-        found = {
+        constants = {
             "weights_Bps": gpu.bandwidth_Bps * kernels.weights,
-            "cache_Bps": gpu.bandwidth_Bps * kernels.decode_attention * own.attention_scale.value,
-            "matmul_flops": flops * kernels.matmul * own.matmul_scale.value,
+            "cache_Bps": gpu.bandwidth_Bps * kernels.decode_attention * engine.attention_scale.value,
+            "matmul_flops": flops * kernels.matmul * engine.matmul_scale.value,
             "attention_flops": flops * kernels.prefill_attention,
-            "layer_us": own.layer_us.value,
-            "step_us": own.step_us.value,
-            "sequence_us": own.sequence_us.value,
-            "overlap": own.overlap.value,
+            "layer_us": engine.layer_us.value,
+            "step_us": engine.step_us.value,
+            "sequence_us": engine.sequence_us.value,
+            "overlap": engine.overlap.value,
         }
-        return found | {f"{name} {precision}": found[name] for precision in self.quantised for name in QUANTISED}
+        own = {f"{name} {precision}": constants[name] for precision in self.quantised for name in PER_PRECISION}
+        return constants | own
 
     def seconds(self, values: Mapping[str, float]) -> list[float]:
-        """Of each point."""
-        candidate = calibration(self._gpu.name, self, values, runtime_MiB=0.0)
+        """Predicted seconds of each point under these constants."""
+        candidate = build_calibration(self._gpu.name, self, values, runtime_MiB=0.0)
         return self._predicted(msgspec.structs.replace(self._gpu, calibration=candidate))
 
     def expected(self) -> list[float]:
-        """Of each point, without a calibration."""
+        """Predicted seconds of each point without a calibration."""
         return self._predicted(self._plain)
 
     def _predicted(self, gpu: GpuSpec) -> list[float]:
         cluster = Cluster((Node((gpu,), "memory" if gpu.kind == "cpu" else "pcie"),), 1.0)
-        profile = calibrated(self._own, [gpu])
+        profile = calibrated(self._profile, [gpu])
         replicas = {
             key: Replica(self._shapes[key], layout, cluster, profile, 0, {}) for key, layout in self._layouts.items()
         }
-        found = []
+        seconds = []
         for point in self.points:
             load, replica = point.load, replicas[point.model, point.precision]
             work = Workload(input_len=load.length, output_len=load.output)
-            prefill = load.kind == "prefill"
-            found.append(replica.prompt_s(work) if prefill else replica.round_s(load.batch, work).total)
-        return found
+            is_prefill = load.kind == "prefill"
+            seconds.append(replica.prompt_s(work) if is_prefill else replica.round_s(load.batch, work).total)
+        return seconds
 
 
-def fit(gpu: GpuSpec, points: Sequence[Point]) -> Fit:
-    """The constants under which the planner comes nearest to the points: first those of the engine, then those that a
-    quantised precision has for itself."""
-    planned = Planned(gpu, points)
+def fit_constants(gpu: GpuSpec, points: Sequence[CalibrationPoint]) -> Fit:
+    """Fit the constants to the points: first those of the engine, then those of each quantised precision."""
+    predictor = PointPredictor(gpu, points)
     whole = [point for point in points if point.precision in WHOLE]
-    values = nearest(Planned(gpu, whole), planned.start(), tuple(WIDTHS))
-    for precision in planned.quantised:
-        held = [point for point in points if point.precision == precision]
-        own = tuple(f"{name} {precision}" for name in QUANTISED)
+    values = least_squares(PointPredictor(gpu, whole), predictor.start(), tuple(WIDTHS))
+    for precision in predictor.quantised:
+        quantised = [point for point in points if point.precision == precision]
+        own = tuple(f"{name} {precision}" for name in PER_PRECISION)
         values |= {name: values[name.partition(" ")[0]] for name in own}
-        values = nearest(Planned(gpu, held), values, own)
-    return Fit(values, tuple(planned.seconds(values)))
+        values = least_squares(PointPredictor(gpu, quantised), values, own)
+    return Fit(values, tuple(predictor.seconds(values)))
 
 
-def nearest(planned: Planned, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
-    """`start` with the constants of these `names` moved to where the points are: least squares by Gauss and Newton."""
+def least_squares(predictor: PointPredictor, start: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Fit the constants `names` to the predictor's points by Gauss-Newton steps from `start`.
+
+    The constants move in the logarithm, `overlap` as a share between 0 and 1. A ridge term pulls them to `start`.
+    """
     width = np.array([WIDTHS[name.partition(" ")[0]] for name in names])
-    measured = np.log([point.seconds for point in planned.points])
-    share = np.array([name == "overlap" for name in names])
-    lowest = np.where(share, -start["overlap"], -np.inf)
-    highest = np.where(share, 1 - start["overlap"], np.inf)
+    measured = np.log([point.seconds for point in predictor.points])
+    is_share = np.array([name == "overlap" for name in names])
+    lowest = np.where(is_share, -start["overlap"], -np.inf)
+    highest = np.where(is_share, 1 - start["overlap"], np.inf)
 
     def at(steps: np.ndarray) -> dict[str, float]:
         moved = {
@@ -142,59 +145,61 @@ def nearest(planned: Planned, start: Mapping[str, float], names: Sequence[str]) 
         }
         return {**start, **moved}
 
-    def errors(steps: np.ndarray) -> np.ndarray:
-        found: np.ndarray = np.log(planned.seconds(at(steps))) - measured
-        return found
+    def errors_at(steps: np.ndarray) -> np.ndarray:
+        errors: np.ndarray = np.log(predictor.seconds(at(steps))) - measured
+        return errors
 
     moved = np.zeros(len(names))
     for _ in range(ROUNDS):
-        here = errors(moved)
+        errors = errors_at(moved)
         slopes = np.zeros((len(measured), len(names)))
         for number in range(len(names)):
             nudged = moved.copy()
-            # Inwards where it stands at its end.
+            # Inwards if the constant is at its upper limit.
             nudge = -NUDGE if moved[number] + NUDGE > highest[number] else NUDGE
             nudged[number] += nudge
-            slopes[:, number] = (errors(nudged) - here) / nudge
-        weight = FLOOR / np.maximum(np.abs(here), FLOOR)
+            slopes[:, number] = (errors_at(nudged) - errors) / nudge
+        weight = FLOOR / np.maximum(np.abs(errors), FLOOR)
         normal = (slopes.T * weight) @ slopes + np.diag((RIDGE / width) ** 2)
-        pull = (slopes.T * weight) @ here + (RIDGE / width) ** 2 * moved
+        gradient = (slopes.T * weight) @ errors + (RIDGE / width) ** 2 * moved
         before = moved
-        moved = np.clip(moved - np.clip(np.linalg.solve(normal, pull), -0.5, 0.5), lowest, highest)
+        moved = np.clip(moved - np.clip(np.linalg.solve(normal, gradient), -0.5, 0.5), lowest, highest)
         if np.abs(moved - before).max() < NUDGE:
             break
     return at(moved)
 
 
-def errors(points: Sequence[Point], found: Fit) -> list[float]:
-    """How far the fit is from each point, as a share of it."""
-    return [predicted / point.seconds - 1 for point, predicted in zip(points, found.predicted, strict=True)]
+def fit_errors(points: Sequence[CalibrationPoint], fitted: Fit) -> list[float]:
+    """Relative error of the fit at each point: 0.1 is 10 % too long."""
+    return [predicted / point.seconds - 1 for point, predicted in zip(points, fitted.predicted, strict=True)]
 
 
-def calibration(
+def build_calibration(
     device: str,
-    planned: Planned,
+    predictor: PointPredictor,
     values: Mapping[str, float],
     *,
     runtime_MiB: float,
     date: str = "",
-    how: str = "",
-    measured: Sequence[float] = (),
+    method: str = "",
+    errors: Sequence[float] = (),
 ) -> Calibration:
-    """The constants as they are kept; `measured` are the errors of the points that they come from."""
-    sizes = [abs(error) for error in measured] or [0.0]
+    """Calibration with these constants, ready to store; `errors` are the fit's errors at its points."""
+    sizes = [abs(error) for error in errors] or [0.0]
     return Calibration(
         device=device,
-        precision=planned.whole,
+        precision=predictor.whole,
         date=date,
         weft=__version__,
-        **{name: Measured(values[name], how) for name in WIDTHS},
+        **{name: MeasuredFigure(values[name], method) for name in WIDTHS},
         quantised={
-            precision: Quantised(*(Measured(values[f"{name} {precision}"], how) for name in QUANTISED))
-            for precision in planned.quantised
+            precision: QuantisedFigures(
+                *(MeasuredFigure(values[f"{name} {precision}"], method) for name in PER_PRECISION)
+            )
+            for precision in predictor.quantised
         },
-        runtime_MiB=Measured(runtime_MiB, RUNTIME),
-        points=len(measured),
+        runtime_MiB=MeasuredFigure(runtime_MiB, RUNTIME),
+        points=len(errors),
         error=fmean(sizes),
         worst=max(sizes),
     )

@@ -1,4 +1,4 @@
-"""An open loop: requests are sent when they are due, whatever has become of those before them."""
+"""Open-loop load: each request is sent when it is due, regardless of the requests before it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.bench.http import Client, HttpFailure, Refused
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal
 from weft.bench.prompts import Prompt
 
 Api = Literal["openai", "openai-chat"]
 PATHS: dict[Api, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
-BEAT_S = 0.02  # how often the client looks whether its own loop is late
+BEAT_S = 0.02  # interval at which the client checks if its own event loop is late
 MOST_ERROR_CHARS = 200
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """One request, by the monotonic clock: when it was due, when it began to be sent, and when each piece of its
-    answer came. `error` is None where that came whole. Tokens are as the server counts them."""
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """Times of one request on the monotonic clock: when it was due, was sent, and received each piece of its response.
+
+    `error` is None for a complete response. Tokens are as the server counts them.
+    """
 
     due_s: float
     held_until_s: float | None = None  # by a limit on concurrency
     began_s: float = 0.0
     pieces_s: list[float] = msgspec.field(default_factory=list)
     ended_s: float = 0.0
-    wanted: int
+    requested_tokens: int
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -37,29 +39,29 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first token, the making of a connection included."""
+        """Seconds to the first token, including the time to connect."""
         return self.pieces_s[0] - self.began_s
 
     @property
     def e2e_s(self) -> float:
+        """Seconds from sending to the last piece."""
         return self.pieces_s[-1] - self.began_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one."""
+        """Seconds per token after the first; None for a response of one token."""
         return (self.pieces_s[-1] - self.pieces_s[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
     def late_s(self) -> float:
-        """How late the client was, by no fault of the server's."""
+        """Seconds between the time that the request was due, or free to go, and its sending: the client's delay."""
         return self.began_s - (self.due_s if self.held_until_s is None else self.held_until_s)
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A load that has been laid on: its records, when it began and ended, and how late the client's loop was at each
-    of its own beats."""
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Records of a finished load, its begin and end, and the delays of the client's event loop at each of its beats."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     began_s: float
     ended_s: float
     beats_late_s: list[float]
@@ -68,6 +70,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
+        """Duration of the load."""
         return self.ended_s - self.began_s
 
 
@@ -103,15 +106,15 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-class Listener:
-    """Reads one stream of events into its record."""
+class StreamListener:
+    """Parses one stream of server-sent events into its record."""
 
-    def __init__(self, record: Record) -> None:
-        self._record, self._rest = record, b""
-        self.finished = False  # a reason for the end has come, or the end mark
+    def __init__(self, record: RequestRecord) -> None:
+        self._record, self._unparsed = record, b""
+        self.finished = False  # a finish reason has arrived, or the end mark
 
     def __call__(self, data: bytes, now_s: float) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._unparsed = (self._unparsed + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._event(line[5:].strip(), now_s)
@@ -124,26 +127,37 @@ class Listener:
         try:
             event = _decoder.decode(text)
         except msgspec.MsgspecError as error:
-            raise HttpFailure(f"an event that is none of OpenAI's: {error}") from None
+            raise HttpFailure(f"an event that is not in OpenAI's format: {error}") from None
         if event.error is not None:
-            raise HttpFailure(f"in the stream: {message(event.error)}")
-        if (usage := event.usage) is not None:
-            record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
-            details = usage.prompt_tokens_details
-            record.cached_tokens = (details and details.cached_tokens) or 0
+            raise HttpFailure(f"in the stream: {error_text(event.error)}")
+        if event.usage is not None:
+            self._count(event.usage)
         for choice in event.choices:
-            said = choice.text
-            if piece := choice.delta:
-                said = piece.content or piece.reasoning_content or piece.reasoning or (piece.tool_calls and "call")
+            content = _content(choice)
             self.finished |= choice.finish_reason is not None
-            # A last token may have no text: the end of half a character, or one that is not shown.
-            if said or (choice.finish_reason is not None and not record.pieces_s):
+            # The last token may have no text: half a character, or a token that is not shown.
+            if content or (choice.finish_reason is not None and not record.pieces_s):
                 record.pieces_s.append(now_s)
 
+    def _count(self, usage: _Usage) -> None:
+        record, details = self._record, usage.prompt_tokens_details
+        record.input_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
+        record.cached_tokens = (details and details.cached_tokens) or 0
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True):
-    """How the requests are asked: by which API (at its own path where `path` is None) and of which model; `extra` goes
-    into every body."""
+
+def _content(choice: _Choice) -> str | None:
+    """Text of a choice in an event; "call" for a piece of a tool call."""
+    piece = choice.delta
+    if piece is None:
+        return choice.text
+    return piece.content or piece.reasoning_content or piece.reasoning or (piece.tool_calls and "call")
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of all requests of a load.
+
+    `path` None is the API's own path; `extra` goes into every body.
+    """
 
     api: Api = "openai"
     path: str | None = None
@@ -155,122 +169,139 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, prompt: Prompt) -> bytes:
         """The JSON of one request."""
-        what: dict[str, Any] = {"prompt": prompt.content}
+        content: dict[str, Any] = {"prompt": prompt.content}
         if self.api == "openai-chat":
-            talk = prompt.content
-            what = {"messages": talk if isinstance(talk, list) else [{"role": "user", "content": talk}]}
+            messages = prompt.content
+            is_chat = isinstance(messages, list)
+            content = {"messages": messages if is_chat else [{"role": "user", "content": messages}]}
         fields: dict[str, Any] = {"max_tokens": prompt.output_len, "temperature": self.temperature, "stream": True}
         if self.model is not None:
             fields["model"] = self.model
         if self.ignore_eos:
             fields["ignore_eos"] = True
-        return msgspec.json.encode({**what, **fields, "stream_options": {"include_usage": True}, **self.extra})
+        return msgspec.json.encode({**content, **fields, "stream_options": {"include_usage": True}, **self.extra})
 
 
-async def lay_on(
-    client: Client,
-    asking: Asking,
+async def run_open_loop(
+    client: HttpClient,
+    options: RequestOptions,
     prompts: Sequence[Prompt],
     due: Sequence[float],
     *,
     max_concurrency: int | None = None,
-    on_end: Callable[[Record], object] = lambda record: None,
-) -> Load:
-    """Send each prompt at its time, seconds from now, and hear all answers to the end. With `max_concurrency` no more
-    than that are under way at once, and those that are due wait in order. Failures are in the records.
+    on_end: Callable[[RequestRecord], object] = lambda record: None,
+) -> LoadResult:
+    """Send each prompt at its time in `due`, seconds from now, and wait for all responses; errors go into the records.
 
-    Cancelled (Ctrl-C), it gives up the requests under way and returns the Load of those that had ended, if any had.
+    With `max_concurrency` at most that many requests are in flight, and due ones wait in order. If the task is
+    cancelled (Ctrl-C), the requests in flight are dropped and the result has those that had ended, if there are any.
     """
-    bodies = [asking.body(prompt) for prompt in prompts]  # before the clock runs
-    turns = asyncio.Semaphore(max_concurrency) if max_concurrency else None
-    running = most = 0
-    began = monotonic()
-    records = [Record(due_s=began + at, wanted=prompt.output_len) for at, prompt in zip(due, prompts, strict=True)]
-    late: list[float] = []
-
-    async def one(record: Record, body: bytes) -> None:
-        nonlocal running, most
-        if turns is not None:
-            if turns.locked():
-                await turns.acquire()
-                record.held_until_s = monotonic()
-            else:
-                await turns.acquire()
-        running += 1
-        most = max(most, running)
-        try:
-            await ask(client, asking, record, body)
-        finally:
-            running -= 1
-            if turns is not None:
-                turns.release()
-        on_end(record)
-
-    beat = asyncio.create_task(_beat(late))
+    bodies = [options.body(prompt) for prompt in prompts]  # before the clock runs
+    begin = monotonic()
+    records = [
+        RequestRecord(due_s=begin + at, requested_tokens=prompt.output_len)
+        for at, prompt in zip(due, prompts, strict=True)
+    ]
+    sender = _Sender(client, options, max_concurrency, on_end)
+    delays: list[float] = []
+    beat = asyncio.create_task(_measure_delays(delays))
     interrupted = False
     try:
         async with asyncio.TaskGroup() as group:
             for record, body in zip(records, bodies, strict=True):
                 if (wait := record.due_s - monotonic()) > 0:
                     await asyncio.sleep(wait)
-                group.create_task(one(record, body))
+                group.create_task(sender.send(record, body))
     except asyncio.CancelledError:
         records = [record for record in records if record.ended_s]
         if not records:
             raise
         interrupted = True
         if (task := asyncio.current_task()) is not None:
-            task.uncancel()  # handled: the figures so far are the answer to it
+            task.uncancel()  # handled: the caller gets the figures so far
     finally:
-        ended = monotonic()
+        end = monotonic()
         beat.cancel()
         with suppress(asyncio.CancelledError):
             await beat
-    return Load(
+    return LoadResult(
         records=records,
-        began_s=began,
-        ended_s=ended,
-        beats_late_s=late,
-        most_at_once=most,
+        began_s=begin,
+        ended_s=end,
+        beats_late_s=delays,
+        most_at_once=sender.most_at_once,
         interrupted=interrupted,
     )
 
 
-async def ask(client: Client, asking: Asking, record: Record, body: bytes) -> None:
-    """One request from its beginning to its end, whichever that is."""
-    listener = Listener(record)
+class _Sender:
+    """Sends requests, at most `max_concurrency` at once."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        options: RequestOptions,
+        max_concurrency: int | None,
+        on_end: Callable[[RequestRecord], object],
+    ) -> None:
+        self.client, self.options, self.on_end = client, options, on_end
+        self.slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+        self.running = self.most_at_once = 0
+
+    async def send(self, record: RequestRecord, body: bytes) -> None:
+        """Wait for a free slot if there is a limit, then send the request and wait for its end."""
+        if self.slots is not None:
+            held = self.slots.locked()
+            await self.slots.acquire()
+            if held:
+                record.held_until_s = monotonic()
+        self.running += 1
+        self.most_at_once = max(self.most_at_once, self.running)
+        try:
+            await send_request(self.client, self.options, record, body)
+        finally:
+            self.running -= 1
+            if self.slots is not None:
+                self.slots.release()
+        self.on_end(record)
+
+
+async def send_request(client: HttpClient, options: RequestOptions, record: RequestRecord, body: bytes) -> None:
+    """Send one request and record its times, or its error."""
+    listener = StreamListener(record)
     record.began_s = monotonic()
     try:
-        async with asyncio.timeout(asking.timeout_s):
-            await client.post(asking.path or PATHS[asking.api], body, listener)
+        async with asyncio.timeout(options.timeout_s):
+            await client.post(options.path or PATHS[options.api], body, listener)
         if not listener.finished or not record.pieces_s:
             record.error = "the stream ended before the answer"
     except TimeoutError:
-        record.error = f"no end after {asking.timeout_s:g} s"
-    except Refused as error:
-        record.error = f"{error}: {message(error.body)}"
+        record.error = f"not complete after {options.timeout_s:g} s"
+    except HttpRefusal as error:
+        record.error = f"{error}: {error_text(error.body)}"
     except HttpFailure as error:
         record.error = str(error)
     record.ended_s = monotonic()
     if record.error is None and not record.output_tokens:
-        record.output_tokens = len(record.pieces_s)  # a server that counts nothing: one token a piece
+        record.output_tokens = len(record.pieces_s)  # the server reports no usage: one token per piece
 
 
-async def _beat(late: list[float]) -> None:
+async def _measure_delays(delays: list[float]) -> None:
+    """Sleep again and again, and append the event loop's delay in seconds each time."""
     while True:
         due = monotonic() + BEAT_S
         await asyncio.sleep(BEAT_S)
-        late.append(monotonic() - due)
+        delays.append(monotonic() - due)
 
 
-def message(said: Any) -> str:
-    """What an error says of itself, whatever form it has; in one line."""
-    if isinstance(said, bytes):
-        text = said.decode("utf-8", "replace")
+def error_text(error: Any) -> str:
+    """The message of an error in any of the usual formats, in one line."""
+    if isinstance(error, bytes):
+        text = error.decode("utf-8", "replace")
         try:
-            said = json.loads(text)
+            error = json.loads(text)
         except ValueError:
-            said = text
-    while isinstance(said, dict):
-        said = said.get("error") or said.get("message") or said.get("detail") or json.dumps(said)
-    return " ".join(str(said).split())[:MOST_ERROR_CHARS] or "no word"
+            error = text
+    while isinstance(error, dict):
+        error = error.get("error") or error.get("message") or error.get("detail") or json.dumps(error)
+    return " ".join(str(error).split())[:MOST_ERROR_CHARS] or "an error without a message"

@@ -1,4 +1,4 @@
-"""Measuring an engine: one run of a workload, as seconds and tokens per second."""
+"""One run of a workload on an engine, measured in seconds and tokens per second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.bench.workload import Ask
+from weft.bench.workload import BenchRequest
 from weft.core.params import SamplingParams
 from weft.errors import ConfigError
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from weft.llm import LLM
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. `ttft_s` and `tpot_s` are medians over its requests: seconds from submission to the first
-    token, and per token after it. `seconds` is from the submission of all to the end of the last."""
+class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one run. `ttft_s` and `tpot_s` are medians over its requests: seconds from submission to the first
+    token, and per token after it. `seconds` is from the submission of all requests to the end of the last one."""
 
     seconds: float
     ttft_s: float
@@ -38,42 +38,45 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens / self.seconds
 
 
-def run(llm: LLM, asks: Sequence[Ask]) -> Run:
-    """Submit everything at once, wait for the end, and look at each request's times."""
-    prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
-    params = [SamplingParams(temperature=a.temperature, max_tokens=a.output_len, ignore_eos=True) for a in asks]
+def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> BatchRun:
+    """Submit all requests at once and wait for the last one. Raises ConfigError if one ends too early."""
+    prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+    params = [
+        SamplingParams(temperature=request.temperature, max_tokens=request.output_len, ignore_eos=True)
+        for request in requests
+    ]
     start = time.monotonic()
     answers = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.monotonic() - start
-    first, after, tokens = [], [], 0
-    for ask, answer in zip(asks, answers, strict=True):
-        made, times = len(answer.outputs[0].token_ids), answer.metrics
+    ttfts, tpots, output_tokens = [], [], 0
+    for request, answer in zip(requests, answers, strict=True):
+        generated, times = len(answer.outputs[0].token_ids), answer.metrics
         assert times.first_token_s is not None and times.finished_s is not None
-        if made != ask.output_len:
+        if generated != request.output_len:
             raise ConfigError(
-                f"an answer ended after {made} of {ask.output_len} tokens: {len(ask.prompt)} + {ask.output_len} tokens "
-                "are more than --max-model-len"
+                f"a request ended after {generated} of {request.output_len} tokens: {len(request.prompt)} + "
+                f"{request.output_len} tokens are more than --max-model-len"
             )
-        tokens += made
-        first.append(times.first_token_s - times.arrival_s)
-        if made > 1:
-            after.append((times.finished_s - times.first_token_s) / (made - 1))
-    return Run(
+        output_tokens += generated
+        ttfts.append(times.first_token_s - times.arrival_s)
+        if generated > 1:
+            tpots.append((times.finished_s - times.first_token_s) / (generated - 1))
+    return BatchRun(
         seconds=seconds,
-        ttft_s=median(first),
-        tpot_s=median(after) if after else 0.0,
-        input_tokens=sum(len(ask.prompt) for ask in asks),
-        output_tokens=tokens,
+        ttft_s=median(ttfts),
+        tpot_s=median(tpots) if tpots else 0.0,
+        input_tokens=sum(len(request.prompt) for request in requests),
+        output_tokens=output_tokens,
     )
 
 
-def typical(runs: Sequence[Run]) -> dict[str, float]:
-    """The median of each figure over the runs."""
+def median_figures(runs: Sequence[BatchRun]) -> dict[str, float]:
+    """Median of each figure over the runs."""
     return {
-        "ttft_s": round(median(r.ttft_s for r in runs), 5),
-        "tpot_s": round(median(r.tpot_s for r in runs), 6),
-        "decode_tok_s": round(median(r.decode_tok_s for r in runs), 2),
-        "output_tok_s": round(median(r.output_tok_s for r in runs), 2),
-        "total_tok_s": round(median((r.input_tokens + r.output_tokens) / r.seconds for r in runs), 2),
-        "seconds": round(median(r.seconds for r in runs), 4),
+        "ttft_s": round(median(run.ttft_s for run in runs), 5),
+        "tpot_s": round(median(run.tpot_s for run in runs), 6),
+        "decode_tok_s": round(median(run.decode_tok_s for run in runs), 2),
+        "output_tok_s": round(median(run.output_tok_s for run in runs), 2),
+        "total_tok_s": round(median((run.input_tokens + run.output_tokens) / run.seconds for run in runs), 2),
+        "seconds": round(median(run.seconds for run in runs), 4),
     }

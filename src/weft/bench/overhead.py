@@ -1,4 +1,4 @@
-"""What Python costs beside the model: the scheduler alone, and the core's whole round of a step."""
+"""Python's overhead beside the model: of the scheduler alone, and of the core's whole work for a step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 
-PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; nobody ends while it is measured
-ROUNDS = 5  # of which the median counts
-MEASURE_S = 0.2  # each
-RUNNING, BATCH = 256, 32  # requests: of the scheduler alone, of the core's round
+PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; no request ends during the measurement
+ROUNDS = 5  # the median counts
+MEASURE_S = 0.2  # for each round
+RUNNING, BATCH = 256, 32  # requests for the scheduler alone, and for the core
 ITERATIONS = 256  # of the reference loop
 
 
-def request(number: int, prompt: int = PROMPT) -> Request:
-    """One that decodes for ever; no two share a block."""
+def endless_request(number: int, prompt: int = PROMPT) -> Request:
+    """A request that decodes without end; no two share a block."""
     return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
 
 
-def scheduler(running: int, *, lookahead: bool) -> Scheduler:
-    """One with room for `running` requests and their answers, as an engine makes it."""
+def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
+    """A scheduler with KV blocks for `running` requests and their outputs, as an engine creates it."""
     return Scheduler(
         pool=BlockPool(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
         max_num_seqs=running,
@@ -45,44 +45,47 @@ def scheduler(running: int, *, lookahead: bool) -> Scheduler:
     )
 
 
-class Decoding:
-    """A scheduler whose `running` requests all decode; a call is one step, scheduled and applied. With `lookahead` a
-    step is in flight meanwhile, as on a GPU."""
+class SchedulerSteps:
+    """A scheduler whose `running` requests all decode; a call schedules and applies one step.
+
+    With `lookahead` another step is in flight meanwhile, as on a GPU.
+    """
 
     def __init__(self, running: int, *, lookahead: bool = False) -> None:
-        self._scheduler = scheduler(running, lookahead=lookahead)
+        self._scheduler = make_scheduler(running, lookahead=lookahead)
         self._flights: deque[StepPlan] = deque()
         self._depth = 1 + lookahead
         for number in range(running):
-            self._scheduler.add(request(number))
+            self._scheduler.add(endless_request(number))
         for _ in range(self._depth + 1):  # the prompts
             self()
 
     def __call__(self) -> None:
         while len(self._flights) < self._depth and (plan := self._scheduler.schedule()):
             self._flights.append(plan)
-        self._scheduler.apply(answer(self._flights.popleft()))
+        self._scheduler.apply(sample_result(self._flights.popleft()))
 
 
-class Instant:
-    """An executor whose ranks need no time."""
+class InstantExecutor:
+    """An executor whose ranks take no time."""
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
+        """A finished step with a token for each row that samples."""
         future: Future[StepResult] = Future()
-        future.set_result(answer(step))
+        future.set_result(sample_result(step))
         return future
 
 
-class Round:
-    """All that the core and the caller's side do for a step of `batch` requests, short of text; a call is one step."""
+class CoreSteps:
+    """The work of the core and of the caller's side, without text, for `batch` requests; a call is one step."""
 
     def __init__(self, batch: int, *, lookahead: bool = False) -> None:
-        self._core = EngineCore(scheduler(batch, lookahead=lookahead), Instant(), depth=1 + lookahead)
+        self._core = EngineCore(make_scheduler(batch, lookahead=lookahead), InstantExecutor(), depth=1 + lookahead)
         self._jobs: dict[str, Collector] = {}
         for number in range(batch):
-            asked = request(number)
-            self._jobs[asked.id] = Collector(asked.id, None, asked.params, [asked], None, 0.0)
-            self._core.add(asked)
+            request = endless_request(number)
+            self._jobs[request.id] = Collector(request.id, None, request.params, [request], None, 0.0)
+            self._core.add(request)
         for _ in range(3):
             self()
 
@@ -92,26 +95,26 @@ class Round:
             self._jobs[output.id].add(output, 0.0)
 
 
-def answer(plan: StepPlan) -> StepResult:
-    """A token for each row that samples."""
+def sample_result(plan: StepPlan) -> StepResult:
+    """Result of a step: a token for each row that samples."""
     count = plan.samples.count(True)
     return StepResult(plan.id, [7] * count, [None] * count, {})
 
 
-def seconds(step: Callable[[], object]) -> float:
-    """Processor seconds of one call, on one core: the median of several stretches."""
-    found = []
+def cpu_seconds(step: Callable[[], object]) -> float:
+    """Processor seconds of one call on one core: the median of ROUNDS stretches."""
+    rounds = []
     for _ in range(ROUNDS):
         calls, start = 0, time.process_time()
-        while (took := time.process_time() - start) < MEASURE_S:
+        while (seconds := time.process_time() - start) < MEASURE_S:
             step()
             calls += 1
-        found.append(took / calls)
-    return median(found)
+        rounds.append(seconds / calls)
+    return median(rounds)
 
 
-def instructions(step: Callable[[], object]) -> int:
-    """How many of Python's own instructions a call executes: the same on every machine, whatever else runs there."""
+def count_instructions(step: Callable[[], object]) -> int:
+    """Number of Python bytecode instructions that a call executes; the same on every machine, busy or idle."""
     count = 0
 
     def inside(frame: FrameType, event: str, _: Any) -> Any:
@@ -132,8 +135,8 @@ def instructions(step: Callable[[], object]) -> int:
     return count
 
 
-def reference() -> int:
-    """A fixed loop to count others' instructions by: it looks up, compares, appends and adds."""
+def reference_loop() -> int:
+    """A fixed loop, the unit of `loops_per_request`: it looks up, compares, appends and adds."""
     table: dict[int, list[int]] = {number: [] for number in range(ITERATIONS)}
     total = 0
     for number in range(ITERATIONS):
@@ -144,21 +147,24 @@ def reference() -> int:
     return total
 
 
-def loops(step: Decoding | Round, requests: int) -> float:
-    """Instructions for each request of a step, in iterations of the reference loop: that makes them comparable between
-    versions of Python. Over as many steps as a block has tokens: one of them takes new blocks, one lets others find
-    the full ones."""
-    counted = sum(instructions(step) for _ in range(BLOCK)) / BLOCK / requests
-    return counted / (instructions(reference) / ITERATIONS)
+def loops_per_request(step: SchedulerSteps | CoreSteps, requests: int) -> float:
+    """Instructions per request of a step, in iterations of the reference loop, which makes versions of Python
+    comparable.
+
+    The mean is over as many steps as a block has tokens: one of them takes new blocks, and one registers the full
+    blocks for reuse.
+    """
+    counted = sum(count_instructions(step) for _ in range(BLOCK)) / BLOCK / requests
+    return counted / (count_instructions(reference_loop) / ITERATIONS)
 
 
-def report() -> dict[str, Any]:
-    """The figures of this machine, and of the code on whichever."""
-    alone, ahead = Decoding(RUNNING), Decoding(RUNNING, lookahead=True)
+def overhead_report() -> dict[str, Any]:
+    """Figures of this machine (`*_per_s`, `*_ms`) and of the code on any machine (`*_instructions`)."""
+    alone, ahead = SchedulerSteps(RUNNING), SchedulerSteps(RUNNING, lookahead=True)
     return {
-        "scheduled_per_s": round(RUNNING / seconds(alone)),
-        "scheduled_ahead_per_s": round(RUNNING / seconds(ahead)),
-        "core_step_ms": round(1000 * seconds(Round(BATCH)), 4),
-        "scheduler_instructions": round(loops(alone, RUNNING), 3),
-        "core_instructions": round(loops(Round(BATCH), BATCH), 3),
+        "scheduled_per_s": round(RUNNING / cpu_seconds(alone)),
+        "scheduled_ahead_per_s": round(RUNNING / cpu_seconds(ahead)),
+        "core_step_ms": round(1000 * cpu_seconds(CoreSteps(BATCH)), 4),
+        "scheduler_instructions": round(loops_per_request(alone, RUNNING), 3),
+        "core_instructions": round(loops_per_request(CoreSteps(BATCH), BATCH), 3),
     }

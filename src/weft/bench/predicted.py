@@ -1,4 +1,4 @@
-"""What the planner expected of a batch that was measured: the same figures, so that they can stand side by side."""
+"""The planner's prediction for a measured batch, in the same figures, so that both can be compared."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from math import ceil
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from weft.bench.workload import Ask
+from weft.bench.workload import BenchRequest
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
 
-# Figures that are predicted, as reports have them: how a person calls them, in what unit, and how many make one.
+# Predicted figures by their names in reports: name for people, unit, and factor from the report's unit to this one.
 FIGURES = {
     "ttft_s": ("time to first token", "ms", 1e3),
     "decode_tok_s": ("of a request after it", "tokens/s", 1.0),
@@ -20,30 +20,30 @@ FIGURES = {
 }
 
 
-def predicted(forecast: Forecast, asks: Sequence[Ask]) -> dict[str, float]:
-    """Of requests that are all there at the start: medians of the first two figures, under the names of FIGURES."""
-    plan, count = forecast.plan, len(asks)
-    input_len, output_len = fmean(len(ask.prompt) for ask in asks), fmean(ask.output_len for ask in asks)
+def predict_batch(forecast: Forecast, requests: Sequence[BenchRequest]) -> dict[str, float]:
+    """Predict the FIGURES of requests that all arrive at the start; the first two are medians over the requests."""
+    plan, count = forecast.plan, len(requests)
+    input_len = fmean(len(request.prompt) for request in requests)
+    output_len = fmean(request.output_len for request in requests)
     speed = forecast.speed(input_len, output_len, count)
-    # Prompts are read in steps of so many; who is in the middle has waited for its step and those before.
-    each = max(1, int(plan.max_num_batched_tokens // input_len))
-    read = min(count, ceil(ceil(count / 2) / each) * each)
-    # After its first token a request waits for those prompts only that are read in later steps.
+    # A step reads this many prompts; the median request waits for its own step and for those before.
+    per_step = max(1, int(plan.max_num_batched_tokens // input_len))
+    read = min(count, ceil(ceil(count / 2) / per_step) * per_step)
+    # After its first token a request waits only for prompts that are read in later steps.
     later = speed.prefill_s * (count - read) / output_len
     round_s = speed.step.total
-    alone_s = speed.ttft_s + (read - 1) * speed.prefill_s
-    whole_s = (
-        alone_s + speed.prefill_s * (count - read) + (output_len - 1) * round_s * max(1.0, count / speed.concurrency)
-    )
+    ttft_s = speed.ttft_s + (read - 1) * speed.prefill_s
+    decode_s = (output_len - 1) * round_s * max(1.0, count / speed.concurrency)
+    whole_s = ttft_s + speed.prefill_s * (count - read) + decode_s
     return {
-        "ttft_s": round(alone_s, 5),
+        "ttft_s": round(ttft_s, 5),
         "decode_tok_s": round(1 / (round_s + later), 2),
         "output_tok_s": round(count * output_len / whole_s, 2),
     }
 
 
-def beside(measured: Mapping[str, float], expected: Mapping[str, float]) -> list[str]:
-    """A line for each figure: as measured, as predicted, and the ratio of the two."""
+def comparison_lines(measured: Mapping[str, float], expected: Mapping[str, float]) -> list[str]:
+    """A line for each figure: measured, predicted, and the ratio of the two."""
     lines = []
     for name, (words, unit, scale) in FIGURES.items():
         real, planned = measured[name] * scale, expected[name] * scale

@@ -1,11 +1,11 @@
-"""Prompts for a server: drawn at random, or read from a file."""
+"""Prompts to send to a server: drawn at random, or read from a file."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -14,20 +14,20 @@ from weft.errors import ConfigError, error_reason
 Message = dict[str, Any]
 WORDS = "time year day way part case work life hand place week group water room area story fact month book eye"
 FORMS = (
-    'one JSON object per line with "prompt" or "messages", and if you like "output_tokens"; '
+    'one JSON object per line with "prompt" or "messages", and optionally "output_tokens"; '
     "or ShareGPT's list of conversations"
 )
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What is asked, as token ids, text or messages, and how many tokens the answer has at most."""
+    """A prompt as token ids, text or messages, and the most tokens of the response."""
 
     content: list[int] | str | list[Message]
     output_len: int
 
 
-def spread(length: int, ratio: float) -> tuple[int, int]:
-    """The lengths that are within `ratio` of `length`, both ends included."""
+def length_range(length: int, ratio: float) -> tuple[int, int]:
+    """Smallest and largest length within `ratio` of `length`."""
     return max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio)))
 
 
@@ -40,24 +40,27 @@ def random_prompts(
     output_len: tuple[int, int],
     prefix_len: int = 0,
 ) -> list[Prompt]:
-    """`count` prompts of `prefix_len` tokens that are the same in all, and so many of their own. Token ids below
-    `vocab`; None makes texts of so many short words, which servers count in their own way."""
+    """Prompts with the same `prefix_len` tokens at the beginning of all and `input_len` tokens of their own.
+
+    Token ids are below `vocab`. With `vocab` None the prompts are texts of that many short words, which each server
+    tokenizes in its own way.
+    """
     random, words = Random(f"weft serve {seed}"), WORDS.split()
 
     def draw(length: int) -> list[int]:
         return [random.randrange(vocab or len(words)) for _ in range(length)]
 
     prefix = draw(prefix_len)
-    made = []
+    prompts = []
     for _ in range(count):
         ids = prefix + draw(random.randint(*input_len))
         content: list[int] | str = " ".join(words[id] for id in ids) if vocab is None else ids
-        made.append(Prompt(content, random.randint(*output_len)))
-    return made
+        prompts.append(Prompt(content, random.randint(*output_len)))
+    return prompts
 
 
-def read(path: str, *, output_len: int) -> list[Prompt]:
-    """The prompts of a file, in its order; `output_len` for those that do not say. Raises ConfigError."""
+def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
+    """Read the prompts of a file in order; `output_len` applies to prompts without a length. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -68,10 +71,10 @@ def read(path: str, *, output_len: int) -> list[Prompt]:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
                 rows.append((f"{path}, line {number}", _json(line, f"{path}, line {number}")))
-    found = [_prompt(row, where, output_len) for where, row in rows]
-    if not found:
+    prompts = [_prompt(row, where, output_len) for where, row in rows]
+    if not prompts:
         raise ConfigError(f"--dataset-path {path} holds no prompts; it must be {FORMS}")
-    return found
+    return prompts
 
 
 def _json(text: str, where: str) -> Any:
@@ -82,31 +85,38 @@ def _json(text: str, where: str) -> Any:
 
 
 def _sharegpt(text: str) -> list[tuple[str, Any]] | None:
-    """The first turn of each conversation, where that is what the file holds."""
+    """First turn of each conversation in ShareGPT's format, with its place; None for a file in another format."""
     if not text.lstrip().startswith("["):
         return None
     try:
         listed = json.loads(text)
     except ValueError:
         return None
-    turns = (row.get("conversations") if isinstance(row, dict) else None for row in listed)
-    return [
-        (f"conversation {number}", {"prompt": turn[0].get("value")})
-        for number, turn in enumerate(turns, start=1)
-        if isinstance(turn, list) and turn and isinstance(turn[0], dict)
-    ]
+    prompts = []
+    for number, row in enumerate(listed, start=1):
+        turns = row.get("conversations") if isinstance(row, dict) else None
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            prompts.append((f"conversation {number}", {"prompt": turns[0].get("value")}))
+    return prompts
 
 
 def _prompt(row: Any, where: str, output_len: int) -> Prompt:
-    row = row if isinstance(row, dict) else {}
-    content = row.get("prompt", row.get("messages"))
-    length = row.get("output_tokens", row.get("max_tokens"))
+    fields = row if isinstance(row, dict) else {}
+    content = fields.get("prompt", fields.get("messages"))
+    length = fields.get("output_tokens", fields.get("max_tokens"))
     length = output_len if length is None else length
-    listed = isinstance(content, list) and content
-    ids = listed and all(type(part) is int and part >= 0 for part in content)
-    messages = listed and all(isinstance(part, dict) for part in content)
-    if not ((isinstance(content, str) and content) or ids or messages):
+    if not _is_content(content):
         raise ConfigError(f"{where} holds no prompt: the file must be {FORMS}")
     if type(length) is not int or length < 1:
         raise ConfigError(f"{where} asks for {length!r} tokens; it must be a whole number of 1 or more")
     return Prompt(content, length)
+
+
+def _is_content(content: Any) -> TypeGuard[list[int] | str | list[Message]]:
+    """Return True for a text, a list of token ids or a list of messages that is not empty."""
+    if not content or not isinstance(content, str | list):
+        return False
+    if isinstance(content, str):
+        return True
+    is_ids = all(type(part) is int and part >= 0 for part in content)
+    return is_ids or all(isinstance(part, dict) for part in content)

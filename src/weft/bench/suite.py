@@ -1,4 +1,4 @@
-"""The suite: what Weft does on this machine, one figure for each thing that a change may make worse."""
+"""The benchmark suite on this machine: one figure for each property that a change may make worse."""
 
 from __future__ import annotations
 
@@ -12,53 +12,56 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from weft.bench import overhead
-from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, Server
-from weft.bench.load import Asking, Load, lay_on
-from weft.bench.measure import run, typical
-from weft.bench.memory import pss_bytes
-from weft.bench.predicted import predicted
+from weft.bench.arrivals import arrival_times
+from weft.bench.http import HttpClient, ServerAddress
+from weft.bench.load import LoadResult, RequestOptions, run_open_loop
+from weft.bench.measure import median_figures, run_batch
+from weft.bench.predicted import predict_batch
 from weft.bench.prompts import random_prompts
-from weft.bench.server import Served
-from weft.bench.summary import summary
-from weft.bench.synthetic import TINY
-from weft.bench.workload import Ask, random_requests, shared_prefix
+from weft.bench.server import ServeProcess
+from weft.bench.summary import summarise_load
+from weft.bench.workload import BenchRequest, random_requests, shared_prefix
 from weft.errors import ConfigError
 from weft.llm import LLM
+from weft.probes.memory import pss_bytes
+from weft.probes.synthetic import TINY
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
 
-QUIET_S = 0.3  # between two runs: threads that spin for work have gone to sleep by then
+QUIET_S = 0.3  # between two runs, until threads that spin for work have gone to sleep
 WARM_UPS = 2
 RATE, REQUESTS = 4.0, 32  # of the open loop; requests per second
-TINY_TOKENS = 128  # of each answer, where Python is timed
+TINY_TOKENS = 128  # output of each request when Python is timed
 
-Asks = Callable[[int, int], list[Ask]]
+# Run number and vocabulary size -> the requests of that run.
+RequestMaker = Callable[[int, int], list[BenchRequest]]
 Tasks = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests that are all there at the start: `asks` gives those of a run, by its number and the vocabulary's size,
-    other tokens for each number. `share` of the runs that were asked for is enough."""
+    """Requests that all arrive at the start; `requests` makes those of a run, with different tokens for each run.
+
+    `share` is the share of the suite's runs that is enough for this batch.
+    """
 
     name: str
-    asks: Asks
+    requests: RequestMaker
     share: float = 1.0
 
 
-def of(count: int, input_len: tuple[int, int], output_len: int) -> Asks:
-    """So many random requests."""
+def random_batch(count: int, input_len: tuple[int, int], output_len: int) -> RequestMaker:
+    """Maker of `count` random requests."""
     return lambda seed, vocab: random_requests(
         seed, vocab=vocab, count=count, input_len=input_len, output_len=output_len
     )
 
 
 BATCHES = (
-    Batch("latency", of(1, (128, 128), 128)),
-    Batch("prefill", of(1, (1024, 1024), 1)),
-    Batch("throughput", of(32, (32, 256), 128), 0.6),
+    Batch("latency", random_batch(1, (128, 128), 128)),
+    Batch("prefill", random_batch(1, (1024, 1024), 1)),
+    Batch("throughput", random_batch(32, (32, 256), 128), 0.6),
     Batch(
         "prefix",
         lambda seed, vocab: shared_prefix(seed, vocab=vocab, count=128, prefix=512, own=16, output_len=32),
@@ -67,58 +70,63 @@ BATCHES = (
 )
 
 
-def batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
-    """Every batch on one engine: medians, and what the planner expects where it knows the machine. Without `runs` only
-    the engine's plan."""
-    found: Tasks = {}
+def measure_batches(model: str, runs: int, tell: Callable[[str], object]) -> tuple[Tasks, Plan]:
+    """Measure every batch on one engine; return medians beside the planner's predictions, and the engine's plan.
+
+    With `runs` 0 only the plan is returned.
+    """
+    tasks: Tasks = {}
     with LLM(model, skip_tokenizer_init=True) as llm:
         for batch in BATCHES if runs else ():
-            found[batch.name] = figures(llm, batch, max(1, round(runs * batch.share)))
+            tasks[batch.name] = measure_batch(llm, batch, max(1, round(runs * batch.share)))
             tell(batch.name)
-        return found, llm.plan
+        return tasks, llm.plan
 
 
-def figures(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
-    """One batch, so many times."""
-    vocab, done = llm.plan.shape.vocab, []
+def measure_batch(llm: LLM, batch: Batch, runs: int) -> dict[str, Any]:
+    """Medians of one batch over `runs` runs, and the planner's prediction."""
+    vocab, measured = llm.plan.shape.vocab, []
     for number in range(-WARM_UPS, runs):
         time.sleep(QUIET_S)
-        measured = run(llm, batch.asks(number, vocab))
+        run = run_batch(llm, batch.requests(number, vocab))
         if number >= 0:
-            done.append(measured)
-    found: dict[str, Any] = typical(done)
-    planned = None if batch.name == "prefix" else expected(llm, batch.asks(0, vocab))  # it knows of no shared ones
+            measured.append(run)
+    figures: dict[str, Any] = median_figures(measured)
+    # The planner does not know of shared prefixes.
+    predicted = None if batch.name == "prefix" else predict_requests(llm, batch.requests(0, vocab))
     if batch.name == "prefill":
-        for it in (found, planned or {}):
-            if "ttft_s" in it:
-                it["prompt_tok_s"] = round(done[0].input_tokens / it["ttft_s"], 1)
-    return {"runs": runs, **found, "predicted": planned}
+        for result in (figures, predicted or {}):
+            if "ttft_s" in result:
+                result["prompt_tok_s"] = round(measured[0].input_tokens / result["ttft_s"], 1)
+    return {"runs": runs, **figures, "predicted": predicted}
 
 
-def expected(llm: LLM, asks: list[Ask]) -> dict[str, float] | None:
-    """None on hardware of which the planner knows nothing."""
+def predict_requests(llm: LLM, requests: list[BenchRequest]) -> dict[str, float] | None:
+    """The planner's prediction for a batch; None on hardware that the planner does not know."""
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), requests)
     except ConfigError:
         return None
 
 
-def python() -> dict[str, Any]:
-    """The scheduler alone, the core without ranks, and a whole step of a model that is hardly there: processor time,
-    which is of a busy machine what it is of an idle one."""
-    asks, took = of(overhead.BATCH, (8, 8), TINY_TOKENS), []
-    # With one thread for the kernels: others would wait for it, and be counted.
+def measure_python() -> dict[str, Any]:
+    """Processor time of the scheduler alone, of the core without ranks, and of a whole step of a tiny model.
+
+    Processor time is the same on a busy machine as on an idle one.
+    """
+    requests, seconds = random_batch(overhead.BATCH, (8, 8), TINY_TOKENS), []
+    # One thread for the kernels: the waiting of others would count as processor time.
     with one_thread(), TINY.folder() as folder, LLM(folder, load_format="dummy", skip_tokenizer_init=True) as llm:
         for number in range(WARM_UPS + 3):
             start = time.process_time()
-            run(llm, asks(number, TINY.vocab))
-            took.append((time.process_time() - start) / TINY_TOKENS)
-    return {**overhead.report(), "step_cpu_ms": round(1000 * median(took[WARM_UPS:]), 4)}
+            run_batch(llm, requests(number, TINY.vocab))
+            seconds.append((time.process_time() - start) / TINY_TOKENS)
+    return {**overhead.overhead_report(), "step_cpu_ms": round(1000 * median(seconds[WARM_UPS:]), 4)}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For the ranks that are started meanwhile."""
+    """Context in which started ranks use one thread each."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -130,41 +138,40 @@ def one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def server(model: str, plan: Plan, starts: int) -> Tasks:
-    """Start to ready, then an open loop on the last one that was started, and its memory before and after."""
+def measure_server(model: str, plan: Plan, starts: int) -> Tasks:
+    """Measure the start of `weft serve`, then an open loop on the last server, and its memory before and after."""
     seconds = []
     for _ in range(starts - 1):
-        with Served([model]) as served:
+        with ServeProcess([model]) as served:
             seconds.append(served.seconds)
-    with Served([model]) as served:
+    with ServeProcess([model]) as served:
         seconds.append(served.seconds)
         before = pss_bytes(served.pid)
-        load = asyncio.run(_load(served.url, plan.shape.vocab))
+        load = asyncio.run(_run_load(served.url, plan.shape.vocab))
         after = pss_bytes(served.pid)
     tokens = sum(record.input_tokens + record.output_tokens for record in load.records)
-    # Blocks that were never used take no memory.
+    # KV blocks that were never used take no memory.
     kv = tokens * sum(plan.block_bytes(place.rank) for place in plan.places) // plan.block_size
     memory = {"ready_pss_bytes": before, "loaded_pss_bytes": after, "kv": kv, "beyond_kv_bytes": max(0, after - kv)}
     return {
         "start": {"starts": starts, "ready_s": round(median(seconds), 3)},
-        "serve": {"request_rate": RATE, **summary(load)},
+        "serve": {"request_rate": RATE, **summarise_load(load)},
         "memory": memory,
     }
 
 
-async def _load(url: str, vocab: int) -> Load:
+async def _run_load(url: str, vocab: int) -> LoadResult:
     prompts = random_prompts("suite", count=REQUESTS, vocab=vocab, input_len=(128, 128), output_len=(64, 64))
-    client = Client(Server(url))
+    client = HttpClient(ServerAddress(url))
     try:
-        return await lay_on(client, Asking(), prompts, arrivals("suite", count=REQUESTS, rate=RATE))
+        return await run_open_loop(client, RequestOptions(), prompts, arrival_times("suite", count=REQUESTS, rate=RATE))
     finally:
         client.close()
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A figure that a person looks for: where it is, what it is called, its unit and how many of that make one, and
-    what it is to be."""
+    """A figure of the report: its task and key, name, unit, factor from the task's unit, and target."""
 
     task: str
     key: str
@@ -192,14 +199,16 @@ HEADLINES = (
 )
 
 
-def rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[float | str | None]]:
-    """Name, unit, figure, what was predicted of it and the ratio of the two, and the target."""
+def headline_rows(tasks: Mapping[str, Mapping[str, Any]]) -> list[list[float | str | None]]:
+    """Rows of the report: name, unit, figure, prediction, ratio of the two, and target."""
     table: list[list[float | str | None]] = []
-    for it in HEADLINES:
-        task = found.get(it.task, {})
-        if (value := task.get(it.key)) is None:
+    for headline in HEADLINES:
+        task = tasks.get(headline.task, {})
+        value = task.get(headline.key)
+        if value is None:
             continue
-        planned = (task.get("predicted") or {}).get(it.key)
-        ratio = value / planned if planned else None
-        table.append([it.words, it.unit, value * it.scale, planned and planned * it.scale, ratio, it.target])
+        predicted = (task.get("predicted") or {}).get(headline.key)
+        ratio = value / predicted if predicted else None
+        expected = predicted and predicted * headline.scale
+        table.append([headline.words, headline.unit, value * headline.scale, expected, ratio, headline.target])
     return table

@@ -1,4 +1,4 @@
-"""Workloads: what is asked in a benchmark, the same tokens for the same seed on every machine."""
+"""Workloads of benchmarks: the same tokens for the same seed on every machine."""
 
 from __future__ import annotations
 
@@ -11,35 +11,41 @@ NANO_REQUESTS, NANO_LENGTHS, NANO_IDS, NANO_TEMPERATURE = 256, (100, 1024), 10_0
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: prompt ids, and exactly so many tokens to generate."""
+class BenchRequest:
+    """One request: the prompt's token ids, and the exact number of tokens to generate."""
 
     prompt: list[int]
     output_len: int
     temperature: float = 0.0
 
 
-def random_requests(seed: int, *, vocab: int, count: int, input_len: tuple[int, int], output_len: int) -> list[Ask]:
-    """`count` prompts of random ids, their lengths evenly spread over `input_len` (both ends included)."""
+def random_requests(
+    seed: int, *, vocab: int, count: int, input_len: tuple[int, int], output_len: int
+) -> list[BenchRequest]:
+    """Requests with prompts of random ids, of lengths drawn uniformly from `input_len` (both ends included)."""
     random = Random(f"weft {seed}")
     lengths = [random.randint(*input_len) for _ in range(count)]
-    return [Ask([random.randrange(vocab) for _ in range(length)], output_len) for length in lengths]
+    return [BenchRequest([random.randrange(vocab) for _ in range(length)], output_len) for length in lengths]
 
 
-def shared_prefix(seed: int, *, vocab: int, count: int, prefix: int, own: int, output_len: int) -> list[Ask]:
-    """`count` prompts of random ids that begin with the same `prefix` tokens and have `own` ones after them."""
+def shared_prefix(seed: int, *, vocab: int, count: int, prefix: int, own: int, output_len: int) -> list[BenchRequest]:
+    """Requests with prompts of random ids: the same `prefix` tokens in all, and `own` different ones after them."""
     random = Random(f"weft prefix {seed}")
     shared = [random.randrange(vocab) for _ in range(prefix)]
-    return [Ask(shared + [random.randrange(vocab) for _ in range(own)], output_len) for _ in range(count)]
+    return [BenchRequest(shared + [random.randrange(vocab) for _ in range(own)], output_len) for _ in range(count)]
 
 
-def nano_vllm(vocab: int, seed: int = 0) -> list[Ask]:
-    """The workload of nano-vllm's benchmark, with its own seed number for number: all prompts are drawn first,
-    then all lengths."""
+def nano_vllm(vocab: int, seed: int = 0) -> list[BenchRequest]:
+    """The workload of nano-vllm's benchmark with its own seed: all prompts are drawn first, then all lengths.
+
+    Raises ConfigError if the vocabulary is too small.
+    """
     if vocab <= NANO_IDS:
-        raise ConfigError(f"the nano-vllm workload draws ids up to {NANO_IDS}; this model's vocabulary has {vocab}")
+        raise ConfigError(
+            f"the nano-vllm workload draws token ids up to {NANO_IDS}; this model's vocabulary has {vocab}"
+        )
     random = Random(seed)
     prompts = [
         [random.randint(0, NANO_IDS) for _ in range(random.randint(*NANO_LENGTHS))] for _ in range(NANO_REQUESTS)
     ]
-    return [Ask(prompt, random.randint(*NANO_LENGTHS), NANO_TEMPERATURE) for prompt in prompts]
+    return [BenchRequest(prompt, random.randint(*NANO_LENGTHS), NANO_TEMPERATURE) for prompt in prompts]

@@ -9,9 +9,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.measure import Run, run, typical
-from weft.bench.predicted import beside, predicted
-from weft.bench.workload import Ask, nano_vllm, random_requests
+from weft.bench.measure import BatchRun, median_figures, run_batch
+from weft.bench.predicted import comparison_lines, predict_batch
+from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
 from weft.errors import ConfigError
 from weft.planner.table import layout_json
@@ -28,10 +28,10 @@ def main(arguments: Namespace) -> int:
     with engine.start_engine(arguments, skip_tokenizer_init=True) as llm:
         plan = llm.plan
         workload = (latency_workload if task == "latency" else throughput_workload)(arguments, plan.shape.vocab)
-        runs: list[Run] = []
+        runs: list[BatchRun] = []
         # Every run has other tokens, so that no run finds KV blocks of another.
         for number in range(-arguments.num_iters_warmup, arguments.num_iters):
-            measured = run(llm, workload(number))
+            measured = run_batch(llm, workload(number))
             print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
             if number >= 0:
                 runs.append(measured)
@@ -46,29 +46,29 @@ def main(arguments: Namespace) -> int:
         "requests": len(workload(0)),
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,
-        **typical(runs),
+        **median_figures(runs),
         "predicted": expected,
         "runs": len(runs),
         "layout": layout,
     }
-    for line in beside(report, expected) if expected else []:
+    for line in comparison_lines(report, expected) if expected else []:
         print(line, file=sys.stderr)
     print(json.dumps(report))
     return 0
 
 
-def predict_run(llm: LLM, asks: Sequence[Ask]) -> dict[str, float] | None:
+def predict_run(llm: LLM, asks: Sequence[BenchRequest]) -> dict[str, float] | None:
     """The planner's predictions for a run; None with speculative decoding, or on hardware that it does not know."""
     if llm.plan.speculation:
         return None
     try:
-        return predicted(llm.forecast(), asks)
+        return predict_batch(llm.forecast(), asks)
     except ConfigError as error:
         logger.warning("nothing is predicted: %s", error)
         return None
 
 
-def latency_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def latency_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """A function from a run's number to its requests, a batch of equal lengths; numbers below 0 are warm-ups."""
     lengths = (arguments.input_len, arguments.input_len)
     return lambda seed: random_requests(
@@ -76,10 +76,10 @@ def latency_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[A
     )
 
 
-def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[Ask]]:
+def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], list[BenchRequest]]:
     """A function from a run's number to its requests of different lengths; numbers below 0 are warm-ups."""
 
-    def requests(number: int) -> list[Ask]:
+    def requests(number: int) -> list[BenchRequest]:
         if arguments.workload == "nano-vllm" and number >= 0:
             return nano_vllm(vocab, number)
         return random_requests(
@@ -93,7 +93,7 @@ def throughput_workload(arguments: Namespace, vocab: int) -> Callable[[int], lis
     return requests
 
 
-def run_line(name: str, measured: Run) -> str:
+def run_line(name: str, measured: BatchRun) -> str:
     """One run as text."""
     return (
         f"{name}: {measured.seconds:.3f} s, {1000 * measured.ttft_s:.1f} ms to the first token, "

@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from weft.bench import calibrate, fit
-from weft.bench.calibrate import BATCHED_TOKENS, FAR, Load, Point, Subject
-from weft.bench.fit import Fit, Planned
+from weft.bench import fit
+from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
@@ -29,9 +28,10 @@ from weft.hardware.calibration import Calibration
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
-from weft.probes import speeds
-from weft.probes.machine import this_machine
-from weft.probes.tuning import Raced, Tuned, tune
+from weft.probes import engine_speed, speeds
+from weft.probes.engine_speed import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
+from weft.probes.machine import host_cluster
+from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
 logger = logging.getLogger("weft.cli")
 
@@ -55,20 +55,20 @@ class DeviceResult:
     """All measurements on one device, the constants that fit them, and the fastest sizes of attention kernels."""
 
     result: Calibration
-    points: list[Point]
+    points: list[CalibrationPoint]
     fit: Fit
-    tuned: list[Tuned]
+    tuned: list[TunedSizes]
 
 
 def main(arguments: Namespace) -> int:
     """Measure every kind of device of this machine; return 1 if the figures fit too badly to be kept."""
-    here = host.probe()
+    here = host.probe_host()
     config = measured_config(arguments)
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
     results = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
     print_results(results, as_json=getattr(arguments, "json", False))
-    bad = [device.result for device in results if device.result.error > FAR]
+    bad = [device.result for device in results if device.result.error > UNRELIABLE_ERROR]
     keep = getattr(arguments, "save", not bad)
     if keep:
         keep_results(results)
@@ -90,9 +90,9 @@ def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:
 def keep_results(results: Sequence[DeviceResult]) -> None:
     """Write the figures to the cache, and print the files."""
     # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
-    machine = speeds.calibrated_machine(host.probe())
+    machine = speeds.calibrated_machine(host.probe_host())
     for device in results:
-        path = calibration.keep(machine, device.result)
+        path = calibration.store_calibration(machine, device.result)
         print(f"kept in {path}; weft plan uses it from now on", file=sys.stderr)
 
 
@@ -109,12 +109,12 @@ def measured_config(arguments: Namespace) -> EngineConfig:
 
 def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]]:
     """One device of each kind, with its number; the number of the CPU is None."""
-    known = speeds.known(here)
+    known = speeds.load_speeds(here)
     if not here.gpus:
-        known = msgspec.structs.replace(known, cpu=speeds.cpu_speed(here))
-        (spec,) = this_machine(here, known).gpus
+        known = msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(here))
+        (spec,) = host_cluster(here, known).gpus
         return [(None, spec)]
-    specs = this_machine(here, known).gpus
+    specs = host_cluster(here, known).gpus
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
         if not 0 <= index < len(specs):
@@ -135,20 +135,20 @@ def calibrate_device(
     measurements.measure_subjects(own_model)
     measurements.repeat_doubtful(plain)
     points = measurements.points
-    tuned: list[Tuned] = []
+    tuned: list[TunedSizes] = []
     if own_model and index is not None and measurements.plans[config.model].attention_backend in TUNED:
         names = [device.name for device in here.gpus]
         keep = getattr(arguments, "save", True)
-        tuned = tune_attention(measurements.plans[config.model], names.count(names[index]), keep=keep)
-    constants = fit.fit(plain, points)
-    result = fit.calibration(
+        tuned = tune_on_gpu(measurements.plans[config.model], names.count(names[index]), keep=keep)
+    constants = fit.fit_constants(plain, points)
+    result = fit.build_calibration(
         gpu.name,
-        Planned(plain, points),
+        PointPredictor(plain, points),
         constants.values,
         runtime_MiB=min(measurements.runtime_bytes) / 2**20,
         date=datetime.now(UTC).date().isoformat(),
-        how=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
-        measured=fit.errors(points, constants),
+        method=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
+        errors=fit.fit_errors(points, constants),
     )
     return DeviceResult(result, points, constants, tuned)
 
@@ -169,7 +169,7 @@ class DeviceMeasurements:
     """
 
     def __init__(self, config: EngineConfig, gpu: GpuSpec, index: int | None) -> None:
-        self.points: list[Point] = []
+        self.points: list[CalibrationPoint] = []
         self.plans: dict[str, Plan] = {}
         self.runtime_bytes: list[int] = []
         self._config, self._gpu = config, gpu
@@ -184,36 +184,36 @@ class DeviceMeasurements:
 
     def measure_subjects(self, own_model: str) -> None:
         """Measure the synthetic models, and the user's own if `own_model` names one."""
-        self._subjects = {subject.name: subject for subject in calibrate.subjects(self._gpu)}
+        self._subjects = {subject.name: subject for subject in engine_speed.subjects(self._gpu)}
         if own_model:
             self._subjects[self._config.model] = None
         for name, subject in self._subjects.items():
-            self.points += self._measure(name, calibrate.loads(self._gpu, subject))
+            self.points += self._measure(name, engine_speed.loads_of(self._gpu, subject))
 
     def repeat_doubtful(self, plain: GpuSpec) -> None:
         """Measure points again that took much longer than the others suggest; the faster of both figures stays."""
-        for _ in range(calibrate.ANEW):
-            doubts = calibrate.doubtful(self.points, Planned(plain, self.points).expected())
+        for _ in range(engine_speed.ANEW):
+            doubts = engine_speed.doubtful_points(self.points, PointPredictor(plain, self.points).expected())
             for name in dict.fromkeys(point.model for point in doubts):
                 again = [point.load for point in doubts if point.model == name]
                 print(f"  {name}: {len(again)} took implausibly long, and are measured again", file=sys.stderr)
-                self.points = calibrate.faster(self.points, self._measure(name, again))
+                self.points = engine_speed.faster_points(self.points, self._measure(name, again))
 
-    def _measure(self, name: str, loads: Sequence[Load]) -> list[Point]:
+    def _measure(self, name: str, loads: Sequence[CalibrationLoad]) -> list[CalibrationPoint]:
         """Start an engine with one of the models, and measure the loads on it."""
         from weft.llm import LLM
 
         subject = self._subjects[name]
         with subject.model.folder() if subject else nullcontext(self._config.model) as model:
             weights = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
-            before = host.probe()
+            before = host.probe_host()
             with LLM(**{**asdict(self._config), **self._options, "model": model, **weights}) as llm:
-                self.runtime_bytes.append(calibrate.runtime_bytes(llm, before))
+                self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
-                return calibrate.measure(llm, name, loads, print_point)
+                return engine_speed.measure_loads(llm, name, loads, print_point)
 
 
-def tune_attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
+def tune_on_gpu(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:
     """The fastest sizes of the attention kernels for a model's heads; empty if they cannot be measured.
 
     They are measured for all heads, and for a rank's share if 2, 4, 8, ... of `gpus` equal GPUs divide them evenly.
@@ -222,22 +222,22 @@ def tune_attention(plan: Plan, gpus: int, *, keep: bool) -> list[Tuned]:
     powers = (2**n for n in range(gpus.bit_length()))
     ranks = takewhile(lambda count: count <= gpus and heads % count == 0, powers)
     try:
-        return tune(plan, tuple(ranks), keep=keep, tell=print_race)
+        return tune_attention(plan, tuple(ranks), keep=keep, tell=print_race)
     except ConfigError as error:
         logger.warning("%s; engines use the default sizes", error)
         return []
 
 
-def print_race(race: Raced) -> None:
+def print_race(race: RaceResult) -> None:
     """Print the time of each size, the fastest first, and the sizes that were skipped."""
-    print(f"  {race.what}:", file=sys.stderr)
+    print(f"  {race.title}:", file=sys.stderr)
     for name, seconds in sorted(race.seconds.items(), key=lambda entry: entry[1]):
         print(f"    {1e6 * seconds:9.1f} us  {name}", file=sys.stderr)
     for name, why in race.obstacles.items():
         print(f"    skipped: {name}: {why}", file=sys.stderr)
 
 
-def print_point(point: Point) -> None:
+def print_point(point: CalibrationPoint) -> None:
     """Print a measurement as soon as it is done."""
     load = point.load
     what = "to the first token" if load.kind == "prefill" else "a step"
@@ -249,7 +249,7 @@ def print_point(point: Point) -> None:
 def device_lines(device: DeviceResult) -> list[str]:
     """The measurements of a device, the constants that fit them, and the sizes of attention, as text."""
     result, points = device.result, device.points
-    errors = fit.errors(points, device.fit)
+    errors = fit.fit_errors(points, device.fit)
     rows = [
         [
             f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
@@ -274,7 +274,7 @@ def device_lines(device: DeviceResult) -> list[str]:
     return lines
 
 
-def tuned_lines(tuned: Tuned) -> list[str]:
+def tuned_lines(tuned: TunedSizes) -> list[str]:
     """The fastest sizes of attention, and the file that keeps them."""
     sizes = [[f"{rows} row{'s' * (rows > 1)}", size] for rows, size in tuned.decode.items()]
     lines = ["", f"attention of {tuned.q_heads} query and {tuned.kv_heads} KV heads, the fastest sizes:"]

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from weft.bench.compare import Change, changes, read, settings
+from weft.bench.compare import Change, changed_settings, figure_changes, read_result
 from weft.cli.bench_view import aligned, number
 from weft.cli.parser import UsageError
 from weft.errors import ConfigError
@@ -17,12 +17,12 @@ def main(arguments: Namespace) -> int:
     if len(arguments.argument) != 2:
         raise UsageError("weft bench compare takes two files: the old result, then the new one")
     first, second = arguments.argument
-    old, new = read(first), read(second)
-    compared = changes(old, new)
+    old, new = read_result(first), read_result(second)
+    compared = figure_changes(old, new)
     if not compared:
         raise ConfigError(f"{first} and {second} have no figure in common")
     worse = [change for change in compared if change.worse(arguments.tolerance)]
-    different = settings(old, new)
+    different = changed_settings(old, new)
     if getattr(arguments, "json", False):
         figures = [figure_json(change, change in worse) for change in compared]
         print(json.dumps({"tolerance": arguments.tolerance, "settings": different, "figures": figures}))

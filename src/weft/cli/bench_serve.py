@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weft import __version__
-from weft.bench.arrivals import arrivals
-from weft.bench.http import Client, HttpFailure, Refused, Server
-from weft.bench.load import PATHS, Asking, Load, Record, ask, lay_on, message
-from weft.bench.prompts import Prompt, random_prompts, read, spread
-from weft.bench.summary import PERCENTILES, parse_limits, summary
+from weft.bench.arrivals import arrival_times
+from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
+from weft.bench.load import PATHS, LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
+from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
+from weft.bench.summary import PERCENTILES, parse_limits, summarise_load
 from weft.bench.workload import NANO_IDS
 from weft.cli.flags import ENGINE
 from weft.cli.main import INTERRUPTED
@@ -41,8 +41,8 @@ SPARE_FILES = 128  # file descriptors of this process beside its connections
 class BenchTarget:
     """A running server, and the form of its requests."""
 
-    server: Server
-    asking: Asking
+    server: ServerAddress
+    asking: RequestOptions
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
     """A function from a load's number and a count to its prompts: random ones, or the next ones of a file."""
     given = vars(arguments)
     if given.get("dataset_path"):
-        prompts = read(arguments.dataset_path, output_len=arguments.output_len)
+        prompts = read_prompts(arguments.dataset_path, output_len=arguments.output_len)
         _check_api(prompts, arguments)
         return lambda number, count: list(islice(cycle(prompts), number * count, (number + 1) * count))
     ratio, ids = arguments.random_range_ratio, None if arguments.backend == "openai-chat" else vocabulary_size(given)
@@ -149,8 +149,8 @@ def prompt_source(arguments: Namespace) -> Callable[[int, int], list[Prompt]]:
             f"{given.get('seed', 0)} {number}",
             count=count,
             vocab=ids,
-            input_len=spread(arguments.input_len, ratio),
-            output_len=spread(arguments.output_len, ratio),
+            input_len=length_range(arguments.input_len, ratio),
+            output_len=length_range(arguments.output_len, ratio),
             prefix_len=arguments.random_prefix_len,
         )
 
@@ -190,21 +190,21 @@ def open_target(arguments: Namespace) -> Iterator[BenchTarget]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     headers |= dict(given.get("header", []))
     if url := server_url(given):
-        yield connect(Server(url, headers), arguments)
+        yield connect(ServerAddress(url, headers), arguments)
         return
-    from weft.bench.server import Served
+    from weft.bench.server import ServeProcess
 
     words = [given["model"], *engine_words(arguments)]
     print(f"starting weft serve {' '.join(words)}", file=sys.stderr)
-    with Served(words) as served:
+    with ServeProcess(words) as served:
         print(f"ready after {served.seconds:.1f} s at {served.url}", file=sys.stderr)
-        yield connect(Server(served.url, headers), arguments)
+        yield connect(ServerAddress(served.url, headers), arguments)
 
 
-def connect(server: Server, arguments: Namespace) -> BenchTarget:
+def connect(server: ServerAddress, arguments: Namespace) -> BenchTarget:
     """The server as a target, after it has listed its models. Raises WeftError if it does not answer."""
     given = vars(arguments)
-    asking = Asking(
+    asking = RequestOptions(
         api=arguments.backend,
         path=given.get("endpoint"),
         model=served_model(server, given),
@@ -216,7 +216,7 @@ def connect(server: Server, arguments: Namespace) -> BenchTarget:
     return BenchTarget(server, asking)
 
 
-def served_model(server: Server, given: dict[str, Any]) -> str:
+def served_model(server: ServerAddress, given: dict[str, Any]) -> str:
     """The model's name in requests: --served-model-name, or the first that the server lists, or MODEL.
 
     Raises WeftError if the server does not answer, refuses the key, or lists no model and the flags give no name.
@@ -226,9 +226,11 @@ def served_model(server: Server, given: dict[str, Any]) -> str:
     try:
         listed = json.loads(run_async(_list_models(server)))["data"]
         first: str = listed[0]["id"]
-    except Refused as error:
+    except HttpRefusal as error:
         if error.status in (401, 403):
-            raise WeftError(f"{server.url} needs another key ({message(error.body)}); give it with --api-key") from None
+            raise WeftError(
+                f"{server.url} needs another key ({error_text(error.body)}); give it with --api-key"
+            ) from None
         if not fallback:
             raise WeftError(
                 f"{server.url} does not list its models ({error}); name one with --served-model-name"
@@ -243,8 +245,8 @@ def served_model(server: Server, given: dict[str, Any]) -> str:
     return name or first
 
 
-async def _list_models(server: Server) -> bytes:
-    client = Client(server)
+async def _list_models(server: ServerAddress) -> bytes:
+    client = HttpClient(server)
     try:
         return await client.get("/v1/models")
     finally:
@@ -253,7 +255,7 @@ async def _list_models(server: Server) -> bytes:
 
 def measure_load(settings: BenchSettings, target: BenchTarget, point: LoadPoint, number: int = 0) -> dict[str, Any]:
     """Send one load and return the result as JSON. Raises WeftError if not even a warm-up request is answered."""
-    due = arrivals(f"{settings.seed} {number}", count=settings.count, rate=point.rate, burstiness=point.burstiness)
+    due = arrival_times(f"{settings.seed} {number}", count=settings.count, rate=point.rate, burstiness=point.burstiness)
     with Progress(settings.count, True) as bar:
         load = run_async(_send_load(settings, target, due, point.max_concurrency, number, bar.advance))
     return {
@@ -270,7 +272,7 @@ def measure_load(settings: BenchSettings, target: BenchTarget, point: LoadPoint,
         "seed": settings.seed,
         "goodput_limits_ms": {name: round(1000 * limit, 3) for name, limit in settings.limits_s.items()},
         "percentiles": list(settings.percents),
-        **summary(load, settings.limits_s, settings.percents),
+        **summarise_load(load, settings.limits_s, settings.percents),
     }
 
 
@@ -281,15 +283,15 @@ async def _send_load(
     max_concurrency: int | None,
     number: int,
     advance: Callable[[], None],
-) -> Load:
-    client, prompts = Client(target.server), settings.draw(number, settings.warmups + settings.count)
+) -> LoadResult:
+    client, prompts = HttpClient(target.server), settings.draw(number, settings.warmups + settings.count)
     try:
         for prompt in prompts[: settings.warmups]:
-            first = Record(due_s=0.0, wanted=prompt.output_len)
-            await ask(client, target.asking, first, target.asking.body(prompt))
+            first = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
+            await send_request(client, target.asking, first, target.asking.body(prompt))
             if first.error is not None:
                 raise WeftError(f"{target.server.url} does not answer: {first.error}")
-        return await lay_on(
+        return await run_open_loop(
             client,
             target.asking,
             prompts[settings.warmups :],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from weft.bench.summary import warnings
+from weft.bench.summary import load_warnings
 from weft.cli.bench_serve import (
     LoadPoint,
     check_settings,
@@ -100,7 +100,7 @@ def report_lines(by: str, results: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{results[0]['model_id']}: {load_text(results)}", "", *aligned([*columns], rows)]
     for result in results:
         load = f"{axis_name(by)} {cell_text(result[by])}"
-        lines += [f"warning: {load}: {text}" for text in warnings(result, result["num_prompts"])]
+        lines += [f"warning: {load}: {text}" for text in load_warnings(result, result["num_prompts"])]
     for unit, names in CURVES.values():
         lines += ["", *text_plot(curves(by, results, names), x=axis_name(by), y=unit)]
     return lines

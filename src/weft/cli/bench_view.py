@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.bench.summary import METRICS, warnings
+from weft.bench.summary import METRICS, load_warnings
 
 
 def print_load(result: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ def load_lines(result: Mapping[str, Any]) -> list[str]:
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:{width}}  {value}" for name, value in rows]
     lines += ["", *times_table(result), "", client_line(result)]
-    lines += [f"warning: {text}" for text in warnings(result, requests)]
+    lines += [f"warning: {text}" for text in load_warnings(result, requests)]
     return lines
 
 

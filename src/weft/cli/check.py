@@ -14,15 +14,14 @@ from weft.cli.parser import UsageError
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formatting import format_bytes
-from weft.hardware.cluster import Cluster
-from weft.hardware.cluster import parse as parse_cluster
+from weft.hardware.cluster import Cluster, parse_cluster
 from weft.planner import cost
-from weft.planner.claims import RESERVED_BYTES, Claim, Verdict, judge, parse
+from weft.planner.claims import RESERVED_BYTES, Claim, ClaimVerdict, judge_claim, parse_claim
 from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
-from weft.planner.deployment import Layout, Workload
-from weft.planner.objections import not_run
-from weft.planner.profiles import profile
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.objections import unsupported_reasons
+from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
 
@@ -38,23 +37,23 @@ def main(arguments: Namespace) -> int:
     if twice:
         flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
         raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out")
-    claim = parse(arguments.check)
+    claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
-    verdict = judge(model.shape, precision, cluster, claim.tokens, claim.tok_s)
+    verdict = judge_claim(model.shape, precision, cluster, claim.tokens, claim.tok_s)
     predicted = predict_claim(model.shape, precision, cluster, claim, arguments.engine, verdict.layout)
     if getattr(arguments, "json", False):
         print(json.dumps(verdict_json(arguments.check, verdict, predicted)))
     else:
-        lacking = arguments.engine == "weft" and not_run(model.shape, precision)
+        lacking = arguments.engine == "weft" and unsupported_reasons(model.shape, precision)
         engine = "weft (which does not run it yet)" if lacking else arguments.engine
         print(verdict_text(verdict, predicted, claim, engine))
     return 0 if verdict.possible else plan.NOTHING_FITS
 
 
 def predict_claim(
-    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: Layout | None
-) -> tuple[Layout, Prediction] | str | None:
+    shape: ModelShape, precision: str, cluster: Cluster, claim: Claim, engine: str, roomy: DeploymentLayout | None
+) -> tuple[DeploymentLayout, Prediction] | str | None:
     """The speed of one request in the fastest layout.
 
     If the engine's own memory leaves no room in any layout, the speed in `roomy`, or None if `roomy` is None too. If
@@ -74,13 +73,15 @@ def predict_claim(
     if answer.best:
         return answer.best.layout, answer.best.predicted
     if answer.rejected and not any(rejection.short_bytes for rejection in answer.rejected):
-        return answer.rejected[0].reason
+        return str(answer.rejected[0].reason)
     if roomy is None:
         return None
-    return roomy, cost.predict(shape, roomy, cluster, question.workload, profile(engine))
+    return roomy, cost.predict(shape, roomy, cluster, question.workload, load_profile(engine))
 
 
-def verdict_json(claim: str, verdict: Verdict, predicted: tuple[Layout, Prediction] | str | None) -> dict[str, Any]:
+def verdict_json(
+    claim: str, verdict: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None
+) -> dict[str, Any]:
     """The verdict with its arithmetic; sizes are bytes of all GPUs together.
 
     `objection` is the reason other than memory why the engine cannot run the claim's deployment.
@@ -99,7 +100,9 @@ def verdict_json(claim: str, verdict: Verdict, predicted: tuple[Layout, Predicti
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 
-def verdict_text(verdict: Verdict, predicted: tuple[Layout, Prediction] | str | None, claim: Claim, engine: str) -> str:
+def verdict_text(
+    verdict: ClaimVerdict, predicted: tuple[DeploymentLayout, Prediction] | str | None, claim: Claim, engine: str
+) -> str:
     """The verdict as text."""
     if not verdict.possible:
         lines = ["impossible", *(f"  {reason}" for reason in verdict.reasons)]
@@ -107,8 +110,8 @@ def verdict_text(verdict: Verdict, predicted: tuple[Layout, Prediction] | str | 
         lines = [
             "possible",
             f"  {format_bytes(verdict.weight_bytes)} of weights and {format_bytes(verdict.kv_bytes)} of KV for "
-            f"{claim.tokens:,} tokens; {format_bytes(verdict.have_bytes)} usable after {format_bytes(RESERVED_BYTES)} "
-            "on each GPU for the driver and engine",
+            f"{claim.tokens:,} tokens; {format_bytes(verdict.usable_bytes)} usable after "
+            f"{format_bytes(RESERVED_BYTES)} on each GPU for the driver and engine",
             f"  at most {verdict.bound_tok_s:.1f} tok/s: each token reads {format_bytes(verdict.read_bytes)} of memory",
         ]
     if isinstance(predicted, str):

@@ -79,13 +79,13 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
 
     Raises ConfigError if nobody sells the model and --demand needs an API.
     """
-    quotes = [api_prices.quote(name, each) for name in getattr(arguments, "against", ())]
+    quotes = [api_prices.find_quote(name, each) for name in getattr(arguments, "against", ())]
     stated = getattr(arguments, "api_price", None)
     if stated is not None:
-        quotes.append(api_prices.stated(stated, each))
+        quotes.append(api_prices.stated_quote(stated, each))
     if quotes:
         return quotes
-    sellers = api_prices.quotes(model.name, each)[:SELLERS]
+    sellers = api_prices.find_quotes(model.name, each)[:SELLERS]
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
             f"Weft knows no API that sells {model.name}; name another model, as in --against gpt-4o-mini, or give "
@@ -96,9 +96,9 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
 
 def compared_mixes(replica: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[Mix]:
     """No own replicas, the cheapest mix, and enough replicas for all requests: in this order, without repetition."""
-    best = economics.cheapest(replica, quote.dollars, demand, max_load)
-    counts = dict.fromkeys((0, best.replicas, economics.whole(replica, demand, max_load)))
-    return [economics.mix(replica, quote.dollars, demand, count, max_load) for count in counts]
+    best = economics.cheapest_mix(replica, quote.dollars, demand, max_load)
+    counts = dict.fromkeys((0, best.replicas, economics.replicas_for_peak(replica, demand, max_load)))
+    return [economics.rent_and_api_mix(replica, quote.dollars, demand, count, max_load) for count in counts]
 
 
 def as_json(
@@ -130,7 +130,7 @@ def as_json(
 
 def mixes_json(fleet: Fleet, quote: Quote, demand: tuple[float, ...], max_load: float) -> list[dict[str, Any]]:
     """The compared mixes as JSON."""
-    mixes = compared_mixes(fleet.each, quote, demand, max_load)
+    mixes = compared_mixes(fleet.per_replica, quote, demand, max_load)
     return [{**msgspec.structs.asdict(mix), "dollars": mix.dollars} for mix in mixes]
 
 
@@ -164,7 +164,7 @@ def print_comparison(
     )
     if hasattr(arguments, "demand"):
         cheapest = min(quotes, key=lambda quote: quote.dollars)
-        print_mixes(out, arguments, question, fleet.each, cheapest, best)
+        print_mixes(out, arguments, question, fleet.per_replica, cheapest, best)
 
 
 def api_table(fleet: Fleet, quotes: Sequence[Quote], utilization: float, output_len: int) -> Table:

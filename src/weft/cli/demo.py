@@ -36,5 +36,5 @@ def demo_layout(arguments: Namespace) -> dict[str, Any]:
     names = {"plan", "tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "device_ids"}
     if names & vars(arguments).keys():
         return {}
-    shared = getattr(arguments, "device", "auto") != "cpu" and len(host.probe().gpus) == 1
+    shared = getattr(arguments, "device", "auto") != "cpu" and len(host.probe_host().gpus) == 1
     return {"tensor_parallel_size": RANKS, **({"device_ids": (0,) * RANKS} if shared else {})}

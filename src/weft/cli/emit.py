@@ -15,11 +15,11 @@ from weft.formats import catalogue, demo
 
 if TYPE_CHECKING:
     from weft.architectures.model import Model
-    from weft.export.choice import Choice
+    from weft.export.choice import ExportChoice
     from weft.export.deployment import Deployment
-    from weft.export.infernet_config import Instance, NodeConfig
-    from weft.export.target import Target
-    from weft.planner.deployment import Layout
+    from weft.export.infernet_config import ConfiguredServer, NodeConfig
+    from weft.export.target import ExportTarget
+    from weft.planner.deployment import DeploymentLayout
 
 logger = logging.getLogger("weft.cli")
 
@@ -48,7 +48,7 @@ def main(arguments: Namespace) -> int:
     """Write the files of a target; return 3 and write nothing if no layout fits that the target can run."""
     from weft.cli import dispatch, plan
     from weft.export import files, infernet, infernet_config
-    from weft.export.choice import NothingFits, choose
+    from weft.export.choice import NothingFits, choose_plan
     from weft.export.targets import TARGETS
 
     target = TARGETS[arguments.emit]
@@ -57,31 +57,31 @@ def main(arguments: Namespace) -> int:
             f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}"
         )
     path = getattr(arguments, "infernet_config", None)
-    config = infernet_config.read(path) if path is not None else None
+    config = infernet_config.read_node_config(path) if path is not None else None
     model = find_emitted_model(arguments, target, config)
     question = plan.build_question(arguments, model)
     try:
-        choice = choose(question, target)
+        choice = choose_plan(question, target)
     except NothingFits as error:
         return dispatch.fail(str(error), plan.NOTHING_FITS)
     deployment = named_deployment(arguments, target, model, config, choice)
     warnings = list(deployment.gaps)
     if config:
         gpus = [(gpu.name, gpu.memory_bytes) for gpu in dict.fromkeys(question.cluster.gpus)]
-        warnings += infernet.warnings(config, model.name, gpus)
+        warnings += infernet.config_warnings(config, model.name, gpus)
     for warning in warnings:
         logger.warning(warning)
-    texts = target.write(deployment)
+    texts = target.create_files(deployment)
     folder = getattr(arguments, "emit_to", None)
     if folder is None:
-        sys.stdout.write(files.joined(texts))
+        sys.stdout.write(files.joined_text(texts))
         return 0
-    for written in files.write(texts, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
+    for written in files.write_files(texts, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)
     return 0
 
 
-def find_emitted_model(arguments: Namespace, target: Target, config: NodeConfig | None) -> Model:
+def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:
     """The model of the argument or of a node's configuration; the demo as Transformers' checkpoint if the target needs
     one."""
     from weft.cli import plan
@@ -90,7 +90,7 @@ def find_emitted_model(arguments: Namespace, target: Target, config: NodeConfig 
     if not getattr(arguments, "model", ""):
         if config is None or not config.instances:
             raise UsageError(f"which model? Give MODEL, since {arguments.infernet_config} names none")
-        arguments.model = infernet_config.known(config.instances[0].model)
+        arguments.model = infernet_config.model_of_tag(config.instances[0].model)
     model = plan.find_model(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
         from weft.export.checkpoint import DEMO
@@ -100,15 +100,15 @@ def find_emitted_model(arguments: Namespace, target: Target, config: NodeConfig 
 
 
 def named_deployment(
-    arguments: Namespace, target: Target, model: Model, config: NodeConfig | None, choice: Choice
+    arguments: Namespace, target: ExportTarget, model: Model, config: NodeConfig | None, choice: ExportChoice
 ) -> Deployment:
     """The plan with names and ports from the flags, else from a node's configuration."""
-    from weft.export.checkpoint import checkpoint
-    from weft.export.deployment import Deployment, servers
+    from weft.export.checkpoint import find_checkpoint
+    from weft.export.deployment import Deployment, plan_servers
 
     instance = config.serving(model.name) if config else None
     layout, visible = choice.candidate.layout, visible_gpu_names(arguments)
-    source = checkpoint(arguments.model, model, layout.precision, choice.question.engine)
+    source = find_checkpoint(arguments.model, model, layout.precision, choice.question.engine)
     names = tuple(getattr(arguments, "served_model_name", ())) or (
         *([instance.model] if instance else ()),
         source.title,
@@ -123,12 +123,16 @@ def named_deployment(
         candidate=choice.candidate,
         checkpoint=source,
         names=tuple(dict.fromkeys(names)),
-        servers=servers(choice.question, choice.candidate, first_port(arguments, target, instance, layout), visible),
+        servers=plan_servers(
+            choice.question, choice.candidate, first_port(arguments, target, instance, layout), visible
+        ),
         gaps=(*choice.gaps, *mig_gap(choice, visible)),
     )
 
 
-def first_port(arguments: Namespace, target: Target, instance: Instance | None, layout: Layout) -> int:
+def first_port(
+    arguments: Namespace, target: ExportTarget, instance: ConfiguredServer | None, layout: DeploymentLayout
+) -> int:
     """Port of the first server; 0 for a target without ports."""
     given = getattr(arguments, "port", None)
     if not target.port:
@@ -153,16 +157,16 @@ def visible_gpu_names(arguments: Namespace) -> list[str]:
 
     if any(hasattr(arguments, name) for name in DESCRIBED):
         return []
-    gpus = host.probe().gpus
-    if any(gpu.slice for gpu in gpus) or (gpus and cuda.ordered_otherwise(os.environ)):
+    gpus = host.probe_host().gpus
+    if any(gpu.slice for gpu in gpus) or (gpus and cuda.has_other_order(os.environ)):
         return [gpu.uuid for gpu in gpus]
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def mig_gap(choice: Choice, names: Sequence[str]) -> tuple[str, ...]:
+def mig_gap(choice: ExportChoice, names: Sequence[str]) -> tuple[str, ...]:
     """A note for MIG slices on other machines, whose names are not known here; empty if `names` has them."""
     gpus = choice.question.cluster.gpus
-    slice_name = next((gpus[index].name for index in choice.candidate.layout.gpus if gpus[index].sliced), None)
+    slice_name = next((gpus[index].name for index in choice.candidate.layout.gpus if gpus[index].is_mig_slice), None)
     if slice_name is None or names:
         return ()
     return (

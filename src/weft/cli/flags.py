@@ -261,13 +261,13 @@ def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
 
     Raises ConfigError for a value out of range.
     """
-    from weft.plan.layout import check  # not for --help
+    from weft.plan.layout import check_config  # not for --help
 
     given = given_values(arguments, tuple(flag for _, group in ENGINE for flag in group))
     if "executor" in given:
         given["executor"] = EXECUTORS.get(given["executor"], given["executor"])
     config = EngineConfig(**{**ours, **given})
-    check(config)
+    check_config(config)
     return config
 
 

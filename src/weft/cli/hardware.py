@@ -15,7 +15,7 @@ from weft.hardware import hardware_file, host
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import Host
 from weft.probes import links, speeds
-from weft.probes.machine import this_machine
+from weft.probes.machine import host_cluster
 from weft.probes.speeds import Speeds
 
 logger = logging.getLogger("weft.cli")
@@ -31,16 +31,16 @@ def main(arguments: Namespace) -> int:
 
         cluster = described_cluster(given)
         if as_json:
-            print(json.dumps(hardware_file.as_told(cluster)))
+            print(json.dumps(hardware_file.cluster_fields(cluster)))
         else:
-            print(hardware_file.write(cluster), end="")
+            print(hardware_file.hardware_yaml(cluster), end="")
         return 0
-    here = host.probe()
+    here = host.probe_host()
     measured = machine_speeds(here, measure=given.get("measure", True), refresh=given.get("refresh_hardware", False))
     if as_json:
         print(json.dumps(machine_json(here, measured)))
     elif given.get("yaml", False):
-        print(hardware_file.write(planned_machine(here, measured)), end="")
+        print(hardware_file.hardware_yaml(planned_machine(here, measured)), end="")
     else:
         from weft.cli.hardware_view import print_machine
 
@@ -70,16 +70,16 @@ def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:
 
     A measurement that is not possible is logged and left out.
     """
-    measured = speeds.known(here)
+    measured = speeds.load_speeds(here)
     if not measure:
         return measured
     try:
-        measured = msgspec.structs.replace(measured, cpu=speeds.cpu_speed(here, refresh=refresh))
+        measured = msgspec.structs.replace(measured, cpu=speeds.known_cpu_speed(here, refresh=refresh))
         if here.gpus and (refresh or len(measured.gpus) < len(here.gpus)):
             logger.warning("measuring copies between the GPUs; this takes up to a minute, or longer if a link hangs")
-            gpus, pairs = links.measure(here)
+            gpus, pairs = links.measure_links(here)
             measured = msgspec.structs.replace(measured, gpus=gpus, pairs=pairs)
-            speeds.keep(here, msgspec.structs.replace(speeds.known(here), gpus=gpus, pairs=pairs))
+            speeds.store_speeds(here, msgspec.structs.replace(speeds.load_speeds(here), gpus=gpus, pairs=pairs))
     except ConfigError as error:
         logger.warning("%s", error)
     return measured
@@ -89,7 +89,7 @@ def planned_machine(here: Host, measured: Speeds) -> Cluster:
     """This machine as `weft plan` sees it. Raises ConfigError if there is no GPU and the CPU was not measured."""
     if not here.gpus and measured.cpu is None:
         raise ConfigError("the CPU's speed is not known; leave --no-measure out")
-    return this_machine(here, measured)
+    return host_cluster(here, measured)
 
 
 def machine_json(here: Host, measured: Speeds) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def machine_json(here: Host, measured: Speeds) -> dict[str, Any]:
     planned = None
     if here.gpus or measured.cpu:
         try:
-            planned = hardware_file.as_told(planned_machine(here, measured))
+            planned = hardware_file.cluster_fields(planned_machine(here, measured))
         except ConfigError as error:
             logger.warning("weft plan cannot plan for this machine: %s", error)
     return {

@@ -9,8 +9,8 @@ from weft.cli.tables import console, figures_table
 from weft.formatting import format_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
-from weft.hardware.topology import Gpu, Pair
-from weft.probes.machine import plain
+from weft.hardware.topology import Gpu, GpuPair
+from weft.probes.machine import short_cpu_name
 from weft.probes.speeds import PairSpeed, Speeds
 
 if TYPE_CHECKING:
@@ -46,13 +46,13 @@ def print_machine(here: Host, speeds: Speeds) -> None:
 
 def cpu_lines(here: Host, speeds: Speeds) -> Iterator[str]:
     """The CPU, its memory, and the measured speeds of both."""
-    cpu, available = here.cpu, len(here.computing)
+    cpu, available = here.cpu, len(here.compute_cores)
     if cpu:
         sockets = f"{cpu.sockets} x " if cpu.sockets > 1 else ""
         cores = f"{cpu.cores} core{'s' * (cpu.cores > 1)}"
         threads = f", {cpu.threads} threads" if cpu.threads != cpu.cores else ""
         fewer = f", {available} of them available to Weft" if available < cpu.threads else ""
-        yield f"{here.hostname}: {sockets}{plain(cpu.model)}, {cores}{threads}{fewer}"
+        yield f"{here.hostname}: {sockets}{short_cpu_name(cpu.model)}, {cores}{threads}{fewer}"
         if cpu.features:
             yield f"  instructions: {', '.join(cpu.features)}"
         for node in cpu.nodes if len(cpu.nodes) > 1 else ():
@@ -159,7 +159,7 @@ def link_matrix(here: Host) -> Table:
     return table
 
 
-def link_name(pair: Pair) -> str:
+def link_name(pair: GpuPair) -> str:
     """The link in the notation of nvidia-smi topo."""
     return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or UNKNOWN
 
@@ -174,7 +174,7 @@ def pair_lines(here: Host, speeds: Speeds) -> Iterator[str]:
         yield f"{'all pairs' if len(pairs_of) == 1 and len(pairs) > 1 else ', '.join(pairs)}: {result}"
 
 
-def peer_to_peer(pair: Pair, measured: PairSpeed | None) -> str:
+def peer_to_peer(pair: GpuPair, measured: PairSpeed | None) -> str:
     """The driver's report on peer-to-peer copies of a pair, and the result of the test."""
     report = {True: "peer-to-peer", False: "no peer-to-peer", None: "peer-to-peer unknown"}[pair.peer]
     report += f" ({pair.reason})" if pair.reason else ""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, prod
+from math import prod
 from typing import Any
 
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
-from weft.formatting import join_commas
+from weft.errors import ConfigError, PlanError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.planner.domains import usable
-from weft.planner.question import Wish
+from weft.plan.rules import check_layout
+from weft.planner.domains import usable_devices
+from weft.planner.question import LayoutConstraints
 
 
 def rank_count(given: dict[str, Any]) -> int:
@@ -24,7 +25,7 @@ def rank_count(given: dict[str, Any]) -> int:
 def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with the limits of --max-memory. Raises ConfigError for a device that the cluster does not have."""
     limits = given.get("max_memory")
-    return cluster if limits is None else max_memory.capped(cluster, max_memory.read(limits))
+    return cluster if limits is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(limits))
 
 
 def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """The part of the layout that the flags fix; `precision` gives the weights' size for --device-map.
 
     Raises UsageError for flags that contradict each other, the model or the hardware, and ConfigError for a device map
@@ -46,11 +47,11 @@ def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, pr
     """
     if given.get("device_map") is not None:
         return parse_device_map(given, cluster, model, precision)
-    tensor, stages = tensor_ranks(given, model), pipeline_stages(given, model)
+    tensor, stages = check_sizes(given, model)
     replicas = given.get("data_parallel_size")
     sizes = [size for size in (tensor, stages, replicas) if size]
     check_rank_count(sizes, cluster)
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=tensor,
         pipeline_parallel=stages,
         data_parallel=replicas,
@@ -60,41 +61,23 @@ def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, pr
     )
 
 
-def tensor_ranks(given: dict[str, Any], model: Model) -> int | None:
-    """Tensor-parallel ranks from --tensor-parallel-size and --tensor-split; None if neither is given."""
-    size, shares = given.get("tensor_parallel_size"), given.get("tensor_split")
-    if shares is not None:
-        if any(not 0 < share < inf for share in shares):
-            raise UsageError(f"--tensor-split {join_commas(shares)}: each share must be above 0")
-        if size not in (None, len(shares)):
-            raise UsageError(f"--tensor-split has {len(shares)} shares, but --tensor-parallel-size is {size}")
-        size = len(shares)
-    if size is not None and size > model.shape.q_heads:
-        flag = "--tensor-parallel-size is" if shares is None else "--tensor-split has shares for"
-        raise UsageError(f"{flag} {size} ranks, but {model.name} has only {model.shape.q_heads} query heads")
-    return size
-
-
-def pipeline_stages(given: dict[str, Any], model: Model) -> int | None:
-    """Pipeline stages from --pipeline-parallel-size and --pipeline-split; None if neither is given."""
-    size, layers, total = given.get("pipeline_parallel_size"), given.get("pipeline_split"), model.shape.layers
-    if layers is not None:
-        if any(count < 1 for count in layers) or sum(layers) != total:
-            raise UsageError(
-                f"--pipeline-split {join_commas(layers)} is {sum(layers)} layers; {model.name} has {total}, and each "
-                "stage needs at least one"
-            )
-        if size not in (None, len(layers)):
-            raise UsageError(f"--pipeline-split has {len(layers)} stages, but --pipeline-parallel-size is {size}")
-        size = len(layers)
-    if size is not None and size > total:
-        raise UsageError(f"--pipeline-parallel-size is {size}, but {model.name} has only {total} layers")
-    return size
+def check_sizes(given: dict[str, Any], model: Model) -> tuple[int | None, int | None]:
+    """Tensor-parallel ranks and pipeline stages of the flags, None for one that they leave open."""
+    try:
+        return check_layout(
+            model.shape,
+            tensor_parallel_size=given.get("tensor_parallel_size"),
+            tensor_split=given.get("tensor_split"),
+            pipeline_parallel_size=given.get("pipeline_parallel_size"),
+            pipeline_split=given.get("pipeline_split"),
+        )
+    except (ConfigError, PlanError) as error:
+        raise UsageError(str(error)) from None
 
 
 def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
     """Raise UsageError if the parallel sizes need more GPUs than the cluster has."""
-    needed, available = prod(sizes), len(usable(cluster))
+    needed, available = prod(sizes), len(usable_devices(cluster))
     if needed <= available:
         return
     factors = [str(size) for size in sizes if size > 1]
@@ -112,15 +95,15 @@ def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool
     return False if choice is None and sized else choice
 
 
-def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> Wish:
+def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
     """The layout of --device-map: a pipeline, or whole layers spread by one of Transformers' words."""
     mapping = given["device_map"]
     placement.check_flags(mapping, given)
-    spread = placement.spread_of(mapping)
+    spread = placement.spread_word(mapping)
     if spread:
-        return Wish(tensor_parallel=1, data_parallel=1, expert_parallel=False, spread=spread)
+        return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=spread)
     room = mapping_room(cluster, model, precision)
-    stages = device_map.pipeline(model.shape, placement.modules_of(mapping), room)
+    stages = device_map.map_to_stages(model.shape, placement.module_devices(mapping), room)
     gpus = len(room.gpus) + len(room.left_out)
     if gpus and "cpu" in stages.devices:
         raise UsageError(
@@ -128,7 +111,7 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
             "--device-map out, or plan for a machine without GPUs"
         )
     placement.check_stages(stages, given)
-    return Wish(
+    return LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(stages.layers),
         data_parallel=1,
@@ -139,10 +122,10 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
     )
 
 
-def mapping_room(cluster: Cluster, model: Model, precision: str) -> device_map.Room:
+def mapping_room(cluster: Cluster, model: Model, precision: str) -> device_map.AvailableDevices:
     """The GPUs that a device map may use, by number, and the bytes of each part of the model."""
     gpus = {number: gpu for number, gpu in enumerate(cluster.gpus) if gpu.kind == "gpu"}
-    return device_map.Room(
+    return device_map.AvailableDevices(
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
         left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
         nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),

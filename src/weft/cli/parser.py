@@ -13,7 +13,7 @@ from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
 from weft.cli.flags import DEFAULTS, Flag
 from weft.errors import WeftError, error_reason
-from weft.formats.yaml_text import load
+from weft.formats.yaml_text import load_yaml
 
 logger = logging.getLogger("weft.cli")
 
@@ -93,7 +93,7 @@ def set_model(command: Command, arguments: argparse.Namespace) -> None:
     if hasattr(arguments, "plan") and not getattr(arguments, "model", ""):
         from weft.planner import plan_file
 
-        arguments.model = plan_file.read(arguments.plan).model.name
+        arguments.model = plan_file.load_plan_file(arguments.plan).model.name
     # A claim to check names its model itself, and so does a node's configuration.
     named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
     if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
@@ -257,7 +257,7 @@ def read_config_file(path: str) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
     try:
-        content = load(text) or {}
+        content = load_yaml(text) or {}
     except ValueError as error:
         raise UsageError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):

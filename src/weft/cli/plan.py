@@ -14,14 +14,14 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError
 from weft.formats import lookup
 from weft.formats.precision import canonical
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import BF16_CAPABILITY
-from weft.plan.plan import Draft, Speculation
-from weft.plan.speculation import speculation
-from weft.planner.deployment import Workload, lengths
+from weft.plan.plan import DraftModel, Speculation
+from weft.plan.speculation import resolve_speculation
+from weft.planner.deployment import Workload, default_lengths
 from weft.planner.question import Question
 from weft.planner.search import search
 from weft.probes import machine
@@ -77,7 +77,7 @@ def find_model(arguments: Namespace) -> Model:
 def planned_cluster(given: dict[str, Any]) -> Cluster:
     """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags."""
     limited = layout_flags.limit_memory(given, described_cluster(given))
-    return machine.shared_out(limited, layout_flags.rank_count(given))
+    return machine.split_cpu(limited, layout_flags.rank_count(given))
 
 
 def build_question(arguments: Namespace, model: Model, cluster: Cluster | None = None) -> Question:
@@ -88,7 +88,7 @@ def build_question(arguments: Namespace, model: Model, cluster: Cluster | None =
     given: dict[str, Any] = vars(arguments)
     cluster = cluster or planned_cluster(given)
     precisions = compared_precisions(compressed_precision(given) or given.get("precision"), model, cluster)
-    wish = layout_flags.parse_layout_flags(given, cluster, model, precisions[0])
+    constraints = layout_flags.parse_layout_flags(given, cluster, model, precisions[0])
     kv_dtype = given.get("kv_cache_dtype")
     if kv_dtype == "auto":
         kv_dtype = None
@@ -103,7 +103,7 @@ def build_question(arguments: Namespace, model: Model, cluster: Cluster | None =
         kv_dtype=kv_dtype,
         workload=planned_workload(given, model),
         objective=given["objective"],
-        wish=wish,
+        constraints=constraints,
         price=given.get("price", cluster.price),
         gpu_memory_utilization=given.get("gpu_memory_utilization"),
         max_num_seqs=given.get("max_num_seqs"),
@@ -141,7 +141,7 @@ def compressed_precision(given: dict[str, Any]) -> str | None:
         raise UsageError(f"--quantization {name} is for Weft's own engine; for {given['engine']} give --precision")
     if "precision" in given:
         raise UsageError(f"--quantization {name} and --precision {given['precision']} both set it; give one of them")
-    return MADE[name]
+    return ONLINE_QUANTIZATIONS[name]
 
 
 def planned_speculation(arguments: Namespace, model: Model) -> Speculation | None:
@@ -155,11 +155,11 @@ def planned_speculation(arguments: Namespace, model: Model) -> Speculation | Non
     if arguments.engine != "weft":
         raise UsageError(f"--speculative-config is for Weft's own engine, not for {arguments.engine}; leave it out")
 
-    def find_draft(name: str) -> Draft:
+    def find_draft(name: str) -> DraftModel:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
-        return Draft(model=name, checkpoint="", load_format="dummy", shape=find_model(named).shape)
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=find_model(named).shape)
 
-    return speculation(config, model.name, model.shape, find_draft)
+    return resolve_speculation(config, model.name, model.shape, find_draft)
 
 
 def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
     if length is not None and length > longest:
         raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less")
     most = length or longest
-    input_len, output_len = lengths(given.get("input_len"), given.get("output_len"), most)
+    input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "
@@ -201,5 +201,5 @@ def described_cluster(given: dict[str, Any]) -> Cluster:
     if network is not None:
         raise UsageError(f"--network {network} is for several machines; give them with --nodes, as in 2x8xH100")
     if gpus is None:
-        return machine.here(refresh=given.get("refresh_hardware", False))
-    return hardware_file.read(gpus) if hardware_file.is_file(gpus) else parse_gpus(gpus)
+        return machine.probe_cluster(refresh=given.get("refresh_hardware", False))
+    return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-PlanJson = Mapping[str, Any]  # as `planner.answer.as_json` builds it; also one of its candidates
+PlanJson = Mapping[str, Any]  # as `planner.plan_json.plan_json` builds it; also one of its candidates
 
 MARK = " *"  # behind the head of the column that decided
 ROWS = 3  # candidates in the table, and more if more precisions are compared

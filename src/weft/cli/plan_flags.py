@@ -7,7 +7,7 @@ from math import inf
 
 from weft.cli import values
 from weft.cli.flags import Flag
-from weft.formats.schemes import MADE
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
 
 # The same as in planner.question and planner.profiles, which are too slow to import for --help.
 OBJECTIVES = ("throughput", "latency", "cost")
@@ -86,7 +86,7 @@ LAYOUT = (
     Flag(
         name="quantization",
         short="-q",
-        choices=tuple(MADE),
+        choices=tuple(ONLINE_QUANTIZATIONS),
         help="instead of --precision: the weights as weft serve with this flag compresses them; int4 means q4_1",
     ),
     Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bits, or the engine's choice for the model"),

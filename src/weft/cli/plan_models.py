@@ -17,10 +17,10 @@ from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.formatting import format_bytes, weft_command
 from weft.hardware.cluster import Cluster
-from weft.planner.advice import OWN
-from weft.planner.answer import candidate_json, hardware_json, missing
-from weft.planner.overview import in_best_precision, layout_name, short_bytes
-from weft.planner.search import Answer, closest, search
+from weft.planner.advice import WEFT_SCHEMES
+from weft.planner.overview import layout_name, search_best_precision, short_bytes
+from weft.planner.plan_json import candidate_json, hardware_json, missing_support
+from weft.planner.search import SearchResult, closest_miss, search
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,8 +40,8 @@ def main(arguments: Namespace) -> int:
         for model in models:
             advance(model.name)
             answer = plan_model(arguments, model, cluster)
-            rows.append(row_json(answer, model) if isinstance(answer, Answer) else refused_json(model, answer))
-            answers += [answer] if isinstance(answer, Answer) else []
+            rows.append(row_json(answer, model) if isinstance(answer, SearchResult) else refused_json(model, answer))
+            answers += [answer] if isinstance(answer, SearchResult) else []
     if not answers:
         raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}")
     overview = {**head_json(answers[0]), "models": rows}
@@ -62,14 +62,14 @@ def check_model_flags(arguments: Namespace) -> None:
             )
 
 
-def plan_model(arguments: Namespace, model: Model, cluster: Cluster) -> Answer | WeftError:
+def plan_model(arguments: Namespace, model: Model, cluster: Cluster) -> SearchResult | WeftError:
     """The answer for one model in the precision of the flags or the best one, or the error if the flags exclude it."""
     try:
         named = Namespace(**{**vars(arguments), "model": model.name})
         question = build_question(named, model, cluster)
         if hasattr(arguments, "precision") or hasattr(arguments, "quantization"):
             return search(question)
-        return in_best_precision(question)
+        return search_best_precision(question)
     except WeftError as error:
         return error
 
@@ -87,7 +87,7 @@ def progress(count: int) -> Iterator[Any]:
         yield lambda name: status.update(f"planning {next(number)} of {count}: {name}")
 
 
-def head_json(answer: Answer) -> dict[str, Any]:
+def head_json(answer: SearchResult) -> dict[str, Any]:
     """The hardware and the question, which are the same for all models."""
     question = answer.question
     work = question.workload
@@ -100,7 +100,7 @@ def head_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def row_json(answer: Answer, model: Model) -> dict[str, Any]:
+def row_json(answer: SearchResult, model: Model) -> dict[str, Any]:
     """One model: its best layout, or the memory that it lacks."""
     question, best = answer.question, answer.best
     row: dict[str, Any] = {"name": model.name, "params": model.params, "fits": best is not None}
@@ -108,7 +108,7 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
         lacks = short_bytes(answer)
         reason = answer.obstacle
         return {**row, "precision": closest_precision(answer), "short_bytes": lacks or None, "reason": reason}
-    lacking = missing(question, best.layout.precision)
+    lacking = missing_support(question, best.layout.precision)
     candidate = candidate_json(question, best)
     kept = ("precision", "kv_tokens", "max_concurrency", "predicted")
     return {
@@ -121,9 +121,9 @@ def row_json(answer: Answer, model: Model) -> dict[str, Any]:
     }
 
 
-def closest_precision(answer: Answer) -> str:
+def closest_precision(answer: SearchResult) -> str:
     """The precision of the layout that lacks the least memory."""
-    lacking = closest(answer.rejected)
+    lacking = closest_miss(answer.rejected)
     return lacking.cut.precision if lacking else answer.question.precisions[0]
 
 
@@ -187,13 +187,13 @@ def rate(tok_s: float) -> str:
 
 def precision_name(precision: str) -> str:
     """The name of the precision for -q if Weft can compress weights to it, else the precision."""
-    return OWN.get(precision, precision)
+    return WEFT_SCHEMES.get(precision, precision)
 
 
 def next_step(overview: dict[str, Any], fitting: Sequence[dict[str, Any]]) -> str:
     """A sentence with the command that plans one of the models."""
     line = f"Plan one of them: {overview['command']}"
-    compressed = sorted({precision_name(row["precision"]) for row in fitting} & set(OWN.values()))
+    compressed = sorted({precision_name(row["precision"]) for row in fitting} & set(WEFT_SCHEMES.values()))
     fixed = " -q " in overview["command"] or " --precision " in overview["command"]
     if overview["engine"] != "weft" or fixed or not compressed:
         return line

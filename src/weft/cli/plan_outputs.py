@@ -11,8 +11,8 @@ from typing import Any
 from weft.architectures.model import Model
 from weft.cli.parser import UsageError
 from weft.errors import error_reason
-from weft.planner.answer import as_json
-from weft.planner.search import Answer
+from weft.planner.plan_json import plan_json
+from weft.planner.search import SearchResult
 
 STDOUT = "-"  # as the name of a file
 
@@ -23,12 +23,14 @@ def check_outputs(arguments: Namespace) -> None:
         raise UsageError("--json and --html - both write to standard output; give --html a file")
 
 
-def write_outputs(arguments: Namespace, answer: Answer, model: Model, promise: dict[str, Any] | None = None) -> None:
+def write_outputs(
+    arguments: Namespace, answer: SearchResult, model: Model, promise: dict[str, Any] | None = None
+) -> None:
     """Write everything that the flags ask for; standard output gets one thing, by default the text.
 
     `promise` is the verdict of a simulation, from `cli.plan_promise`.
     """
-    plan, page = as_json(answer, model), getattr(arguments, "html", None)
+    plan, page = plan_json(answer, model), getattr(arguments, "html", None)
     if promise:
         add_promise(plan, promise)
     if page is not None:

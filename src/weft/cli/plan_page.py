@@ -15,7 +15,7 @@ FEW = 8  # rejected layouts that are not folded away
 
 
 def html_page(plan: PlanJson) -> str:
-    """The page; every figure on it has the value from `plan`, the JSON that `planner.answer.as_json` builds."""
+    """The page; every figure on it has the value from `plan`, the JSON that `planner.plan_json.plan_json` builds."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)

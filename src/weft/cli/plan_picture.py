@@ -82,7 +82,7 @@ class Rack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def picture(plan: Mapping[str, Any]) -> list[Rack]:
-    """Every node of a plan that fits; `plan` is the JSON of `planner.answer.as_json`."""
+    """Every node of a plan that fits; `plan` is the JSON of `planner.plan_json.plan_json`."""
     ranks: dict[int, list[Row]] = defaultdict(list)
     for row in plan["best"]["ranks"]:
         ranks[row["gpu_index"]].append(row)

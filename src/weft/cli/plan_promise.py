@@ -14,13 +14,13 @@ from weft.cli.plan import NOTHING_FITS
 from weft.cli.simulate_flags import SIMULATE
 from weft.cli.simulate_runs import find_count, finite, report_json, run_once
 from weft.errors import WeftError
-from weft.planner.answer import simulated
+from weft.planner.plan_json import simulate_command
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
-from weft.simulate.find import Found
-from weft.simulate.load import Load
-from weft.simulate.objective import duration, parse_objective
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.load import SimulatedLoad
+from weft.simulate.objective import format_duration, parse_objective
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -70,7 +70,9 @@ def with_defaults(arguments: Namespace) -> Namespace:
     return Namespace(**{**defaults, **vars(arguments), **lengths})
 
 
-def simulated_promise(given: dict[str, Any], question: Question, best: Candidate, load: Load) -> dict[str, Any]:
+def simulated_promise(
+    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad
+) -> dict[str, Any]:
     """The verdict as JSON: `kept`, its text, each target, the run, and `needed` replicas if it is not kept."""
     given = {**given, "duration": f"{simulated_s(given, load, best):g}s"}
     study = simulate_study.build_study(given, question, best, load)
@@ -94,7 +96,7 @@ def simulated_promise(given: dict[str, Any], question: Question, best: Candidate
     return as_json
 
 
-def simulated_s(given: dict[str, Any], load: Load, best: Candidate) -> float:
+def simulated_s(given: dict[str, Any], load: SimulatedLoad, best: Candidate) -> float:
     """Seconds of virtual time for REQUESTS requests and TURNS of each user, at most the duration of weft simulate."""
     turn_s = best.predicted.ttft_s + load.mean[1] / best.predicted.single_tok_s + load.think_s
     rate = load.offered or (load.users or 1) / turn_s
@@ -105,24 +107,24 @@ def simulated_s(given: dict[str, Any], load: Load, best: Candidate) -> float:
 
 def simulation_command(given: dict[str, Any], question: Question, best: Candidate) -> str | None:
     """The command that runs the same simulation; None for a device map, which weft simulate does not take."""
-    command = simulated(question, best)
+    command = simulate_command(question, best)
     return f"{command} --duration {given['duration']}" if command else None
 
 
-def verdict(load: Load, report: Report) -> str:
+def verdict(load: SimulatedLoad, report: Report) -> str:
     """ "Promise kept with 50 users: ttft_p95 292 ms (1 s promised), tpot_p95 42.6 ms (50 ms promised)"."""
     demand = f"{load.users:,} users" if load.users else f"{load.rate:g} requests/s"
     if load.think_s:
-        demand += f" who wait {duration(load.think_s)} between requests"
+        demand += f" who wait {format_duration(load.think_s)} between requests"
     targets = ", ".join(
-        f"{target.target} {duration(target.value_s)} ({duration(target.limit_s)} promised)"
+        f"{target.target} {format_duration(target.value_s)} ({format_duration(target.limit_s)} promised)"
         for target in report.objective
     )
     return f"Promise {'kept' if report.met else 'not kept'} with {demand}: {targets}"
 
 
 def replicas_needed(
-    given: dict[str, Any], question: Question, best: Candidate, load: Load, too_few: int
+    given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad, too_few: int
 ) -> dict[str, Any]:
     """The fewest replicas that keep the promise, with the command that simulates them, or the reason why none do."""
     try:
@@ -133,7 +135,7 @@ def replicas_needed(
     return replicas_json(simulation_command(given, question, best), study, result)
 
 
-def replicas_json(command: str | None, study: Study, result: Found) -> dict[str, Any]:
+def replicas_json(command: str | None, study: Study, result: CapacityResult) -> dict[str, Any]:
     """The result of a search for replicas as JSON; `command` simulates the plan's own replicas."""
     if result.report is None:
         text = f"no number of replicas keeps it: {result.reason}"

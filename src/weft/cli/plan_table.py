@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TextIO
 
 from weft.plan.plan import Plan
-from weft.planner.table import rows
+from weft.planner.table import rank_rows
 
 WIDE = 200  # columns: more than the table ever needs
 
@@ -24,7 +24,7 @@ def print_plan(plan: Plan, out: TextIO) -> None:
     table.add_column("device")
     for name in ("layers", "query\nheads", "KV\nheads", "FFN\ncolumns", "vocab\nrows", "weights", "KV per\ntoken"):
         table.add_column(name, justify="right")
-    for row in rows(plan):
+    for row in rank_rows(plan):
         table.add_row(
             str(row.rank),
             row.device,

@@ -1,4 +1,4 @@
-"""Sentences of a plan, from the JSON that `planner.answer.as_json` builds: the same on a terminal and on a page."""
+"""Sentences of a plan, from the JSON of `planner.plan_json`: the same on a terminal and on a page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ ASCII = str.maketrans("█▓▒▚░╠╚║═├└│─·", "#=+x.|`|=|`|
 
 
 def print_plan_text(plan: PlanJson, out: TextIO | None = None) -> None:
-    """Print the whole plan on `out` (default: standard output); `plan` is the JSON of `planner.answer.as_json`."""
+    """Print the whole plan on `out` (default: standard output); `plan` is the JSON of `planner.plan_json.plan_json`."""
     console = tables.console(out, pipe=PIPE)
     best = plan["best"]
     style = "bold green" if best else "bold red"

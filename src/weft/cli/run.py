@@ -71,13 +71,13 @@ def predict_engine(llm: LLM) -> Forecast | None:
 
 def compared_lines(llm: LLM, expected: Forecast, answer: RequestOutput) -> list[str]:
     """Predicted and real memory, and the speed of the answer if it has several tokens."""
-    from weft.planner.forecast import answered, started
+    from weft.planner.forecast import request_report, start_report
 
-    lines, timing = [started(expected, llm.capacities, llm.num_blocks)], engine.answer_speed(answer)
+    lines, timing = [start_report(expected, llm.capacities, llm.num_blocks)], engine.answer_speed(answer)
     if timing["ttft_s"] and timing["decode_tok_s"]:
         lengths = len(answer.prompt_token_ids), len(answer.outputs[0].token_ids)
         lines.append(
-            answered(
+            request_report(
                 expected,
                 input_len=lengths[0],
                 output_len=lengths[1],

@@ -15,12 +15,12 @@ from weft.cli import simulate_view as view
 from weft.cli.plan import NOTHING_FITS, find_model
 from weft.cli.simulate_runs import find_limit, finite, first_guess, report_json, run_rates, simulated_rates
 from weft.cli.simulate_study import build_simulation_question, build_study, check_load_flags, parse_load
-from weft.planner.answer import cut_json
+from weft.planner.plan_json import cut_json
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import search
-from weft.simulate.find import Found
-from weft.simulate.load import Load
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.load import SimulatedLoad
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -53,18 +53,18 @@ def main(arguments: Namespace) -> int:
     return NOTHING_FITS if found is not None and found.value is None else 0
 
 
-def check_runs(given: dict[str, Any], study: Study, load: Load) -> None:
+def check_runs(given: dict[str, Any], study: Study, load: SimulatedLoad) -> None:
     """Raise an error for a run that is too long to be simulated, before the first one starts."""
     if given.get("find") == "replicas":
-        study.check(load, ceil(first_guess(study, load)))
+        study.check_run_length(load, ceil(first_guess(study, load)))
     elif "find" not in given:
         for rate in simulated_rates(given, study, load):
-            study.check(msgspec.structs.replace(load, rate=rate))
+            study.check_run_length(msgspec.structs.replace(load, rate=rate))
 
 
 def run_study(
-    given: dict[str, Any], study: Study, load: Load, best: Candidate
-) -> tuple[Found | None, tuple[Report, ...]]:
+    given: dict[str, Any], study: Study, load: SimulatedLoad, best: Candidate
+) -> tuple[CapacityResult | None, tuple[Report, ...]]:
     """The result of --find, None without the flag, and the reports of all runs in ascending order of the load."""
     if "find" not in given:
         return None, tuple(run_rates(given, study, load))
@@ -77,9 +77,9 @@ def as_json(
     question: Question,
     best: Candidate,
     study: Study,
-    load: Load,
+    load: SimulatedLoad,
     runs: tuple[Report, ...],
-    found: Found | None,
+    found: CapacityResult | None,
 ) -> dict[str, Any]:
     """The whole report as JSON; runs have the fields of `Report`. The same command line gives the same object."""
     input_len, output_len = load.mean

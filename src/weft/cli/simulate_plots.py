@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from weft.cli import plot
 from weft.cli.plot import Curve, Panel, ReferenceLine
-from weft.simulate.find import Found
-from weft.simulate.objective import Target
+from weft.simulate.capacity_search import CapacityResult
+from weft.simulate.objective import LatencyTarget
 from weft.simulate.report import Report
 from weft.simulate.study import Study
 
@@ -24,7 +24,7 @@ def text_plots(runs: Sequence[Report]) -> list[list[str]]:
     ]
 
 
-def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], found: Found | None) -> None:
+def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], found: CapacityResult | None) -> None:
     """Write an image: of one run the distributions of its times, of several their times against the load."""
     targets = study.objective.targets if study.objective else ()
     if len(runs) == 1:
@@ -35,13 +35,13 @@ def write_plots(path: str, title: str, study: Study, runs: Sequence[Report], fou
     plot.write_image(path, panels, title=title)
 
 
-def drawn_metrics(targets: Sequence[Target]) -> list[str]:
+def drawn_metrics(targets: Sequence[LatencyTarget]) -> list[str]:
     """Names of the metrics to draw: TTFT, TPOT, and the others of the promise."""
     fields = {target_field(target) for target in targets}
     return [name for name, field in METRICS.items() if name in ALWAYS or field in fields]
 
 
-def target_field(target: Target) -> str:
+def target_field(target: LatencyTarget) -> str:
     """The report's field of a target."""
     return f"{target.metric}_s"
 
@@ -52,7 +52,7 @@ def load_text(run: Report) -> str:
     return f"{run.users:,} users, {replicas}" if run.users else f"{run.rate or 0:.4g} requests/s, {replicas}"
 
 
-def distribution_panel(name: str, run: Report, targets: Sequence[Target]) -> Panel:
+def distribution_panel(name: str, run: Report, targets: Sequence[LatencyTarget]) -> Panel:
     """Share of the requests that waited at most a time, with the promised times as lines."""
     field = METRICS[name]
     times = run.distributions.get(field)
@@ -77,7 +77,7 @@ def distribution_panel(name: str, run: Report, targets: Sequence[Target]) -> Pan
 
 
 def load_panel(
-    name: str, runs: Sequence[Report], study: Study, targets: Sequence[Target], found: Found | None
+    name: str, runs: Sequence[Report], study: Study, targets: Sequence[LatencyTarget], found: CapacityResult | None
 ) -> Panel:
     """Percentiles of one metric against the load, with lines for the promise, the result of --find and saturation."""
     axis, positions = load_axis(runs)

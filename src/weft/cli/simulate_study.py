@@ -1,4 +1,4 @@
-"""Load, deployment and duration of a simulation, from the flags of weft simulate."""
+"""SimulatedLoad, deployment and duration of a simulation, from the flags of weft simulate."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.cli import plot
 from weft.cli.parser import UsageError
 from weft.cli.plan import build_question, repeated_flags
 from weft.errors import ConfigError, PlanError
-from weft.planner.deployment import lengths
+from weft.planner.deployment import default_lengths
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.deployment import Limits, specs
-from weft.simulate.lengths import Even, Fixed, Lengths, parse_lengths
-from weft.simulate.load import Drawn, Load, trace_rate
-from weft.simulate.objective import parse_objective, seconds
-from weft.simulate.replica import Spec
-from weft.simulate.study import Study, Times
-from weft.simulate.trace import Row, read_trace
+from weft.simulate.deployment import SchedulerLimits, replica_specs
+from weft.simulate.lengths import FixedLength, Lengths, UniformLength, parse_lengths
+from weft.simulate.load import RequestDistribution, SimulatedLoad, trace_rate
+from weft.simulate.objective import parse_duration, parse_objective
+from weft.simulate.replica import ReplicaSpec
+from weft.simulate.study import MeasurementWindow, Study
+from weft.simulate.trace import TraceRow, read_trace
 
 # Seconds of virtual time if nothing is slow; longer if
 DURATION_S = 600.0
@@ -75,7 +75,7 @@ def _check_find(given: dict[str, Any]) -> None:
         raise UsageError(f"--find {wanted} takes one load; leave --rates out")
 
 
-def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
+def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
     """The load of the flags, and the tokens of its longest request, None if that has no limit.
 
     Raises ConfigError for requests that are longer than the model's context.
@@ -83,12 +83,12 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     most = given.get("max_model_len") or model.shape.longest
     trace = read_trace(given["trace"]) if "trace" in given else ()
     drawn = parse_drawn(given, model, most)
-    load = Load(
-        drawn=drawn,
+    load = SimulatedLoad(
+        distribution=drawn,
         rate=given.get("rate"),
         burstiness=given["burstiness"],
         users=given.get("users"),
-        think_s=seconds(given["think"], "--think") if "think" in given else 0.0,
+        think_s=parse_duration(given["think"], "--think") if "think" in given else 0.0,
         trace=trace,
         seed=given["seed"],
     )
@@ -104,14 +104,14 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[Load, int | None]:
     return load, longest
 
 
-def parse_drawn(given: dict[str, Any], model: Model, most: int) -> Drawn:
+def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistribution:
     """The distribution of the requests' tokens; no request has more than `most`."""
     rows = read_trace(given["lengths"]) if "lengths" in given else ()
     input_len, output_len = drawn_lengths(given, most)
     prefix_len = given.get("prefix_len", 0)
     if prefix_len >= most:
         raise ConfigError(f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens")
-    return Drawn(
+    return RequestDistribution(
         input_len=input_len,
         output_len=output_len,
         rows=rows,
@@ -129,9 +129,9 @@ def drawn_lengths(given: dict[str, Any], most: int) -> tuple[Lengths, Lengths]:
     """
     input_len = parse_lengths(given["input_len"], "--input-len") if "input_len" in given else None
     output_len = parse_lengths(given["output_len"], "--output-len") if "output_len" in given else None
-    usual_in, usual_out = lengths(longest_or_mean(input_len), longest_or_mean(output_len), most)
+    usual_in, usual_out = default_lengths(longest_or_mean(input_len), longest_or_mean(output_len), most)
     high = max(usual_out, min(usual_out * 3 // 2, most - usual_in))
-    return input_len or Fixed(usual_in), output_len or Even(2 * usual_out - high, high)
+    return input_len or FixedLength(usual_in), output_len or UniformLength(2 * usual_out - high, high)
 
 
 def longest_or_mean(lengths: Lengths | None) -> int | None:
@@ -139,9 +139,9 @@ def longest_or_mean(lengths: Lengths | None) -> int | None:
     return None if lengths is None else lengths.longest or round(lengths.mean)
 
 
-def longest_row(rows: tuple[Row, ...]) -> int:
+def longest_row(rows: tuple[TraceRow, ...]) -> int:
     """Tokens of the longest request in a trace."""
-    return max(row.ask.input_len + row.ask.output_len for row in rows)
+    return max(row.request.input_len + row.request.output_len for row in rows)
 
 
 def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
@@ -150,25 +150,25 @@ def longest_drawn(input_len: Lengths, output_len: Lengths) -> int | None:
     return None if ends[0] is None or ends[1] is None else ends[0] + ends[1]
 
 
-def build_simulation_question(arguments: Namespace, model: Model, load: Load, longest: int | None) -> Question:
+def build_simulation_question(arguments: Namespace, model: Model, load: SimulatedLoad, longest: int | None) -> Question:
     """The question for the planner: the load's mean request, the spread of its answers, and room for its longest."""
     input_len, output_len = (max(1, round(mean)) for mean in load.mean)
     mean_arguments = Namespace(**{**vars(arguments), "input_len": input_len, "output_len": output_len})
     mean_arguments.__dict__.pop("concurrency", None)
     question = build_question(mean_arguments, model)
     work = question.workload
-    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.spread)
+    work = msgspec.structs.replace(work, max_model_len=work.max_model_len or longest, output_spread=load.output_spread)
     # A command for a similar question has the lengths of the flags, not their means.
     return msgspec.structs.replace(question, workload=work, flags=tuple(repeated_flags(vars(arguments))))
 
 
-def build_study(given: dict[str, Any], question: Question, best: Candidate, load: Load) -> Study:
+def build_study(given: dict[str, Any], question: Question, best: Candidate, load: SimulatedLoad) -> Study:
     """The simulation of the best layout. Raises PlanError for a number of replicas that the layout cannot have."""
-    replicas = replica_specs(given, question, best)
+    replicas = study_replicas(given, question, best)
     sample = given.get("sample_replicas")
     return Study(
         specs=replicas,
-        gpus_each=best.layout.size,
+        gpus_each=best.layout.replica_size,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
         times=simulated_times(given, load, usual_duration(given, load, best, len(replicas))),
@@ -182,14 +182,14 @@ def build_study(given: dict[str, Any], question: Question, best: Candidate, load
     )
 
 
-def replica_specs(given: dict[str, Any], question: Question, best: Candidate) -> list[Spec]:
+def study_replicas(given: dict[str, Any], question: Question, best: Candidate) -> list[ReplicaSpec]:
     """The replicas of the layout, or as many as --replicas says."""
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=given.get("max_num_seqs"),
         lookahead=given.get("async_scheduling"),
         **({"max_num_queued": given["max_num_queued_reqs"]} if "max_num_queued_reqs" in given else {}),
     )
-    replicas = specs(question, best, limits)
+    replicas = replica_specs(question, best, limits)
     other_count = "replicas" in given or given.get("find") == "replicas"
     if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
         raise PlanError(
@@ -208,12 +208,12 @@ def expected_runs(given: dict[str, Any]) -> int:
     return len(given.get("rates", SHARES if no_load_given(given) else (1,)))
 
 
-def replica_capacity(best: Candidate, load: Load) -> float:
+def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     """Predicted requests per second of one saturated replica."""
     return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
 
 
-def usual_duration(given: dict[str, Any], load: Load, best: Candidate, replicas: int) -> float:
+def usual_duration(given: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:
     """Seconds of virtual time without --duration, long enough for slow answers and low rates; inf for a trace."""
     if load.trace:
         return inf
@@ -227,15 +227,15 @@ def usual_duration(given: dict[str, Any], load: Load, best: Candidate, replicas:
     return float(f"{max(enough):.2g}")
 
 
-def simulated_times(given: dict[str, Any], load: Load, usual_s: float) -> Times:
+def simulated_times(given: dict[str, Any], load: SimulatedLoad, usual_s: float) -> MeasurementWindow:
     """Duration and warm-up; a trace has no warm-up by default."""
-    duration_s = seconds(given["duration"], "--duration") if "duration" in given else usual_s
+    duration_s = parse_duration(given["duration"], "--duration") if "duration" in given else usual_s
     warmup_s = 0.0 if load.trace else WARMUP * duration_s
     if "warmup" in given:
-        warmup_s = 0.0 if given["warmup"].strip() in ("0", "0s") else seconds(given["warmup"], "--warmup")
+        warmup_s = 0.0 if given["warmup"].strip() in ("0", "0s") else parse_duration(given["warmup"], "--warmup")
     if warmup_s >= duration_s:
         raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure")
-    return Times(duration_s=duration_s, warmup_s=warmup_s)
+    return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 
 def no_load_given(given: dict[str, Any]) -> bool:

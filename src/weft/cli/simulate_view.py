@@ -10,11 +10,11 @@ from weft.cli.tables import console, figures_table
 from weft.formatting import format_counts
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.simulate.find import CLOSE, CLOSE_REPLICAS, Found
-from weft.simulate.lengths import Fixed
-from weft.simulate.load import Load
-from weft.simulate.objective import duration
-from weft.simulate.report import Judged, Report, Spread
+from weft.simulate.capacity_search import CLOSE, CLOSE_REPLICAS, CapacityResult
+from weft.simulate.lengths import FixedLength
+from weft.simulate.load import SimulatedLoad
+from weft.simulate.objective import format_duration
+from weft.simulate.report import LatencySummary, Report, TargetVerdict
 from weft.simulate.study import Study
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def hardware_text(question: Question) -> str:
     return f"{gpus} on {nodes:,} nodes" if nodes > 1 else gpus
 
 
-def heading(question: Question, best: Candidate, study: Study, load: Load) -> list[str]:
+def heading(question: Question, best: Candidate, study: Study, load: SimulatedLoad) -> list[str]:
     """The simulated deployment and load."""
     count = len(study.specs)
     replicas = f"{count:,} replicas, each of" if count > 1 else "1 replica of"
@@ -55,7 +55,7 @@ def devices(count: int, study: Study) -> str:
     return f"{count:,} {study.device}{'s' * (count > 1)}"
 
 
-def print_runs(study: Study, load: Load, runs: Sequence[Report], found: Found | None) -> None:
+def print_runs(study: Study, load: SimulatedLoad, runs: Sequence[Report], found: CapacityResult | None) -> None:
     """Print everything after the heading on standard output."""
     out = console()
     report = found.report if found else runs[0] if len(runs) == 1 else None
@@ -101,9 +101,9 @@ def times_table(report: Report) -> Table:
     """A table of the percentiles of one run."""
     table = figures_table("", "mean", *PERCENTILES)
     for name, field in METRICS.items():
-        spread: Spread | None = getattr(report, field)
+        spread: LatencySummary | None = getattr(report, field)
         if spread:
-            table.add_row(name, *(duration(getattr(spread, q)) for q in ("mean", *PERCENTILES)))
+            table.add_row(name, *(format_duration(getattr(spread, q)) for q in ("mean", *PERCENTILES)))
     return table
 
 
@@ -120,7 +120,7 @@ def figures(study: Study, report: Report) -> list[str]:
     if report.prefix_hit_share is not None:
         lines.append(f"{100 * report.prefix_hit_share:.0f} % of the prompts' tokens were in the prefix cache")
     rent = f"{report.gpu_hours:,.4g} {study.device}-hours "
-    rent += f"({devices(report.gpus, study)}, {duration(report.window_s)})"
+    rent += f"({devices(report.gpus, study)}, {format_duration(report.window_s)})"
     if report.dollars_per_hour is not None:
         rent += f", ${report.dollars_per_hour:,.2f} an hour, ${money(report)} per million generated tokens"
     lines.append(rent)
@@ -130,14 +130,15 @@ def figures(study: Study, report: Report) -> list[str]:
     return lines
 
 
-def target_line(judged: Judged) -> str:
+def target_line(judged: TargetVerdict) -> str:
     """One target of the promise, with its value and the verdict."""
-    interval = "" if judged.plus_minus_s is None else f" (± {duration(judged.plus_minus_s)})"
+    interval = "" if judged.plus_minus_s is None else f" (± {format_duration(judged.plus_minus_s)})"
     verdict = "met" if judged.met else "missed"
-    return f"{judged.target} {duration(judged.value_s)}{interval}, {duration(judged.limit_s)} promised: {verdict}"
+    value, limit = format_duration(judged.value_s), format_duration(judged.limit_s)
+    return f"{judged.target} {value}{interval}, {limit} promised: {verdict}"
 
 
-def verdict(study: Study, found: Found) -> list[str]:
+def verdict(study: Study, found: CapacityResult) -> list[str]:
     """The result of --find."""
     if found.value is None or found.report is None:
         return [f"nothing keeps the promise: {found.reason}"]
@@ -150,7 +151,7 @@ def verdict(study: Study, found: Found) -> list[str]:
     return [f"found: up to {found.value:.4g} requests/s keep the promise ({each}search accuracy {100 * CLOSE:.0f} %)"]
 
 
-def confidence(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> list[str]:
+def confidence(study: Study, load: SimulatedLoad, runs: Sequence[Report], report: Report | None) -> list[str]:
     """The amount that was simulated, and notes on how far to trust the figures."""
     lines = [measured_text(study, load, runs, report), *growing_text(study, report or runs[-1])]
     if equal_answers(load) and any(run.replicas > 1 for run in runs):
@@ -171,8 +172,8 @@ def growing_text(study: Study, run: Report) -> list[str]:
     if run.users or not 0 < study.times.warmup_s < answer_s:
         return []
     return [
-        f"an answer takes {duration(answer_s)}, longer than the warm-up: the load was still growing; use a longer "
-        "--duration"
+        f"an answer takes {format_duration(answer_s)}, longer than the warm-up: the load was still growing; use a "
+        "longer --duration"
     ]
 
 
@@ -184,26 +185,26 @@ def sampled_text(run: Report) -> str:
     )
 
 
-def measured_text(study: Study, load: Load, runs: Sequence[Report], report: Report | None) -> str:
+def measured_text(study: Study, load: SimulatedLoad, runs: Sequence[Report], report: Report | None) -> str:
     """The number of requests and the virtual time that were measured."""
     one = report or runs[-1]
-    measured = f"{one.requests:,} requests in {duration(one.window_s)}"
+    measured = f"{one.requests:,} requests in {format_duration(one.window_s)}"
     if len(runs) > 1 and report is None:
         measured = f"{min(run.requests for run in runs):,} to {max(run.requests for run in runs):,} requests a run"
     warmup_s = study.times.warmup_s
-    start = f"after {duration(warmup_s)} of warm-up" if warmup_s else "from an idle start"
+    start = f"after {format_duration(warmup_s)} of warm-up" if warmup_s else "from an idle start"
     return f"measured: {measured} of virtual time, {start}; seed {load.seed}"
 
 
-def equal_answers(load: Load) -> bool:
+def equal_answers(load: SimulatedLoad) -> bool:
     """Return True if all answers have the same length."""
-    rows, lengths = load.trace or load.drawn.rows, load.drawn.output_len
+    rows, lengths = load.trace or load.distribution.rows, load.distribution.output_len
     if rows:
-        return len({row.ask.output_len for row in rows}) == 1
-    return isinstance(lengths, Fixed) and lengths.tokens > 1
+        return len({row.request.output_len for row in rows}) == 1
+    return isinstance(lengths, FixedLength) and lengths.tokens > 1
 
 
-def milliseconds(spread: Spread | None, name: str) -> str:
+def milliseconds(spread: LatencySummary | None, name: str) -> str:
     """A percentile in ms, "-" without a measurement."""
     if spread is None:
         return "-"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import error_reason
-from weft.formats.yaml_text import load
+from weft.formats.yaml_text import load_yaml
 
 MULTIPLIERS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -136,7 +136,7 @@ def _parse_map(text: str, name: str) -> dict[str, Any]:
     """A JSON or YAML mapping without duplicate keys; errors call it `name`."""
     try:
         # JSON is YAML, except for tabs.
-        value = load(text.replace("\t", " "))
+        value = load_yaml(text.replace("\t", " "))
     except ValueError as error:
         raise ArgumentTypeError(f"{name} is neither JSON nor YAML: {error}") from None
     if not isinstance(value, dict) or not all(isinstance(key, str | int) for key in value):

@@ -20,7 +20,7 @@ from weft.client.remote import AsyncEngine
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
 
@@ -169,7 +169,7 @@ class AsyncLLM:
 
     async def _open(self) -> StartedEngine:
         checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
-        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe()))
+        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe_host()))
         engine = await AsyncEngine.start(plan, self.config)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)

@@ -62,7 +62,7 @@ class Collector:
         self._choices: dict[str, Choice] = {}
         first = None if tokenizer is None else TextStream(tokenizer, params, prompt)
         for index, request in enumerate(requests):
-            stream = first.twin() if first is not None and index else first
+            stream = first.fork() if first is not None and index else first
             self._choices[request.id] = Choice(CompletionOutput(index), stream)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))

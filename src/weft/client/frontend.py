@@ -20,8 +20,7 @@ from weft.core.request import Request
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.text.template import ChatTemplate
-from weft.text.tokenizer import Tokenizer
-from weft.text.tokenizer import load as load_tokenizer
+from weft.text.tokenizer import Tokenizer, load_tokenizer
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
 
@@ -62,7 +61,7 @@ class TextTools:
         if config.skip_tokenizer_init:
             return cls()
         loaded = load_tokenizer(config.tokenizer or checkpoint.path)
-        return cls(loaded, ChatTemplate.of(loaded, config.chat_template))
+        return cls(loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template))
 
 
 class Frontend:
@@ -181,7 +180,9 @@ class Frontend:
         the template. With `continue_final_message`, the text ends where the last message ends.
         """
         tokenizer = self._require_tokenizer("a conversation", "messages")
-        template = self._text_tools.template if chat_template is None else ChatTemplate.of(tokenizer, chat_template)
+        template = (
+            self._text_tools.template if chat_template is None else ChatTemplate.for_tokenizer(tokenizer, chat_template)
+        )
         assert template is not None, "a tokenizer comes with a template"
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message

@@ -24,7 +24,7 @@ from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
 from weft.formats.checkpoint import Checkpoint
-from weft.hardware.host import probe
+from weft.hardware.host import probe_host
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
@@ -45,7 +45,7 @@ class LocalEngine:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self.host = probe()
+        self.host = probe_host()
         plan = plan_to_run(config, checkpoint, self.host)
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
         self._executor = create_executor(kind)

@@ -1,4 +1,4 @@
-"""How the ranks of one stage sum and gather, and how a stage hands over to the next."""
+"""Communication between ranks: sums and gathers within a stage, and hand-over from stage to stage."""
 
 from __future__ import annotations
 

@@ -7,19 +7,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from weft.comm.base import Comm, Links, Solo
 from weft.comm.distributed import DistributedComm, peers_may_vanish
 from weft.comm.line import Edge, SharedLine
 from weft.comm.shared import SharedComm
-from weft.comm.trial import joined
+from weft.comm.trial import connect_symmetric
 from weft.plan.plan import Plan
 
-# A rank that dies is noticed by the executor, at once; one that loads for long is not dead.
+# Collectives do not time out: the executor notices at once if a rank dies, and a rank that loads for long is not dead.
 NEVER = timedelta(days=365)
 
 
-def connect(
+def connect_rank(
     plan: Plan,
     rank: int,
     *,
@@ -29,46 +30,65 @@ def connect(
     before: Edge | None = None,
     after: Edge | None = None,
 ) -> Links:
-    """The groups of a rank: every rank of the plan calls this, and it returns when all have.
+    """Connect a rank to its groups. Every rank of the plan calls this, and it returns when all have.
 
-    Ranks on GPUs of their own meet through NCCL. Others of one stage meet through `memory` and `pipes` (see
-    SharedComm; no pipes where the system has none), those of neighbouring stages through the edges between them (see
-    SharedLine), and all else goes through gloo. `store` is a file through which those of NCCL and gloo find each other.
+    Ranks that each have a GPU to themselves use NCCL. Other ranks of one stage use `memory` and `pipes` (see
+    SharedComm; no pipes if the system has none), and neighbouring stages use the edges between them (see SharedLine).
+    Groups that have neither use gloo. `store` is a file through which ranks that use NCCL or gloo find each other.
     """
     place, device = plan.places[rank], torch.device(plan.devices[rank])
-    backend = "nccl" if own_gpus(plan) else "gloo"
-    shares = bool(pipes) and backend == "gloo"
-    tensor: Comm = SharedComm(place.tp_rank, memory, pipes) if shares else Solo()
-    pipeline: Comm = Solo()
-    stages = [[p.rank for p in plan.places if p.stage == s] for s in range(plan.stages)]
-    lines = [[p.rank for p in plan.places if p.tp_rank == t] for t in range(plan.tensor_parallel)]
-    lined = backend == "gloo" and (before is not None or after is not None)
-    if lined:
-        pipeline = SharedLine(place.stage, plan.stages, before, after, device)
-    if (plan.stages == 1 or lined) and (plan.tensor_parallel == 1 or shares):
+    tensor: Comm | None = Solo() if plan.tensor_parallel == 1 else None
+    pipeline: Comm | None = Solo() if plan.stages == 1 else None
+    if not have_own_gpus(plan):
+        if pipes:
+            tensor = SharedComm(place.tp_rank, memory, pipes)
+        if before is not None or after is not None:
+            pipeline = SharedLine(place.stage, plan.stages, before, after, device)
+    if tensor is not None and pipeline is not None:
         return Links(tensor, pipeline)
+    return _connect_process_groups(plan, rank, store, tensor, pipeline)
+
+
+def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | None, pipeline: Comm | None) -> Links:
+    """Connect the groups that are None through torch.distributed; `path` is the file of its store."""
+    device = torch.device(plan.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with peers_may_vanish():
         size = len(plan.places)
-        meeting = dist.FileStore(store, size)  # type: ignore[attr-defined]  # lacks in its types
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=NEVER)
-        # Every rank makes every group, in the same order, and keeps its own.
-        if plan.tensor_parallel > 1 and not shares:
-            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in stages]
-            group, ranks = groups[place.stage], stages[place.stage]
-            if backend == "nccl" and plan.peer_to_peer:
-                devices = [plan.devices[r] for r in ranks]
-                dtype = getattr(torch, plan.dtype)
-                tensor = joined(group, device, dtype, store=meeting, ranks=ranks, devices=devices)
-            else:
-                tensor = DistributedComm(group, device)
-        if plan.stages > 1 and not lined:
-            groups = [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in lines]
-            pipeline = DistributedComm(groups[place.tp_rank], device)
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # lacks in its types
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
+        if tensor is None:
+            tensor = _connect_stage(plan, rank, device, store)
+        if pipeline is None:
+            pipeline = _connect_pipeline(plan, rank, device)
     return Links(tensor, pipeline)
 
 
-def own_gpus(plan: Plan) -> bool:
-    """Whether each rank has a GPU to itself: NCCL refuses two ranks on one."""
+def _connect_stage(plan: Plan, rank: int, device: torch.device, store: Store) -> Comm:
+    """Connect the ranks of a stage, with symmetric memory if their GPUs can read each other's memory."""
+    stages = [[place.rank for place in plan.places if place.stage == stage] for stage in range(plan.stages)]
+    stage = plan.places[rank].stage
+    group, ranks = _create_groups(plan, stages)[stage], stages[stage]
+    if not (have_own_gpus(plan) and plan.peer_to_peer):
+        return DistributedComm(group, device)
+    devices = [plan.devices[peer] for peer in ranks]
+    return connect_symmetric(group, device, getattr(torch, plan.dtype), store=store, ranks=ranks, devices=devices)
+
+
+def _connect_pipeline(plan: Plan, rank: int, device: torch.device) -> Comm:
+    """Connect the ranks of one tp_rank in every stage."""
+    tp_ranks = range(plan.tensor_parallel)
+    pipelines = [[place.rank for place in plan.places if place.tp_rank == tp_rank] for tp_rank in tp_ranks]
+    return DistributedComm(_create_groups(plan, pipelines)[plan.places[rank].tp_rank], device)
+
+
+def _create_groups(plan: Plan, groups: Sequence[list[int]]) -> list[dist.ProcessGroup]:
+    """Create a process group of each list of ranks. Every rank creates every group, in the same order."""
+    backend = "nccl" if have_own_gpus(plan) else "gloo"
+    return [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in groups]
+
+
+def have_own_gpus(plan: Plan) -> bool:
+    """Return True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
     return all(name.startswith("cuda") for name in plan.devices) and len(set(plan.devices)) == len(plan.devices)

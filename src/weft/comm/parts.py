@@ -1,4 +1,4 @@
-"""Parts: memory in which each rank of a group lays its part of a sum, for all of them to read."""
+"""Memory to which each rank of a group publishes its part of a sum, for all ranks to read."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-PLACES = 2
+TURNS = 2
 
 
 class Parts:
-    """`places[turn][rank]` is flat memory of that rank, which every rank can read, in two turns; `meet` has this rank's
-    device wait until all ranks' devices have come there, with what they wrote before.
+    """Memory of every rank of a group, in two turns.
 
-    One meeting per sum is enough. A device does one thing after the other: it lays its part into its place, meets the
-    others, reads theirs. Before it lays the next part into the same place it has met them again, for the sum of the
-    other turn, and each of them came to that meeting only after it had read the last one. So none is overwritten that
-    is still read, however late a rank is.
+    `places[turn][rank]` is flat memory of that rank, which every rank can read. `barrier` makes this rank's device wait
+    until the devices of all ranks have reached it, with everything that they wrote before.
 
-    Sums of another kind are meetings as well: after one of them any place is free, and `begin` says so. What is
-    captured in a CUDA graph has its turns for good; as it begins and ends with such a sum, or follows one, that holds
-    for graphs in any order.
+    One barrier per sum is enough. A device works in order: it copies its part into its place, reaches the barrier and
+    reads the others' parts. Before it copies the next part into the same place it has reached another barrier, for the
+    sum of the other turn, and every rank came to that one only after it had read the parts of the first. So no part is
+    overwritten while it is read, however late a rank is.
+
+    A sum of another kind is a barrier as well: after it any place is free, and the caller says so with `begin`. A
+    CUDA graph keeps the turns with which it was captured. A graph begins and ends with such a sum, or follows one, so
+    graphs may be replayed in any order.
     """
 
-    def __init__(self, places: Sequence[Sequence[torch.Tensor]], rank: int, meet: Callable[[], None]) -> None:
-        assert len(places) == PLACES, len(places)
+    def __init__(self, places: Sequence[Sequence[torch.Tensor]], rank: int, barrier: Callable[[], None]) -> None:
+        assert len(places) == TURNS, len(places)
         self.places = places
-        self._rank, self._meet = rank, meet
+        self._rank, self._barrier = rank, barrier
         self._addresses = torch.tensor(
             [[memory.data_ptr() for memory in turn] for turn in places], device=places[0][rank].device
         )
@@ -41,14 +43,17 @@ class Parts:
         return self.places[0][0].dtype
 
     def begin(self) -> None:
-        """All ranks have met since the last part was laid."""
+        """Start the turns again, after a barrier of all ranks that followed the last part."""
         self._turn = 0
 
-    def lay(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Lay x, this rank's part, and meet the others: the addresses of all parts, [size] int64 on the device, and
-        the memory that begins there. Valid until the next part but one is laid."""
+    def publish(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Publish `x`, this rank's part, and wait for the parts of the other ranks.
+
+        Returns the addresses of all parts, [size] int64 on the device, and the memory that begins there. Both are valid
+        until the next part but one is published.
+        """
         turn = self._turn
-        self._turn = (turn + 1) % PLACES
+        self._turn = (turn + 1) % TURNS
         self.places[turn][self._rank][: x.numel()].view(x.shape).copy_(x)
-        self._meet()
+        self._barrier()
         return self._addresses[turn], self.places[turn]

@@ -1,7 +1,7 @@
-"""SharedComm: the ranks of one stage on one host, through memory that they share.
+"""A tensor-parallel group whose ranks are on one host, through memory that they share.
 
 For a decode step on CPUs, a sum through sockets costs more than the layer that it follows. Here a rank
-copies its part into the shared memory, tells the others with a byte in their pipes, and adds up theirs.
+copies its part into the shared memory, writes a byte to the other ranks' pipes, and adds up their parts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ import torch
 
 from weft.comm.base import add_up
 
-SLOT_BYTES = 4 << 20  # of each rank and turn; more is done in pieces, while they are in the cache
+SLOT_BYTES = 4 << 20  # of each rank and turn; larger tensors go in pieces, which stay in the cache
 HEAD_BYTES = 4096  # before the slots of kernels that sum by themselves
-SPIN_S = 50e-6  # how long to look for the others before sleeping until they come
+SPIN_S = 50e-6  # time to poll for the other ranks before sleeping until they come
 
 
 class SharedComm:
-    """`memory` is a descriptor of shared memory, `pipes[r]` the (read, write) ends of rank r's pipe; all are
-    the group's own, and stay open. Tensors on a GPU pass through the host's memory.
+    """A `Comm` over shared memory; tensors on a GPU pass through the host's memory.
 
-    Memory has two turns: a rank that is ahead writes to the next while others still read the last. It cannot
-    come to the one after that before all have left this one, as each byte says that its sender came so far.
+    `memory` is a descriptor of shared memory, `pipes[r]` the (read, write) ends of rank r's pipe. All of them belong to
+    the group alone, and stay open.
+
+    Memory has two turns: a rank that is ahead writes to the next turn while other ranks still read the last one. It
+    cannot reach the turn after that before all ranks have left this one, since each byte says that its sender has come
+    so far.
     """
 
     capturable = False
@@ -44,19 +47,19 @@ class SharedComm:
         os.ftruncate(memory, slots + HEAD_BYTES + slots)
         pages = torch.frombuffer(mmap.mmap(memory, slots + HEAD_BYTES + slots), dtype=torch.uint8)
         self._slots = pages[:slots].view(2, self.size, slot_bytes)
-        # For kernels that sum in the middle of their work: as much once more, with HEAD_BYTES of zeros before it.
+        # For kernels that sum in the middle of their work: as many slots again, with HEAD_BYTES of zeros before them.
         self.memory, self.slot_bytes = pages[slots:], slot_bytes
         self._cut = lru_cache(maxsize=64)(self._cut_slots)
         self._inbox = pipes[rank][0]
         os.set_blocking(self._inbox, False)
-        self._bell = select.poll()
-        self._bell.register(self._inbox, select.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._inbox, select.POLLIN)
         self._others = [write for r, (_, write) in enumerate(pipes) if r != rank]
         self._name = bytes([rank])
         self._turn = 0
-        # How many turns each rank has come to. Oneself is always there.
-        self._seen = [0] * self.size
-        self._seen[rank] = sys.maxsize
+        # Number of turns that each rank has reached; this rank never waits for itself.
+        self._reached = [0] * self.size
+        self._reached[rank] = sys.maxsize
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
@@ -74,7 +77,7 @@ class SharedComm:
         assert step > 0, "a slot holds at least one row"
         for begin in range(0, len(rows), step):
             piece = rows[begin : begin + step]
-            # Everyone brings as many bytes as the widest: the slots are cut alike for all.
+            # Every rank sends as many elements as the widest one: slots are cut alike for all.
             parts = self._exchange(piece.reshape(-1), len(piece) * max(sizes))
             if out is not None:
                 at = 0
@@ -84,30 +87,31 @@ class SharedComm:
         return None if out is None else out.view(*x.shape[:-1], sum(sizes)).to(x.device)
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        raise AssertionError("the ranks of a stage sum and gather; it is stages that send")
+        raise AssertionError("the ranks of a stage sum and gather; a pipeline sends")
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        raise AssertionError("the ranks of a stage sum and gather; it is stages that receive")
+        raise AssertionError("the ranks of a stage sum and gather; a pipeline receives")
 
     def _exchange(self, piece: torch.Tensor, numel: int | None = None) -> list[torch.Tensor]:
-        """What each rank brought to this turn, `numel` elements of each, valid until the next turn."""
+        """Exchange pieces: the parts of all ranks in this turn, `numel` elements each, valid until the next turn."""
         self._turn += 1
         parts = self._cut(self._turn & 1, numel or piece.numel(), piece.dtype)
         parts[self.rank][: piece.numel()] = piece
         for pipe in self._others:
             os.write(pipe, self._name)
-        patience = 0.0
-        while min(self._seen) < self._turn:
+        deadline = 0.0
+        while min(self._reached) < self._turn:
             try:
                 for rank in os.read(self._inbox, 256):
-                    self._seen[rank] += 1
+                    self._reached[rank] += 1
             except BlockingIOError:
                 now = perf_counter()
-                if not patience:
-                    patience = now + SPIN_S
-                elif now > patience:
-                    self._bell.poll()
+                if not deadline:
+                    deadline = now + SPIN_S
+                elif now > deadline:
+                    self._poll.poll()
         return parts
 
     def _cut_slots(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The first `numel` elements of every rank's slot in a turn."""
         return list(self._slots[turn, :, : numel * dtype.itemsize].view(dtype).unbind())

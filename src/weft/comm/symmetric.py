@@ -1,6 +1,6 @@
-"""SymmetricComm: GPUs of one host that read each other's memory, for the small sums of a decode step.
+"""A group of GPUs of one host that read each other's memory, for the small sums of a decode step.
 
-A sum over NCCL costs some tens of microseconds whatever its size. Where every GPU can read the others' memory, each
+A sum over NCCL costs some tens of microseconds whatever its size. If every GPU can read the others' memory, each GPU
 adds up all parts by itself (one shot), or a slice of them (two shots): torch's symmetric memory has both. A kernel that
 has more to do with the sum reads the parts itself.
 """
@@ -13,45 +13,47 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.distributed import DistributedComm
-from weft.comm.parts import PLACES, Parts
+from weft.comm.parts import TURNS, Parts
 
 # One shot reads (size - 1) times the message, two shots twice: beyond these NCCL's rings are as good. Limits as vLLM's
 # and SGLang's custom all-reduces have them, for up to 8 GPUs on NVLink.
 ONE_SHOT_BYTES, TWO_SHOT_BYTES, MOST_RANKS = 512 << 10, 8 << 20, 8
-# One shot too, so the same limit: what is larger has each rank read more than two shots and a norm of their own would.
-LAID_BYTES = ONE_SHOT_BYTES
-ALIGNMENT = 16  # bytes; the kernels read so much at a time
-SHOT_DTYPES = (torch.bfloat16, torch.float32)  # torch's two sums know no others
-# Of torch's signals, one of those that its sums leave alone: they take as many as they have blocks, 24 at most. There
-# are 64 for 8 ranks.
-MEETING = 32
+# Published parts are read in one shot too, so the limit is the same: for larger ones each rank would read more than for
+# two shots and a norm of their own.
+PUBLISHED_BYTES = ONE_SHOT_BYTES
+ALIGNMENT = 16  # bytes, which the kernels read at a time
+SHOT_DTYPES = (torch.bfloat16, torch.float32)  # the only dtypes of torch's two sums
+# Channel of torch's signals for our barrier, one that torch's sums leave alone: they take as many channels as they have
+# blocks, 24 at most. There are 64 for 8 ranks.
+BARRIER_CHANNEL = 32
 
 
 class SymmetricComm(DistributedComm):
-    """As its base, whose NCCL sums what is large, in the order and with the roundings of its rings.
+    """A `Comm` over a process group and symmetric memory.
 
-    `buffer` is what the function of that name gives; `handle` is what torch's rendezvous made of it.
+    NCCL sums what is large, in the order and with the roundings of its rings. `buffer` comes from `allocate_buffer`;
+    `handle` is what torch's rendezvous returned for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, buffer: torch.Tensor, handle: Any) -> None:
         super().__init__(group, device)
         self._name = group.group_name
-        count, size = TWO_SHOT_BYTES // buffer.itemsize, LAID_BYTES // buffer.itemsize
-        shots, mine = buffer[:count], buffer[count:]
+        count, size = TWO_SHOT_BYTES // buffer.itemsize, PUBLISHED_BYTES // buffer.itemsize
+        shots, published = buffer[:count], buffer[count:]
         # The same memory, as numbers of the dtypes that torch sums.
         self._shots = {dtype: shots.view(dtype) for dtype in {torch.float32, buffer.dtype} & {*SHOT_DTYPES}}
         places = [
             [handle.get_buffer(rank, (size,), buffer.dtype, count + turn * size) for rank in range(self.size)]
-            for turn in range(PLACES)
+            for turn in range(TURNS)
         ]
-        if places[0][self.rank].data_ptr() != mine.data_ptr():
+        if places[0][self.rank].data_ptr() != published.data_ptr():
             raise RuntimeError("torch finds the buffer where it does not lie")
-        self.parts = Parts(places, self.rank, lambda: handle.barrier(MEETING))
+        self.parts = Parts(places, self.rank, lambda: handle.barrier(BARRIER_CHANNEL))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         self.parts.begin()
         if self.size > 2 and x.itemsize == 2 and 2 * x.nbytes <= TWO_SHOT_BYTES:
-            # Torch adds in the dtype of the parts: of 16 bits it would round after each but the last.
+            # Torch adds in the dtype of the parts: with 16 bits it would round after each part but the last.
             return x.copy_(self._sum(x.float()))
         return self._sum(x)
 
@@ -65,23 +67,25 @@ class SymmetricComm(DistributedComm):
         torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", self._name)
         return x.copy_(part.view(x.shape))
 
-    def lay(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Where all ranks' parts of a sum lie, as `Parts.lay`, for a kernel that adds them up; None where `sum` is as
-        good."""
-        if x.dtype != self.parts.dtype or x.nbytes > LAID_BYTES:
+    def publish_part(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Publish this rank's part of a sum, for a kernel that adds up all parts.
+
+        Returns the addresses of all parts as `Parts.publish` does, or None if `sum` is as good.
+        """
+        if x.dtype != self.parts.dtype or x.nbytes > PUBLISHED_BYTES:
             return None
-        return self.parts.lay(x)[0]
+        return self.parts.publish(x)[0]
 
 
-def buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for a SymmetricComm. Raises RuntimeError or ImportError where torch has none for the device."""
+def allocate_buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate the memory of a SymmetricComm. Raises RuntimeError or ImportError if torch has none for the device."""
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.empty((TWO_SHOT_BYTES + PLACES * LAID_BYTES) // dtype.itemsize, dtype=dtype, device=device)
+    return symmetric.empty((TWO_SHOT_BYTES + TURNS * PUBLISHED_BYTES) // dtype.itemsize, dtype=dtype, device=device)
 
 
-def meet(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
-    """Have all ranks reach each other's memory; returns when all have."""
+def connect_buffers(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
+    """Give all ranks access to each other's memory; returns when all have it."""
     import torch.distributed._symmetric_memory as symmetric
 
     return SymmetricComm(group, device, memory, symmetric.rendezvous(memory, group))

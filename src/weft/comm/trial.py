@@ -1,7 +1,8 @@
-"""Trial: whether symmetric memory works among the ranks of a stage, found out together, in bounded time.
+"""Trial of symmetric memory among the ranks of a stage, by all of them together and in bounded time.
 
-Drivers say that GPUs can read each other where they cannot (virtual machines, IOMMU), and torch's rendezvous waits for
-ranks that have failed in it. So each step is asked about first, and what no rank can interrupt ends the process.
+Drivers say that GPUs can read each other's memory when they cannot (virtual machines, IOMMU), and torch's rendezvous
+waits for ranks that have failed in it. So the ranks vote before each step, and a step that no rank can interrupt ends
+the process if it takes too long.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.comm import symmetric
 from weft.comm.base import add_up
 from weft.comm.distributed import DistributedComm
-from weft.comm.symmetric import LAID_BYTES, MOST_RANKS, ONE_SHOT_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricComm
 from weft.comm.votes import Votes
 
 T = TypeVar("T")
 
 logger = logging.getLogger("weft")
 
-# For ranks that have all come so far and have little to do: a second, where the machine is busy. One that waits half as
+# For ranks that have all come so far and have little left to do: a second, on a busy machine. A rank that waits half as
 # long in torch's rendezvous, for another that has failed there, still votes in time.
-PATIENCE = timedelta(seconds=40)
+TIMEOUT = timedelta(seconds=40)
 WRONG = "the GPUs do not read each other's memory as they should"
-WAITS = 3  # as long as that, and a rank is stuck: there are three votes
+VOTES = 3  # in a trial: after as many timeouts a rank is stuck
 
 
-def joined(
+def connect_symmetric(
     group: dist.ProcessGroup,
     device: torch.device,
     dtype: torch.dtype,
@@ -43,79 +44,87 @@ def joined(
     store: Store,
     ranks: Sequence[int],
     devices: Sequence[str],
-    patience: timedelta = PATIENCE,
+    timeout: timedelta = TIMEOUT,
 ) -> DistributedComm:
-    """The group with symmetric memory where all of its ranks find that this works, else with NCCL alone. `ranks` are
-    the plan's numbers of the group's, `devices` theirs; `store` is the one that the group was made with. To be called
-    in a process of its own: one that is stuck in the driver ends. Raises EngineError where another rank is stuck."""
+    """Wrap a group with symmetric memory if all of its ranks find that this works, else with NCCL alone.
+
+    `ranks` are the plan's rank numbers of the group, `devices` their devices; `store` is the one that the group was
+    made with. To be called in a process of its own, which ends if it is stuck in the driver. Raises EngineError if
+    another rank is stuck.
+    """
     plain = DistributedComm(group, device)
-    votes = Votes(PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], patience)
+    votes = Votes(PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], timeout)
     usual: timedelta = store.timeout  # type: ignore[attr-defined]  # lacks in its types
-    store.set_timeout(patience / 2)  # torch's rendezvous waits through it
+    store.set_timeout(timeout / 2)  # torch's rendezvous waits through it
     try:
-        with end_after(WAITS * patience):
-            made, objection = tried(group, device, dtype, devices, votes)
+        with end_process_after(VOTES * timeout):
+            comm, objection = try_symmetric(group, device, dtype, devices, votes)
     finally:
         store.set_timeout(usual)
-    if made is not None:
-        return made
+    if comm is not None:
+        return comm
     if plain.rank == 0:
         logger.info("Sums go through NCCL alone: %s", objection)
     if objection.startswith(WRONG) and plain.size == dist.get_world_size():
-        # One verdict for all who would read peers' memory. NCCL reads this at its first sum, which is still to come.
+        # One verdict for everything that would read peers' memory. NCCL reads this at its first sum, which is still to
+        # come.
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
     return plain
 
 
-def tried(
+def try_symmetric(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, devices: Sequence[str], votes: Votes
 ) -> tuple[SymmetricComm | None, str]:
-    """The group with symmetric memory, or None and why not: the same on every rank."""
-    memory, mine = None, obstacle(device, devices)
-    if not mine:
-        memory, mine = attempt(lambda: symmetric.buffer(dtype, device))
-    if (said := votes.objection("say whether it has symmetric memory", mine)) or memory is None:
-        return None, said
-    room = memory
-    made, mine = attempt(lambda: symmetric.meet(group, device, room))
-    if (said := votes.objection("meet them in symmetric memory", mine)) or made is None:
-        return None, said
-    # Sums wait for every rank on the device, without an end: none began where another could not.
-    mine = "" if all_add_up(made) else WRONG
-    said = votes.objection("add up in symmetric memory", mine)
-    return (None, said) if said else (made, "")
+    """Wrap the group with symmetric memory, or return None and the reason why not: the same on every rank."""
+    memory, own = None, obstacle(device, devices)
+    if not own:
+        memory, own = attempt(lambda: symmetric.allocate_buffer(dtype, device))
+    objection = votes.first_objection("say whether it has symmetric memory", own)
+    if objection or memory is None:
+        return None, objection
+    buffer = memory
+    comm, own = attempt(lambda: symmetric.connect_buffers(group, device, buffer))
+    objection = votes.first_objection("meet them in symmetric memory", own)
+    if objection or comm is None:
+        return None, objection
+    # A sum waits for every rank on the device, without a timeout: no rank begins one that another could not begin.
+    own = "" if all_add_up(comm) else WRONG
+    objection = votes.first_objection("add up in symmetric memory", own)
+    return (None, objection) if objection else (comm, "")
 
 
 def obstacle(device: torch.device, devices: Sequence[str]) -> str:
-    """Why a rank cannot begin, "" where it can."""
+    """Reason why a rank cannot use symmetric memory with `devices`, or "" if it may try."""
     if device.type != "cuda":
         return f"symmetric memory is for GPUs, not for {device.type}"
     if len(devices) > MOST_RANKS:
-        return f"{len(devices)} ranks read too much of each other, {MOST_RANKS} at most do"
+        return f"symmetric memory is for {MOST_RANKS} ranks at most, not for {len(devices)}"
     others = [other for other in devices if torch.device(other) != device]
-    deaf = [other for other in others if not torch.cuda.can_device_access_peer(device, torch.device(other))]
-    return f"{device} cannot read the memory of {', '.join(deaf)}" if deaf else ""
+    unreadable = [other for other in others if not torch.cuda.can_device_access_peer(device, torch.device(other))]
+    return f"{device} cannot read the memory of {', '.join(unreadable)}" if unreadable else ""
 
 
-def attempt(make: Callable[[], T]) -> tuple[T | None, str]:
-    """What was made, or None and why not."""
+def attempt(create: Callable[[], T]) -> tuple[T | None, str]:
+    """Call `create`; return its result and "", or None and the error that torch raised."""
     try:
-        return make(), ""
+        return create(), ""
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         return None, f"no symmetric memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
 def all_add_up(comm: SymmetricComm) -> bool:
-    """Whether its sums are right, of every kind. Wrong ones end nothing: the other ranks wait for this one in the
-    next."""
+    """Return True if every kind of sum is right.
 
-    def laid(x: torch.Tensor) -> torch.Tensor:
-        _, places = comm.parts.lay(x)
+    All sums are made even if one is wrong: the other ranks wait for this one in the next.
+    """
+
+    def sum_published(x: torch.Tensor) -> torch.Tensor:
+        _, places = comm.parts.publish(x)
         return add_up([place[: x.numel()] for place in places], torch.empty_like(x))
 
     dtype, device = comm.parts.dtype, comm.parts.device
-    kinds = [(laid, 64), (laid, LAID_BYTES)]
-    if dtype in SHOT_DTYPES:  # others are NCCL's
+    kinds = [(sum_published, 64), (sum_published, PUBLISHED_BYTES)]
+    if dtype in SHOT_DTYPES:  # NCCL sums other dtypes
         kinds += [(comm.sum, 64), (comm.sum, ONE_SHOT_BYTES), (comm.sum, TWO_SHOT_BYTES)]
     right = [adds_up(add, comm.rank, comm.size, size // dtype.itemsize, dtype, device) for add, size in kinds]
     comm.parts.begin()
@@ -130,22 +139,27 @@ def adds_up(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether sums of `count` elements are right, again and again: a part that is read too early, or overwritten too
-    early, shows in the next."""
+    """Return True if several sums of `count` elements are right.
+
+    A part that is read or overwritten too early shows in the next sum.
+    """
     right = True
     for turn in range(4):
-        # Small whole numbers: exact in every dtype.
-        mine = torch.arange(count, device=device).remainder(7).add(rank + turn).to(dtype)
-        want = torch.arange(count, device=device).remainder(7).add(turn) * size
-        want = (want + size * (size - 1) // 2).to(dtype)
-        right = torch.equal(add(mine), want) and right
+        # Small integers: exact in every dtype.
+        own = torch.arange(count, device=device).remainder(7).add(rank + turn).to(dtype)
+        expected = torch.arange(count, device=device).remainder(7).add(turn) * size
+        expected = (expected + size * (size - 1) // 2).to(dtype)
+        right = torch.equal(add(own), expected) and right
     return right
 
 
 @contextmanager
-def end_after(limit: timedelta) -> Iterator[None]:
-    """End this process, with the stacks of its threads on stderr, where what is done here does not come back. It may be
-    in torch or in the driver, where no other thread of Python can run; this one is not Python's."""
+def end_process_after(limit: timedelta) -> Iterator[None]:
+    """End this process, with the stacks of its threads on stderr, if the block takes longer than `limit`.
+
+    The block may be stuck in torch or in the driver, where no other thread of Python can run; the thread that ends the
+    process is not Python's.
+    """
     faulthandler.dump_traceback_later(limit.total_seconds(), exit=True)
     try:
         yield

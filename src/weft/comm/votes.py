@@ -1,4 +1,4 @@
-"""Votes: what the ranks of a group ask each other before they begin what only all of them together can do."""
+"""Votes with which the ranks of a group make sure that all can take part, before a step that only all can take."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ HINT = "its process is stopped, or something in it does not come back; restart, 
 
 
 class Votes:
-    """`ranks` are the plan's numbers of the group's, `rank` is this one's. The store is the group's own."""
+    """Votes of one group, through its `store`.
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int, patience: timedelta) -> None:
-        self._store, self._ranks, self._rank, self._patience = store, ranks, rank, patience
+    `ranks` are the plan's rank numbers of the group, `rank` is this rank's. `timeout` is for each vote.
+    """
 
-    def objection(self, question: str, mine: str) -> str:
-        """The first one that a rank has, "" where none has any. `mine` is this rank's. Raises EngineError, in the name
-        of the other rank, where one does not answer in time."""
-        self._store.set(f"{question}/{self._rank}", mine)
-        found = [self._answer(question, rank) for rank in self._ranks]
-        return next((f"{answer} (rank {rank})" for rank, answer in zip(self._ranks, found, strict=True) if answer), "")
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> None:
+        self._store, self._ranks, self._rank, self._timeout = store, ranks, rank, timeout
 
-    def _answer(self, question: str, rank: int) -> str:
-        key, patience_s = f"{question}/{rank}", self._patience.total_seconds()
-        deadline = time.monotonic() + patience_s
-        # Not the store's own wait: that of a file counts in seconds.
+    def first_objection(self, question: str, own: str) -> str:
+        """Give this rank's `own` objection to `question`, and return the first one of any rank.
+
+        "" means no objection. Raises EngineError, in the name of the other rank, if one does not answer in time.
+        """
+        self._store.set(f"{question}/{self._rank}", own)
+        answers = [(rank, self._wait_for_answer(question, rank)) for rank in self._ranks]
+        return next((f"{answer} (rank {rank})" for rank, answer in answers if answer), "")
+
+    def _wait_for_answer(self, question: str, rank: int) -> str:
+        key, timeout_s = f"{question}/{rank}", self._timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
+        # Not the store's own wait: a store in a file polls once a second.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise EngineError(
-                    Cause(rank, "start", f"the others have waited {patience_s:g} s for it to {question}", HINT)
+                    Cause(rank, "start", f"the others have waited {timeout_s:g} s for it to {question}", HINT)
                 )
             time.sleep(POLL_S)
         return self._store.get(key).decode()

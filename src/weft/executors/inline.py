@@ -29,7 +29,7 @@ class InlineExecutor(RankExecutor):
 
     def _launch(self, plan: Plan) -> None:
         os.environ.setdefault(SPINS, SPIN_COUNT)
-        os.environ.update(cuda.order(os.environ))
+        os.environ.update(cuda.device_order_variables(os.environ))
         with gc_paused():
             threads = import_module("weft.comm.threads")  # by name: this package does not import torch
         self._groups = threads.ThreadGroups(plan)

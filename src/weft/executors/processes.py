@@ -108,7 +108,7 @@ def rank_environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
         SPINS: SPIN_COUNT,
-        **cuda.order(os.environ),
+        **cuda.device_order_variables(os.environ),
     }
     if not peer_to_peer:
         ours["NCCL_P2P_DISABLE"] = "1"

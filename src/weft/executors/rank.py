@@ -38,7 +38,7 @@ SPINS, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 class RankWorker(Protocol):
     """Protocol of the class that a rank runs.
 
-    Constructed as `Worker(plan, rank, links)`. All calls come from one thread, in the order of the methods below.
+    Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread, in the order of the methods below.
     """
 
     def load(self) -> Capacity: ...

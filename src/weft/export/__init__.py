@@ -1,1 +1,1 @@
-"""Export: a plan in other systems' words. `targets` lists them; each has a file of its own."""
+"""Export: a plan as files for other systems. `targets` lists them; each has a module of its own."""

@@ -1,4 +1,4 @@
-"""Checkpoint: what an engine is to load for a plan, or in words what the user has to find."""
+"""The checkpoint that an engine loads for a plan, or a description of the one that the user must find."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.architectures.model import Model
 from weft.export.shell import Placeholder
 from weft.formats import catalogue, demo, gguf_types
 from weft.formats.precision import canonical
-from weft.formats.schemes import asked_for
+from weft.formats.schemes import online_quantization
 
-# Engines turn one into another as they load; they all have these words for them.
+# Engines convert between these while loading; all engines use these names.
 FLOATS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# What a checkpoint of a precision is called where people publish them.
+# Common names of published checkpoints by precision.
 CALLED = {
     "int4": "an AWQ or GPTQ 4-bit checkpoint",
     "int8": "a GPTQ or W8A16 8-bit checkpoint",
@@ -23,13 +23,15 @@ CALLED = {
     "mxfp4": "an MXFP4 checkpoint",
     "nvfp4": "an NVFP4 checkpoint",
 }
-DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what `demo` is where Weft does not bring it along
+DEMO = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the demo's model for other engines, which do not include it
 MODEL = "MODEL"  # the placeholder's name
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`name` is what to load, a name on the hub or (`local`) a path; "" where no name is known, and `wanted` says what
-    to look for. `quantised` is what the engine is told to make of it as it loads. `title` is what people call it."""
+    """A checkpoint to load. `name` is a name on the hub or (`local`) a path; if it is "", `wanted` describes the
+    checkpoint to look for. `quantised` is the precision that the engine makes of it while loading. `title` is its name
+    for people.
+    """
 
     name: str = ""
     wanted: str = ""
@@ -39,66 +41,65 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def placeholders(self) -> list[Placeholder]:
-        """What the user has to fill in."""
+        """The checkpoint as a variable that the user must set, if its name is not known."""
         return [] if self.name else [Placeholder(MODEL, self.wanted)]
 
     @property
     def shell(self) -> str:
-        """For a command line."""
+        """The checkpoint in a command line."""
         return self.name or self.placeholders[0].shell
 
     @property
     def compose(self) -> str:
-        """For a Compose file, in which $ begins a variable and $$ is one."""
+        """The checkpoint in a Compose file, in which $ begins a variable and $$ is a dollar sign."""
         return self.name.replace("$", "$$") or self.placeholders[0].demand
 
     @property
     def word(self) -> str:
-        """For a file without variables."""
+        """The checkpoint in a file without variables."""
         return self.name or "REPLACE_WITH_" + re.sub(r"\W+", "_", self.wanted).upper()
 
 
-def checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
-    """What `engine` loads for `model`, as the user typed it, in `precision`."""
+def find_checkpoint(typed: str, model: Model, precision: str, engine: str) -> Checkpoint:
+    """Find what `engine` loads for `model`, which the user named as `typed`, in `precision`."""
     own, path = canonical(model.precision), Path(typed).expanduser()
     title = path.name.removesuffix(".gguf") if path.exists() else model.name
     stored = _stored(typed, model, own, engine, title)
     if precision == own or {precision, own} <= {*FLOATS}:
         return stored
-    if made(precision, own, engine):
-        return msgspec.structs.replace(
-            stored, quantised="none" if precision in FLOATS else asked_for(precision) or precision
-        )
-    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
+    if is_quantised_at_load(precision, own, engine):
+        quantised = "none" if precision in FLOATS else online_quantization(precision) or precision
+        return msgspec.structs.replace(stored, quantised=quantised)
+    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)
 
 
-def made(precision: str, own: str, engine: str) -> bool:
-    """Whether the engine makes weights of a precision from those that a checkpoint has of its own, as it loads."""
+def is_quantised_at_load(precision: str, own: str, engine: str) -> bool:
+    """Return True if the engine converts a checkpoint's `own` precision to `precision` while loading."""
     if engine == "vllm":
         return precision == "fp8" and own in FLOATS
-    return engine == "weft" and (precision in FLOATS or asked_for(precision) is not None)
+    return engine == "weft" and (precision in FLOATS or online_quantization(precision) is not None)
 
 
-def called(precision: str) -> str:
-    """A checkpoint of a precision, in words."""
+def describe_precision(precision: str) -> str:
+    """Description of a checkpoint of a precision."""
     if precision in gguf_types.MIXES:
         return f"a GGUF file in {precision.upper()}"
     return CALLED.get(precision, f"a {precision} checkpoint")
 
 
 def _stored(typed: str, model: Model, precision: str, engine: str, title: str) -> Checkpoint:
-    """The checkpoint whose numbers are what the model's name stands for."""
+    """The checkpoint with the precision that the model's name stands for."""
     if Path(typed).expanduser().exists():
         return Checkpoint(name=f"{Path(typed).expanduser().resolve()}", local=True, title=title)
     if model.name == demo.NAME and engine == "weft":
         return Checkpoint(name=demo.NAME, title=demo.NAME)
     if model.name == demo.NAME:
-        return Checkpoint(wanted=f"{called(precision)} of {DEMO}", title=DEMO)
+        return Checkpoint(wanted=f"{describe_precision(precision)} of {DEMO}", title=DEMO)
     if "/" in typed:
         same = typed.casefold() == model.name.casefold()
         return Checkpoint(name=model.name if same else typed, title=model.name if same else typed)
-    known = catalogue.look_up(model.name)
+    known = catalogue.find_known(model.name)
     if known and known.precision == model.precision:
         return Checkpoint(name=model.name, title=title)
-    # A short name that ends in -AWQ: whose copy is meant, nobody knows.
-    return Checkpoint(wanted=f"{called(precision)} of {title}", title=title)
+    # A short name that ends in -AWQ: several people publish such a copy.
+    return Checkpoint(wanted=f"{describe_precision(precision)} of {title}", title=title)

@@ -1,4 +1,4 @@
-"""Choice: the plan that a target can carry out, and what it could not do of the one that was asked for."""
+"""Choice of a plan that a target can run, with its deviations from the plan that the user asked for."""
 
 from __future__ import annotations
 
@@ -9,100 +9,114 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.errors import PlanError
 from weft.export import engines
-from weft.export.target import Target, nearest
-from weft.export.words import told, uneven
-from weft.planner.objections import not_run
-from weft.planner.question import Question, Wish
+from weft.export.header import describe_plan, is_uneven
+from weft.export.target import ExportTarget, cut_distance
+from weft.planner.objections import unsupported_reasons
+from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
-from weft.planner.search import Answer, closest, search
+from weft.planner.search import SearchResult, closest_miss, search
 
 
 class NothingFits(PlanError):
-    """There is no plan that the target could carry out."""
+    """No plan exists that the target can run."""
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """A plan for a target's engine; `gaps` are sentences, each with what is done instead."""
+class ExportChoice(msgspec.Struct, frozen=True):
+    """A plan for a target's engine; each of `gaps` is a sentence on a deviation and its replacement."""
 
     question: Question
     candidate: Candidate
     gaps: tuple[str, ...]
 
 
-def choose(question: Question, target: Target) -> Choice:
-    """The best plan that `target` can carry out; of one that the user has decided and it cannot, the nearest. Raises
-    NothingFits."""
-    asked, gaps = in_its_words(question, target)
-    answer = search(asked)
+def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
+    """Choose the best plan that `target` can run, or the nearest to the one that the user's settings ask for.
+
+    Raises NothingFits.
+    """
+    translated, gaps = translate_question(question, target)
+    answer = search(translated)
     best = answer.best
-    problem = target.cannot(asked, best.layout) if best else ""
+    problem = target.unsupported(translated, best.layout) if best else ""
     if best and not problem:
-        return Choice(asked, best, (*gaps, *beyond(question, target), *not_yet(asked, best)))
-    wanted = best or search(msgspec.structs.replace(asked, engine="weft")).best
+        return ExportChoice(
+            translated, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(translated, best))
+        )
+    wanted = best or search(msgspec.structs.replace(translated, engine="weft")).best
     if wanted is None:
-        why = reason(answer, None)
+        why = rejection_reason(answer, None)
         raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
-    problem = problem or reason(answer, wanted)
-    possible = [it for it in alternatives(answer) if not target.cannot(it[0], it[1].layout)]
+    problem = problem or rejection_reason(answer, wanted)
+    rule, (own_question, chosen) = _alternative(answer, target, wanted, problem)
+    gap = (
+        f"{target.title} cannot do {describe_plan(wanted)}: {problem}; "
+        f"the {rule} that it can do is {describe_plan(chosen)}"
+    )
+    return ExportChoice(own_question, chosen, (*gaps, gap, *not_run_yet(own_question, chosen)))
+
+
+def _alternative(
+    answer: SearchResult, target: ExportTarget, wanted: Candidate, problem: str
+) -> tuple[str, tuple[Question, Candidate]]:
+    """A plan in place of `wanted` with its question: the best one, or the nearest if the user has given settings."""
+    possible = [plan for plan in alternatives(answer) if not target.unsupported(plan[0], plan[1].layout)]
     if not possible:
-        raise NothingFits(f"{target.title} cannot do {told(wanted)}: {problem}; no other plan for it fits either")
-    if asked.wish == Wish():
-        how, (asked, chosen) = "best", possible[0]  # they come in the order of the objective
-    else:
-        distance = nearest(wanted.cut)
-        how, (asked, chosen) = "nearest", min(possible, key=lambda it: distance(it[1].cut))
-    gap = f"{target.title} cannot do {told(wanted)}: {problem}; the {how} that it can do is {told(chosen)}"
-    return Choice(asked, chosen, (*gaps, gap, *not_yet(asked, chosen)))
+        raise NothingFits(
+            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
+        )
+    if answer.question.constraints == LayoutConstraints():
+        return "best", possible[0]  # in the order of the objective
+    return "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
 
 
-def in_its_words(question: Question, target: Target) -> tuple[Question, list[str]]:
-    """The question for the target's engine, in precisions that it reads."""
+def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
+    """The question for the target's engine, in precisions that it reads, and the deviations in words."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
-    read = tuple(dict.fromkeys(target.instead.get(it, it) for it in question.precisions))
+    precisions = tuple(dict.fromkeys(target.substitutes.get(name, name) for name in question.precisions))
     gaps = [
-        f"{target.title} does not run {it}; this is {target.instead[it]}"
-        for it in question.precisions
-        if it in target.instead
+        f"{target.title} does not run {precision}; this is {target.substitutes[precision]}"
+        for precision in question.precisions
+        if precision in target.substitutes
     ]
-    asked = msgspec.structs.replace(question, engine=engine, precisions=read)
-    if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(asked):
-        gaps.append(f"{target.title} keeps no {question.kv_dtype} KV cache here; this is with one in 16 bits")
-        asked = msgspec.structs.replace(asked, kv_dtype=None)
+    translated = msgspec.structs.replace(question, engine=engine, precisions=precisions)
+    if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(translated):
+        gaps.append(f"{target.title} has no {question.kv_dtype} KV cache here; this plan has one in 16 bits")
+        translated = msgspec.structs.replace(translated, kv_dtype=None)
     if question.speculation and engine != "weft":
-        gaps.append(f"what guessing ahead takes is planned for Weft's engine: this is without it, for {engine}")
-        asked = msgspec.structs.replace(asked, speculation=None)
-    return asked, gaps
+        gaps.append(f"speculative decoding is planned for Weft's engine only: this plan for {engine} is without it")
+        translated = msgspec.structs.replace(translated, speculation=None)
+    return translated, gaps
 
 
-def alternatives(answer: Answer) -> Iterator[tuple[Question, Candidate]]:
-    """Every other plan with its question, those within what the user has decided first."""
-    asked = answer.question
-    yield from ((asked, candidate) for candidate in answer.candidates)
-    if asked.wish != Wish():
-        free = msgspec.structs.replace(asked, wish=Wish())
+def alternatives(answer: SearchResult) -> Iterator[tuple[Question, Candidate]]:
+    """Yield the other plans with their questions; those within the user's settings come first."""
+    question = answer.question
+    yield from ((question, candidate) for candidate in answer.candidates)
+    if question.constraints != LayoutConstraints():
+        free = msgspec.structs.replace(question, constraints=LayoutConstraints())
         yield from ((free, candidate) for candidate in search(free).candidates)
 
 
-def reason(answer: Answer, wanted: Candidate | None) -> str:
-    """Why a plan is none for the engine, or why none fits: the one that lacks least memory."""
-    of_it = [it for it in answer.rejected if wanted and it.cut == wanted.cut]
-    found = closest(of_it or answer.rejected)
-    return found.reason if found else "these GPUs make no such layout"
+def rejection_reason(answer: SearchResult, wanted: Candidate | None) -> str:
+    """The reason why the engine cannot run `wanted`, or why nothing fits: that of the plan that lacks least memory."""
+    of_wanted = [rejected for rejected in answer.rejected if wanted and rejected.cut == wanted.cut]
+    nearest = closest_miss(of_wanted or answer.rejected)
+    return str(nearest.reason) if nearest else "these GPUs allow no such layout"
 
 
-def beyond(question: Question, target: Target) -> list[str]:
-    """What Weft itself would do with these GPUs, where that is a cut which the target's engine does not have."""
+def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
+    """A sentence on Weft's own plan for these GPUs, if it is an uneven cut, which the target's engine does not have."""
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []
     ours = search(msgspec.structs.replace(question, engine="weft")).best
-    if ours is None or not uneven(ours.layout):
+    if ours is None or not is_uneven(ours.layout):
         return []
-    return [f"Weft itself would run {told(ours)}, a cut that {target.title} does not have"]
+    return [f"Weft itself would run {describe_plan(ours)}, a cut that {target.title} does not have"]
 
 
-def not_yet(asked: Question, chosen: Candidate) -> list[str]:
-    """What Weft's own engine lacks for its plan."""
-    if asked.engine != "weft":
+def not_run_yet(question: Question, chosen: Candidate) -> list[str]:
+    """Sentences on what Weft's own engine lacks to run its plan."""
+    if question.engine != "weft":
         return []
-    lacks = not_run(asked.shape, chosen.layout.precision)
+    lacks = unsupported_reasons(question.shape, chosen.layout.precision)
     return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]

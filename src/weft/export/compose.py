@@ -1,4 +1,4 @@
-"""Docker Compose: a service for each replica, and nginx in front where there are several."""
+"""Docker Compose: a service for each replica, and nginx in front of several."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import msgspec
 
 from weft.export import engines, hosts, nginx, vllm, weft_serve
-from weft.export.deployment import Deployment, Server
-from weft.export.files import File
-from weft.export.shell import Placeholder, words
+from weft.export.deployment import Deployment, ReplicaServer
+from weft.export.files import ExportFile
+from weft.export.header import TargetRemarks, header_comment
+from weft.export.shell import Placeholder, Value, flag_words
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, comment
-from weft.formats.yaml_text import Block, dump
-from weft.planner.deployment import Layout
+from weft.formats.yaml_text import Block, dump_yaml
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
-PORT = 8000  # inside of every container
-SHM = "16gb"  # ranks exchange through /dev/shm, of which Docker gives 64 MB; as in vLLM's documentation
+PORT = 8000  # inside every container
+SHM = "16gb"  # ranks exchange data in /dev/shm, for which Docker's default is 64 MB; as in vLLM's documentation
 CACHES = {"huggingface": "/root/.cache/huggingface"}
-OURS = {**CACHES, "weft": "/root/.cache/weft"}  # the demo's file, kernels compiled for the machine
+WEFT_CACHES = {**CACHES, "weft": "/root/.cache/weft"}  # the demo's file, and kernels compiled for the machine
 HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
-START = "1h"  # the first one downloads the model
-SOURCE = Placeholder("WEFT_SOURCE", "directory of a checkout of Weft, which the image is built from")
+START = "1h"  # the first start downloads the model
+SOURCE = Placeholder("WEFT_SOURCE", "directory of a checkout of Weft, to build the image from")
 IMAGE = "vllm/vllm-openai:latest"
 ROCM_IMAGE = Placeholder("VLLM_IMAGE", "an image with vLLM for ROCm")
-# Triton and the CPU's kernels are compiled where they run. Of a checkout nothing else is needed.
+# g++, because Triton and the CPU's kernels are compiled where they run. Nothing else of a checkout is needed.
 DOCKERFILE = """\
 FROM python:3.12-slim
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
@@ -38,169 +38,198 @@ ENTRYPOINT ["weft"]
 CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without gigabytes of CUDA
 
 
-def cannot(question: Question, layout: Layout) -> str:
-    """What containers of one machine do not do."""
+def unsupported(question: Question, layout: DeploymentLayout) -> str:
+    """The reason why containers of one machine cannot run a layout, in words."""
     if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"
-    return engines.cannot(question, layout)
+    return engines.unsupported(question, layout)
 
 
-def write(it: Deployment) -> list[File]:
-    """A Compose file for each node, and nginx's configuration."""
-    found: list[File] = []
-    for node in it.nodes:
-        servers = [server for server in it.servers if server.node == node]
-        alone = len(it.nodes) == 1
-        balanced = alone and len(servers) > 1
-        name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
-        content: dict[str, Any] = {
-            "services": {service(server): replica(it, server, not balanced) for server in servers}
-        }
-        if balanced:
-            content["services"]["nginx"] = balancer(it, servers)
-        content["volumes"] = {name: {} for name in caches(it)}
-        remarks = Remarks(left_out(it), replace(it), use(it))
-        told = portless(it) if balanced else it
-        found.append(File(name, f"{comment('compose', told, remarks)}\n\n{dump(content)}"))
-        if balanced:
-            ends = [f"{service(server)}:{PORT}" for server in servers]
-            heading = comment("compose", told, Remarks())
-            found.append(File("nginx.conf", nginx.site(heading, ends, tls=False)))
-    return found
+def compose_files(deployment: Deployment) -> list[ExportFile]:
+    """A Compose file for each node, and nginx's configuration for several replicas on one node."""
+    files: list[ExportFile] = []
+    for node in deployment.nodes:
+        files += _node_files(deployment, node)
+    return files
 
 
-def portless(it: Deployment) -> Deployment:
-    """The same where the replicas' ports are nginx's to know."""
-    return msgspec.structs.replace(it, servers=tuple(msgspec.structs.replace(s, port=0) for s in it.servers))
+def _node_files(deployment: Deployment, node: int) -> list[ExportFile]:
+    """Files of one node."""
+    servers = [server for server in deployment.servers if server.node == node]
+    alone = len(deployment.nodes) == 1
+    balanced = alone and len(servers) > 1
+    services = {service_name(server): replica_service(deployment, server, not balanced) for server in servers}
+    if balanced:
+        services["nginx"] = nginx_service(deployment, servers)
+    content = {"services": services, "volumes": {volume: {} for volume in caches(deployment)}}
+    remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
+    described = without_ports(deployment) if balanced else deployment
+    name = "compose.yaml" if alone else f"compose-node-{node}.yaml"
+    files = [ExportFile(name, f"{header_comment('compose', described, remarks)}\n\n{dump_yaml(content)}")]
+    if balanced:
+        addresses = [f"{service_name(server)}:{PORT}" for server in servers]
+        heading = header_comment("compose", described, TargetRemarks())
+        files.append(ExportFile("nginx.conf", nginx.nginx_site(heading, addresses, tls=False)))
+    return files
 
 
-def service(server: Server) -> str:
-    """Its name, which is also its address for the others."""
+def without_ports(deployment: Deployment) -> Deployment:
+    """The same deployment without the replicas' ports, which only nginx uses."""
+    servers = tuple(msgspec.structs.replace(server, port=0) for server in deployment.servers)
+    return msgspec.structs.replace(deployment, servers=servers)
+
+
+def service_name(server: ReplicaServer) -> str:
+    """Name of a replica's service, which is also its address for the other services."""
     return f"replica-{server.number}"
 
 
-def replica(it: Deployment, server: Server, published: bool) -> dict[str, Any]:
-    """The service of one replica."""
-    ours = it.question.engine == "weft"
-    engine = weft_serve.arguments(it, server) if ours else vllm.arguments(it, server)
-    flags = {**engine, "served-model-name": it.names}
-    if not ours:
-        flags |= vllm.placed(it, server, server.node)
-    flags |= {"host": "0.0.0.0", "port": PORT}
-    found: dict[str, Any] = {}
-    if ours:
-        dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(it) else "")
-        found["build"] = {"context": SOURCE.demand, "dockerfile_inline": Block(dockerfile)}
-        found["image"] = "weft"
-    else:
-        found["image"] = ROCM_IMAGE.demand if it.gpu.gfx else IMAGE
-        found["entrypoint"] = ["vllm", "serve"]
-    start = ["serve", it.checkpoint.compose] if ours else [it.checkpoint.compose]
-    found["command"] = [*start, *(word.replace("$", "$$") for flag in words(flags) for word in flag)]
-    found["environment"] = environment(it, server)
-    found |= gpus(it, server)
-    found["shm_size"] = SHM
-    found["volumes"] = [*(f"{name}:{path}" for name, path in caches(it).items()), *mount(it)]
+def replica_service(deployment: Deployment, server: ReplicaServer, published: bool) -> dict[str, Any]:
+    """Service of one replica; `published` opens its port on the host."""
+    is_weft = deployment.question.engine == "weft"
+    service = _image(deployment)
+    service["command"] = _command(deployment, server)
+    service["environment"] = service_environment(deployment, server)
+    service |= gpu_devices(deployment, server)
+    service["shm_size"] = SHM
+    volumes = [f"{name}:{path}" for name, path in caches(deployment).items()]
+    service["volumes"] = [*volumes, *checkpoint_mount(deployment)]
     if published:
-        host = "127.0.0.1:" if len(it.nodes) == 1 else ""
-        found["ports"] = [f"{host}{server.port}:{PORT}"]
-    path = "/health/ready" if ours else "/health"
-    found["healthcheck"] = {
+        host = "127.0.0.1:" if len(deployment.nodes) == 1 else ""
+        service["ports"] = [f"{host}{server.port}:{PORT}"]
+    path = "/health/ready" if is_weft else "/health"
+    service["healthcheck"] = {
         "test": ["CMD", "python3", "-c", HEALTH.format(port=PORT, path=path)],
         "interval": "10s",
         "timeout": "10s",
         "retries": 3,
         "start_period": START,
     }
-    found |= {"restart": "unless-stopped", "stop_grace_period": "45s"}  # longer than running requests get
-    return found
+    # The grace period is longer than what running requests get.
+    service |= {"restart": "unless-stopped", "stop_grace_period": "45s"}
+    return service
 
 
-def caches(it: Deployment) -> dict[str, str]:
-    """The volumes that outlive a container, and where they lie in it."""
-    return OURS if it.question.engine == "weft" else CACHES
+def _image(deployment: Deployment) -> dict[str, Any]:
+    """Image of the engine: Weft's is built from a checkout, vLLM's is pulled."""
+    if deployment.question.engine != "weft":
+        image = ROCM_IMAGE.demand if deployment.gpu.gfx else IMAGE
+        return {"image": image, "entrypoint": ["vllm", "serve"]}
+    dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(deployment) else "")
+    return {"build": {"context": SOURCE.demand, "dockerfile_inline": Block(dockerfile)}, "image": "weft"}
 
 
-def environment(it: Deployment, server: Server) -> dict[str, str]:
-    """From the environment, or from a file .env beside the Compose file; and what the plan says."""
-    found = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
-    if it.question.engine == "vllm":
-        found |= vllm.partition(it)
-    if it.gpu.gfx:
-        return found | hosts.visible(it, server, server.node)
-    return found if hosts.on_cpu(it) else {**found, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **order(server)}
+def _command(deployment: Deployment, server: ReplicaServer) -> list[str]:
+    """The engine's arguments; a $ of their own is doubled."""
+    checkpoint = deployment.checkpoint.compose
+    flags: dict[str, Value]
+    if deployment.question.engine == "weft":
+        start = ["serve", checkpoint]
+        flags = {**weft_serve.engine_flags(deployment, server), "served-model-name": deployment.names}
+    else:
+        start = [checkpoint]
+        flags = {**vllm.engine_flags(deployment, server), "served-model-name": deployment.names}
+        flags |= vllm.placement_flags(deployment, server, server.node)
+    flags |= {"host": "0.0.0.0", "port": PORT}
+    return [*start, *(word.replace("$", "$$") for flag in flag_words(flags) for word in flag)]
 
 
-def order(server: Server) -> dict[str, str]:
-    """The order of a container's GPUs: they come as they are in the machine, however they are listed, and CUDA would
-    put the fastest first."""
+def caches(deployment: Deployment) -> dict[str, str]:
+    """Volumes that outlive a container, and their paths in the container."""
+    return WEFT_CACHES if deployment.question.engine == "weft" else CACHES
+
+
+def service_environment(deployment: Deployment, server: ReplicaServer) -> dict[str, str]:
+    """A service's variables: from the environment or the file .env beside the Compose file, and from the plan."""
+    variables = {"HF_TOKEN": "${HF_TOKEN:-}", "VLLM_API_KEY": "${VLLM_API_KEY:-}"}
+    if deployment.question.engine == "vllm":
+        variables |= vllm.partition_variables(deployment)
+    if deployment.gpu.gfx:
+        return variables | hosts.visible_gpus(deployment, server, server.node)
+    if hosts.on_cpu(deployment):
+        return variables
+    return {**variables, "NVIDIA_DRIVER_CAPABILITIES": "compute,utility", **cuda_order(server)}
+
+
+def cuda_order(server: ReplicaServer) -> dict[str, str]:
+    """Variables for the order of a container's GPUs.
+
+    A container sees its GPUs in the order of the machine, however they are listed; CUDA would put the fastest first.
+    """
     gpus = server.gpus(server.node)
-    found = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    variables = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if not all(gpu.isdecimal() for gpu in gpus):
-        return {**found, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}  # names, which are the same inside
-    there = sorted(gpus, key=int)
-    places = [f"{there.index(gpu)}" for gpu in gpus]
-    return found if list(gpus) == there else {**found, "CUDA_VISIBLE_DEVICES": ",".join(places)}
+        return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}  # names are the same inside
+    in_container = sorted(gpus, key=int)
+    if list(gpus) == in_container:
+        return variables
+    return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(f"{in_container.index(gpu)}" for gpu in gpus)}
 
 
-def gpus(it: Deployment, server: Server) -> dict[str, Any]:
-    """The devices of a replica; inside they count from 0."""
-    if hosts.on_cpu(it):
+def gpu_devices(deployment: Deployment, server: ReplicaServer) -> dict[str, Any]:
+    """Devices of a replica; inside the container they count from 0."""
+    if hosts.on_cpu(deployment):
         return {}
-    if it.gpu.gfx:  # ROCm has no reservations
+    if deployment.gpu.gfx:  # ROCm has no reservations
         return {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["video"]}
     ids = list(server.gpus(server.node))
     device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def mount(it: Deployment) -> list[str]:
-    """A checkpoint that lies here, under its own name."""
-    return [f"{it.checkpoint.compose}:{it.checkpoint.compose}:ro"] if it.checkpoint.local else []
+def checkpoint_mount(deployment: Deployment) -> list[str]:
+    """Volume with a local checkpoint, under the same path in the container."""
+    return (
+        [f"{deployment.checkpoint.compose}:{deployment.checkpoint.compose}:ro"] if deployment.checkpoint.local else []
+    )
 
 
-def balancer(it: Deployment, servers: list[Server]) -> dict[str, Any]:
-    """nginx, which takes the port that the first replica would have."""
+def nginx_service(deployment: Deployment, servers: list[ReplicaServer]) -> dict[str, Any]:
+    """Service of nginx, on the port of the first replica."""
     return {
         "image": "nginx:stable",
         "volumes": ["./nginx.conf:/etc/nginx/conf.d/default.conf:ro"],
-        "ports": [f"127.0.0.1:{it.servers[0].port}:80"],
-        "depends_on": {service(server): {"condition": "service_started"} for server in servers},
+        "ports": [f"127.0.0.1:{deployment.servers[0].port}:80"],
+        "depends_on": {service_name(server): {"condition": "service_started"} for server in servers},
         "restart": "unless-stopped",
     }
 
 
-def replace(it: Deployment) -> list[Placeholder]:
-    """What .env has to say."""
-    found = list(it.checkpoint.placeholders)
-    if it.question.engine == "weft":
-        found.append(SOURCE)
-    return [*found, *([ROCM_IMAGE] if it.gpu.gfx and it.question.engine != "weft" else [])]
+def placeholders(deployment: Deployment) -> list[Placeholder]:
+    """Variables that .env or the environment must set."""
+    demanded = list(deployment.checkpoint.placeholders)
+    if deployment.question.engine == "weft":
+        demanded.append(SOURCE)
+    elif deployment.gpu.gfx:
+        demanded.append(ROCM_IMAGE)
+    return demanded
 
 
-def left_out(it: Deployment) -> list[str]:
-    """What is not in the file."""
-    found = vllm.left_out(it) if it.question.engine == "vllm" else weft_serve.left_out(it)
-    if len(it.servers) > 1 and len(it.nodes) == 1:
-        found.append("TLS: nginx listens on 127.0.0.1; weft plan --emit nginx writes a configuration with TLS")
-    if len(it.nodes) > 1:
-        found.append("a balancer before the nodes: weft plan --emit nginx writes one")
-    return found
+def omitted_options(deployment: Deployment) -> list[str]:
+    """Parts that are not in the file, in words."""
+    is_vllm = deployment.question.engine == "vllm"
+    omissions = vllm.omitted_options(deployment) if is_vllm else weft_serve.omitted_options(deployment)
+    if len(deployment.servers) > 1 and len(deployment.nodes) == 1:
+        omissions.append("TLS: nginx listens on 127.0.0.1; weft plan --emit nginx writes a configuration with TLS")
+    if len(deployment.nodes) > 1:
+        omissions.append("a load balancer for the nodes: weft plan --emit nginx writes one")
+    return omissions
 
 
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    file = "" if len(it.nodes) == 1 else " -f compose-node-N.yaml"
-    needs = "" if hosts.on_cpu(it) or it.gpu.gfx else "; Docker needs the NVIDIA container toolkit"
-    found = []
-    if len(it.nodes) > 1:
-        found.append(
-            "the ports are open on every interface, so that a balancer reaches them, and Docker opens them past the "
-            "firewall of the host: keep others out"
-        )
-    return [
-        f"docker compose{file} up --detach{needs}",
-        *found,
-        "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that ask for "
-        "it, VLLM_API_KEY for a key that clients have to show",
+def next_steps(deployment: Deployment) -> list[str]:
+    """Next steps, in words."""
+    file = "" if len(deployment.nodes) == 1 else " -f compose-node-N.yaml"
+    needs_toolkit = not hosts.on_cpu(deployment) and not deployment.gpu.gfx
+    steps = [
+        f"docker compose{file} up --detach{'; Docker needs the NVIDIA container toolkit' if needs_toolkit else ''}"
     ]
+    if len(deployment.nodes) > 1:
+        steps.append(
+            "the ports are open on every interface for a load balancer, and Docker opens them past the host's "
+            "firewall: keep others out"
+        )
+    steps.append(
+        "variables are read from the environment or from a file .env beside this one: HF_TOKEN for models that need "
+        "it, VLLM_API_KEY for a key that clients must send"
+    )
+    return steps

@@ -1,48 +1,48 @@
-"""Hosts: the variables of each GPU vendor, and of nodes that find each other over a network."""
+"""Variables of hosts: those of each GPU vendor, and addresses of nodes."""
 
 from __future__ import annotations
 
 import msgspec
 
-from weft.export.deployment import Deployment, Server
+from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.shell import Placeholder
 
 INTERFACE = Placeholder(
-    "NETWORK_INTERFACE", "name of the interface that joins the nodes, which ip route get ADDRESS tells"
+    "NETWORK_INTERFACE", "name of the network interface that joins the nodes, as ip route get ADDRESS shows it"
 )
 
 
-class Vendor(msgspec.Struct, frozen=True):
-    """`visible` is the variable that says which GPUs a process sees, `resource` what Kubernetes calls one, and
-    `product` the label of nodes that tells their type (of NVIDIA's GPU feature discovery, of AMD's node labeller)."""
+class GpuVendor(msgspec.Struct, frozen=True):
+    """Names of a vendor's GPUs: `visible` is the variable with the GPUs that a process sees, `resource` a GPU in
+    Kubernetes, `product` the node label with its type (of NVIDIA's GPU feature discovery, of AMD's node labeller)."""
 
     visible: str
     resource: str
     product: str
 
 
-NVIDIA = Vendor("CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", "nvidia.com/gpu.product")
-AMD = Vendor("HIP_VISIBLE_DEVICES", "amd.com/gpu", "amd.com/gpu.product-name")
+NVIDIA = GpuVendor("CUDA_VISIBLE_DEVICES", "nvidia.com/gpu", "nvidia.com/gpu.product")
+AMD = GpuVendor("HIP_VISIBLE_DEVICES", "amd.com/gpu", "amd.com/gpu.product-name")
 
 
-def vendor(it: Deployment) -> Vendor:
-    """Of the GPUs."""
-    return AMD if it.gpu.gfx else NVIDIA
+def gpu_vendor(deployment: Deployment) -> GpuVendor:
+    """Vendor of the deployment's GPUs."""
+    return AMD if deployment.gpu.gfx else NVIDIA
 
 
-def visible(it: Deployment, server: Server, node: int) -> dict[str, str]:
-    """The GPUs that a server's process on a node shall see, numbered as nvidia-smi does."""
-    if on_cpu(it):
+def visible_gpus(deployment: Deployment, server: ReplicaServer, node: int) -> dict[str, str]:
+    """Variables that limit a server's process on a node to its GPUs, numbered as nvidia-smi numbers them."""
+    if on_cpu(deployment):
         return {}
-    found = {vendor(it).visible: ",".join(server.gpus(node))}
-    return found if it.gpu.gfx else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **found}
+    variables = {gpu_vendor(deployment).visible: ",".join(server.gpus(node))}
+    return variables if deployment.gpu.gfx else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **variables}
 
 
-def address(node: int) -> Placeholder:
-    """Where the other nodes reach a node."""
+def node_address(node: int) -> Placeholder:
+    """Placeholder for the address at which the other nodes reach a node."""
     return Placeholder(f"NODE{node}_ADDRESS", f"address of node {node} on the network that joins the nodes")
 
 
-def on_cpu(it: Deployment) -> bool:
-    """Whether there is no GPU."""
-    return it.gpu.kind == "cpu"
+def on_cpu(deployment: Deployment) -> bool:
+    """Return True if the deployment runs on a CPU."""
+    return deployment.gpu.kind == "cpu"

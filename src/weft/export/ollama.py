@@ -5,41 +5,42 @@ from __future__ import annotations
 import re
 
 from weft.export import hosts
-from weft.export.deployment import Deployment, Server
-from weft.export.files import SCRIPT, File
-from weft.export.shell import command, export, script
+from weft.export.deployment import Deployment, ReplicaServer
+from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import TargetRemarks, header_comment
+from weft.export.shell import bash_script, command_line, export_lines
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
-# GGUF's in place of the precisions that it does not read, with about as many bits.
+# Precisions of GGUF with about as many bits, for those that Ollama does not read.
 INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
-PORT = 11434  # Ollama's own
+PORT = 11434  # Ollama's default
 
 
-def cannot(question: Question, layout: Layout) -> str:
-    """What Ollama does not do."""
+def unsupported(question: Question, layout: DeploymentLayout) -> str:
+    """The reason why Ollama cannot run a layout, in words."""
     if shares_experts(layout):
         return "its replicas share no experts: each has all of them"
-    return "it knows the GPUs of its own node only" if spans_nodes(question, layout) else ""
+    return "it uses the GPUs of its own node only" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[File]:
-    """The Modelfile, and a script, one for each node where there are several."""
-    remarks = Remarks(left_out(it), use=use(it))
-    found = [File("Modelfile", "\n".join([comment("ollama", it, remarks), *modelfile(it)]) + "\n")]
-    for node in it.nodes:
-        servers = [server for server in it.servers if server.node == node]
-        name = "ollama.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        found.append(File(name, script(comment("ollama", it, remarks), start(it, servers)), SCRIPT))
-    return found
+def ollama_files(deployment: Deployment) -> list[ExportFile]:
+    """The Modelfile, and a script for each node."""
+    remarks = TargetRemarks(omitted_options(deployment), next_steps=next_steps(deployment))
+    header = header_comment("ollama", deployment, remarks)
+    files = [ExportFile("Modelfile", "\n".join([header, *modelfile(deployment)]) + "\n")]
+    for node in deployment.nodes:
+        servers = [server for server in deployment.servers if server.node == node]
+        name = "ollama.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
+        files.append(ExportFile(name, bash_script(header, start_lines(deployment, servers)), SCRIPT))
+    return files
 
 
-def modelfile(it: Deployment) -> list[str]:
-    """Which weights, and what they run with."""
-    checkpoint = it.checkpoint
+def modelfile(deployment: Deployment) -> list[str]:
+    """Lines of the Modelfile: the weights and their parameters."""
+    checkpoint = deployment.checkpoint
     source = [f"FROM {checkpoint.name}"]
     if not checkpoint.name:
         source = [
@@ -54,82 +55,84 @@ def modelfile(it: Deployment) -> list[str]:
     return [
         "",
         *source,
-        f"PARAMETER num_ctx {it.max_model_len}",
-        # All layers and the head: with fewer, or by itself, it would put what does not fit on the CPU unasked.
-        f"PARAMETER num_gpu {0 if hosts.on_cpu(it) else it.question.shape.layers + 1}",
+        f"PARAMETER num_ctx {deployment.max_model_len}",
+        # All layers and the head: with a lower number, or its default, Ollama would move the rest to the CPU unasked.
+        f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else deployment.question.shape.layers + 1}",
     ]
 
 
-def model_name(it: Deployment) -> str:
-    """As Ollama names models: qwen2.5-7b-instruct."""
-    name, _, tag = (re.sub(r"[^a-z0-9._:-]+", "-", it.names[0].rpartition("/")[2].lower())).partition(":")
+def model_name(deployment: Deployment) -> str:
+    """A model's name in Ollama's form: qwen2.5-7b-instruct."""
+    name, _, tag = (re.sub(r"[^a-z0-9._:-]+", "-", deployment.names[0].rpartition("/")[2].lower())).partition(":")
     return ":".join(filter(None, (name.strip("._-") or "model", tag.replace(":", "-").strip("._-"))))
 
 
-def start(it: Deployment, servers: list[Server]) -> list[str]:
-    """A server for each replica, which share the model's files, and the model loaded in each."""
-    name = model_name(it)
-    body = [*export(settings(it)), ""]
+def start_lines(deployment: Deployment, servers: list[ReplicaServer]) -> list[str]:
+    """Script lines that start a server for each replica, all with the same model files, and load the model in each."""
+    name = model_name(deployment)
+    body = [*export_lines(server_variables(deployment)), ""]
+    bind = "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0"
     for server in servers:
-        host = {"OLLAMA_HOST": f"127.0.0.1:{server.port}" if len(it.nodes) == 1 else f"0.0.0.0:{server.port}"}
-        body += [f"{command(['ollama', 'serve'], {}, {**hosts.visible(it, server, server.node), **host})} &"]
+        gpus = hosts.visible_gpus(deployment, server, server.node)
+        variables = {**gpus, "OLLAMA_HOST": f"{bind}:{server.port}"}
+        body += [f"{command_line(['ollama', 'serve'], {}, variables)} &"]
     body += ["trap 'kill $(jobs -p); wait' INT TERM", ""]
     for server in servers:
-        at = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}
-        body.append(f"until {command(['ollama', 'list'], {}, at)} >/dev/null 2>&1; do sleep 1; done")
+        address = {"OLLAMA_HOST": f"127.0.0.1:{server.port}"}
+        body.append(f"until {command_line(['ollama', 'list'], {}, address)} >/dev/null 2>&1; do sleep 1; done")
         if server is servers[0]:
-            body.append(command(["ollama", "create", name, "--file", "Modelfile"], {}, at))
-        body.append(command(["ollama", "run", name, ""], {}, at))  # no prompt: it loads
+            body.append(command_line(["ollama", "create", name, "--file", "Modelfile"], {}, address))
+        body.append(command_line(["ollama", "run", name, ""], {}, address))  # an empty prompt loads the model
     return [*body, "wait"]
 
 
-def settings(it: Deployment) -> dict[str, str]:
-    """The environment of every server."""
-    found = {
-        "OLLAMA_NUM_PARALLEL": f"{parallel(it)}",
+def server_variables(deployment: Deployment) -> dict[str, str]:
+    """Environment of every server."""
+    variables = {
+        "OLLAMA_NUM_PARALLEL": f"{parallel_requests(deployment)}",
         "OLLAMA_MAX_LOADED_MODELS": "1",
-        "OLLAMA_KEEP_ALIVE": "-1",  # for ever
+        "OLLAMA_KEEP_ALIVE": "-1",  # never unload the model
         "OLLAMA_FLASH_ATTENTION": "1",
     }
-    if it.candidate.layout.size > 1:
-        found["OLLAMA_SCHED_SPREAD"] = "1"
-    if it.candidate.layout.kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
-        found["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
-    return found
+    if deployment.candidate.layout.replica_size > 1:
+        variables["OLLAMA_SCHED_SPREAD"] = "1"
+    if deployment.candidate.layout.kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2", "int8"):
+        variables["OLLAMA_KV_CACHE_TYPE"] = "q8_0"
+    return variables
 
 
-def parallel(it: Deployment) -> int:
-    """Requests at once: each has room for num_ctx tokens of its own, whether it needs them or not."""
-    tokens = min(replica.kv_tokens for replica in it.candidate.memory.replicas)
-    return max(1, min(it.batch[1], tokens // it.max_model_len))
+def parallel_requests(deployment: Deployment) -> int:
+    """Number of requests at once; Ollama reserves num_ctx tokens for each."""
+    tokens = min(replica.kv_tokens for replica in deployment.candidate.memory.replicas)
+    return max(1, min(deployment.batch[1], tokens // deployment.max_model_len))
 
 
-def left_out(it: Deployment) -> list[str]:
-    """What Ollama does in its own way."""
-    layout, found = it.candidate.layout, []
+def omitted_options(deployment: Deployment) -> list[str]:
+    """Differences between the plan and what Ollama does, in words."""
+    layout, omissions = deployment.candidate.layout, []
     if layout.pipeline_parallel > 1:
         split = " + ".join(map(str, layout.stage_layers))
-        found += [
-            f"the split of {split} layers: Ollama deals layers out by each GPU's free memory, and takes no orders",
+        omissions += [
+            f"the split of {split} layers: Ollama distributes layers by each GPU's free memory and accepts no split",
             "more speed from more GPUs: their memory adds up, but a token passes them one after the other; with tensor "
             "parallelism (weft plan --emit weft or vllm) they work at the same time",
         ]
-    if layout.size == 1 and len(it.question.cluster.gpus) > 1:
-        found.append(
-            "the GPUs' numbers inside Ollama: it takes one GPU where a model fits it, here the only one that it sees"
+    if layout.replica_size == 1 and len(deployment.question.cluster.gpus) > 1:
+        omissions.append(
+            "the GPUs' numbers inside Ollama: it takes one GPU if the model fits, here the only one that it sees"
         )
     if layout.precision not in gguf_types.MIXES:
-        found.append(
-            f"a check that Ollama reads {it.question.shape.architecture} from safetensors: it does so for some "
+        omissions.append(
+            f"a check that Ollama reads {deployment.question.shape.architecture} from safetensors: it does so for some "
             "architectures, and GGUF for all that llama.cpp has"
         )
-    found.append("an API key: Ollama has none; keep it on 127.0.0.1, or behind a proxy that asks for one")
-    return found
+    omissions.append("an API key: Ollama has none; keep it on 127.0.0.1, or behind a proxy that checks one")
+    return omissions
 
 
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    found = ["run the script beside the Modelfile; ollama ps must then say 100% GPU"]
-    if len(it.servers) > 1:
-        found.append("each replica is a server with a port of its own; Ollama does not balance between them")
-    return found
+def next_steps(deployment: Deployment) -> list[str]:
+    """Next steps, in words."""
+    steps = ["run the script beside the Modelfile; ollama ps must then show 100% GPU"]
+    if len(deployment.servers) > 1:
+        steps.append("each replica is a server with its own port; Ollama does not balance between them")
+    return steps

@@ -1,12 +1,12 @@
-"""Pages: texts whose form is fixed, as templates in templates/."""
+"""Rendering of the templates in templates/."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
 
-def page(template: str, **values: object) -> str:
-    """A template filled in; a value that it lacks is an error."""
+def render_template(template: str, **values: object) -> str:
+    """Fill in a template; a missing value is an error."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)

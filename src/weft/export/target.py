@@ -1,4 +1,4 @@
-"""Target: another system, as far as choosing a plan for it goes."""
+"""Export targets: the limits of another system that the choice of a plan needs."""
 
 from __future__ import annotations
 
@@ -8,55 +8,58 @@ from math import log2
 import msgspec
 
 from weft.export.deployment import Deployment
-from weft.export.files import File
+from weft.export.files import ExportFile
 from weft.planner.cuts import Cut
-from weft.planner.deployment import Layout
-from weft.planner.domains import devices
+from weft.planner.deployment import DeploymentLayout
+from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
-Cannot = Callable[[Question, Layout], str]
+Unsupported = Callable[[Question, DeploymentLayout], str]
 
 
-class Target(msgspec.Struct, frozen=True):
-    """`engines` are those that it starts, its usual one first. `cannot` says in words why a layout is nothing that it
-    can do, "" where it can; `instead` are precisions that it takes in place of those that it does not read. Its first
-    server answers on `port`."""
+class ExportTarget(msgspec.Struct, frozen=True):
+    """A system that a plan can be exported to.
+
+    `engines` are those that it can start, the usual one first. `create_files` makes the files. `unsupported` returns
+    the reason why a layout is impossible, "" if it is possible. `substitutes` maps precisions that the target does not
+    read to those that it takes instead. Its first server answers on `port`.
+    """
 
     name: str
     title: str
     engines: tuple[str, ...]
-    write: Callable[[Deployment], Sequence[File]]
-    cannot: Cannot = lambda question, layout: ""
-    instead: Mapping[str, str] = {}
+    create_files: Callable[[Deployment], Sequence[ExportFile]]
+    unsupported: Unsupported = lambda question, layout: ""
+    substitutes: Mapping[str, str] = {}
     port: int = 8000
 
 
-def spans_nodes(question: Question, layout: Layout) -> bool:
-    """Whether a replica has GPUs on more than one node."""
-    there = devices(question.cluster)
-    return any(len({there[at].node for _, at in layout.replica(r)}) > 1 for r in range(layout.data_parallel))
+def spans_nodes(question: Question, layout: DeploymentLayout) -> bool:
+    """Return True if a replica has GPUs on more than one node."""
+    gpus = cluster_devices(question.cluster)
+    nodes = ({gpus[index].node for _, index in layout.replica(number)} for number in range(layout.data_parallel))
+    return any(len(used) > 1 for used in nodes)
 
 
-def shares_experts(layout: Layout) -> bool:
-    """Whether replicas share one set of experts."""
+def shares_experts(layout: DeploymentLayout) -> bool:
+    """Return True if replicas share one set of experts."""
     return layout.expert_parallel > 1 and layout.data_parallel > 1
 
 
-def crowded(layout: Layout) -> bool:
-    """Whether a GPU holds several ranks."""
+def crowded(layout: DeploymentLayout) -> bool:
+    """Return True if a GPU holds several ranks."""
     return len(set(layout.gpus)) < len(layout.gpus)
 
 
-def nearest(cut: Cut) -> Callable[[Cut], float]:
-    """How far another cut is from `cut`: in doublings of each size. That of a replica counts twice, so that a pipeline
-    is nearer to tensor parallelism than replicas are."""
+def cut_distance(wanted: Cut, other: Cut) -> float:
+    """Distance between two cuts: the doublings between their sizes, and 1 if their precisions differ.
 
-    def sizes(it: Cut) -> tuple[int, ...]:
-        ranks = it.tensor_parallel * it.pipeline_parallel
-        return it.tensor_parallel, it.pipeline_parallel, it.data_parallel, it.expert_parallel, ranks, ranks
+    The size of a replica counts twice, so that a pipeline is nearer to tensor parallelism than replicas are.
+    """
+    doublings = (abs(log2(one / two)) for one, two in zip(_sizes(wanted), _sizes(other), strict=True))
+    return sum(doublings) + (other.precision != wanted.precision)
 
-    def distance(other: Cut) -> float:
-        doublings = (abs(log2(one / two)) for one, two in zip(sizes(cut), sizes(other), strict=True))
-        return sum(doublings) + (other.precision != cut.precision)
 
-    return distance
+def _sizes(cut: Cut) -> tuple[int, ...]:
+    ranks = cut.tensor_parallel * cut.pipeline_parallel
+    return cut.tensor_parallel, cut.pipeline_parallel, cut.data_parallel, cut.expert_parallel, ranks, ranks

@@ -1,32 +1,38 @@
-"""Targets: the systems that a plan can be written for."""
+"""The systems that a plan can be exported to."""
 
 from __future__ import annotations
 
 from weft.export import compose, engines, infernet, kuberay, nginx, ollama, transformers, vllm, weft_serve
-from weft.export.target import Target
+from weft.export.target import ExportTarget
 
 SERVERS = ("weft", "vllm", "sglang", "trtllm", "llama.cpp")  # engines with an HTTP port of their own
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("weft", "Weft", ("weft",), weft_serve.write, weft_serve.cannot),
-        Target("vllm", "vLLM", ("vllm",), vllm.write, vllm.cannot),
-        Target(
+        ExportTarget("weft", "Weft", ("weft",), weft_serve.weft_files, weft_serve.unsupported),
+        ExportTarget("vllm", "vLLM", ("vllm",), vllm.vllm_files, vllm.unsupported),
+        ExportTarget(
             "transformers",
             "Transformers",
             ("transformers",),
-            transformers.write,
-            transformers.cannot,
-            instead=transformers.INSTEAD,
+            transformers.transformers_files,
+            transformers.unsupported,
+            substitutes=transformers.INSTEAD,
             port=0,
         ),
-        Target(
-            "ollama", "Ollama", ("llama.cpp",), ollama.write, ollama.cannot, instead=ollama.INSTEAD, port=ollama.PORT
+        ExportTarget(
+            "ollama",
+            "Ollama",
+            ("llama.cpp",),
+            ollama.ollama_files,
+            ollama.unsupported,
+            substitutes=ollama.INSTEAD,
+            port=ollama.PORT,
         ),
-        Target("infernet", "Infernet", ("weft", "vllm"), infernet.write, engines.cannot),
-        Target("nginx", "nginx", SERVERS, nginx.write, engines.cannot),
-        Target("kuberay", "KubeRay", ("vllm",), kuberay.write, kuberay.cannot, port=0),
-        Target("compose", "Docker Compose", ("weft", "vllm"), compose.write, compose.cannot),
+        ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
+        ExportTarget("nginx", "nginx", SERVERS, nginx.nginx_files, engines.unsupported),
+        ExportTarget("kuberay", "KubeRay", ("vllm",), kuberay.kuberay_files, kuberay.unsupported, port=0),
+        ExportTarget("compose", "Docker Compose", ("weft", "vllm"), compose.compose_files, compose.unsupported),
     )
 }

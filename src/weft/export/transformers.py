@@ -5,121 +5,128 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from weft.architectures.modules import units
+from weft.architectures.modules import pipeline_units
 from weft.architectures.shape import ModelShape
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment
-from weft.export.files import SCRIPT, File
-from weft.export.pages import page
-from weft.export.shell import command
+from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import TargetRemarks, header_comment
+from weft.export.pages import render_template
+from weft.export.shell import command_line
 from weft.export.target import shares_experts, spans_nodes
-from weft.export.words import Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import MIB
 from weft.planner.question import Question
 
 SCRIPT_NAME = "transformers_plan.py"
-INSTEAD = dict.fromkeys(gguf_types.MIXES, "bf16")  # of what it does not run
+INSTEAD = dict.fromkeys(gguf_types.MIXES, "bf16")  # for precisions that it does not run
 REMOTE = "QWenLMHeadModel"
-# What a model that sees pictures has before its layers beside the embedding.
+# Modules of a multimodal model before its layers, beside the embedding.
 SIGHT = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 
-def cannot(question: Question, layout: Layout) -> str:
-    """What a device map does not do."""
+def unsupported(question: Question, layout: DeploymentLayout) -> str:
+    """The reason why a device map cannot express a layout, in words."""
     if question.shape.architecture == REMOTE:
-        return f"it has {REMOTE} only as code that comes with the checkpoint, which nobody should run unread"
+        return f"it has {REMOTE} only as code in the checkpoint, which nobody should run unread"
     if shares_experts(layout):
         return "replicas share no experts: each has all of them"
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 
 
-def write(it: Deployment) -> list[File]:
-    """The script."""
-    layout = it.candidate.layout
-    text = page(
+def transformers_files(deployment: Deployment) -> list[ExportFile]:
+    """The Python script."""
+    layout = deployment.candidate.layout
+    text = render_template(
         "transformers.py.j2",
-        comment=comment("transformers", it, Remarks(left_out(it), it.checkpoint.placeholders, use(it))),
-        model=json.dumps(it.checkpoint.name) if it.checkpoint.name else 'os.environ["MODEL"]',
+        comment=header_comment(
+            "transformers",
+            deployment,
+            TargetRemarks(omitted_options(deployment), deployment.checkpoint.placeholders, next_steps(deployment)),
+        ),
+        model=json.dumps(deployment.checkpoint.name) if deployment.checkpoint.name else 'os.environ["MODEL"]',
         dtype=f"torch.{FLOATS[layout.precision]}" if layout.precision in FLOATS else '"auto"',
-        loader="AutoModelForImageTextToText" if sees(it.question.shape) else "AutoModelForCausalLM",
-        device_map=device_map(it),
-        max_memory=max_memory(it),
+        loader="AutoModelForImageTextToText" if sees_pictures(deployment.question.shape) else "AutoModelForCausalLM",
+        device_map=device_map(deployment),
+        max_memory=max_memory(deployment),
     )
-    return [File(SCRIPT_NAME, text, SCRIPT)]
+    return [ExportFile(SCRIPT_NAME, text, SCRIPT)]
 
 
-def device_map(it: Deployment) -> list[str]:
-    """The lines of a dictionary: each module's GPU, counted within the replica."""
-    shape, layout = it.question.shape, it.candidate.layout
-    if hosts.on_cpu(it) or layout.size == 1:
-        return [f'"": {json.dumps("cpu") if hosts.on_cpu(it) else 0}']
-    first, layer, norm, head = modules(shape)
-    lines = [f'"{name}": 0' for name in first]
+def device_map(deployment: Deployment) -> list[str]:
+    """Lines of a dictionary with each module's GPU, counted within the replica."""
+    shape, layout = deployment.question.shape, deployment.candidate.layout
+    if hosts.on_cpu(deployment) or layout.replica_size == 1:
+        return [f'"": {json.dumps("cpu") if hosts.on_cpu(deployment) else 0}']
+    first, layer, norm, head = module_names(shape)
     numbers = gpu_numbers(layout)
     lines = [f'"{name}": {numbers[0]}' for name in first]
     for (place, _), number in zip(layout.replica(0), numbers, strict=True):
         span = place.layers
         lines.append(f'**{{f"{layer}{{n}}": {number} for n in range({span.start}, {span.stop})}}')
     end = numbers[-1]
-    # Tied weights are one tensor, which is in one place: where the embedding is.
+    # Tied weights are one tensor, on the GPU of the embedding.
     return [*lines, f'"{norm}": {end}', f'"{head}": {numbers[0] if shape.tied else end}']
 
 
-def modules(shape: ModelShape) -> tuple[list[str], str, str, str]:
-    """Transformers' names: of the modules before the layers, of a layer without its number, of norm and head."""
-    embedding, layer, *_, norm, head = units(shape)
+def module_names(shape: ModelShape) -> tuple[list[str], str, str, str]:
+    """Transformers' names of the modules before the layers, of a layer without its number, of norm and head."""
+    embedding, layer, *_, norm, head = pipeline_units(shape)
     tables = list(dict.fromkeys(names[0].rpartition(".")[0] for names in embedding.tensors))
-    first = [*(SIGHT if sees(shape) else ()), *tables]
+    first = [*(SIGHT if sees_pictures(shape) else ()), *tables]
     if shape.architecture not in WITHOUT_ROTARY:
         first.append(f"{tables[0].rpartition('.')[0]}.rotary_emb")
     return first, layer.name.removesuffix("0"), norm.name, head.name
 
 
-def sees(shape: ModelShape) -> bool:
-    """Whether it is the language part of a model that sees pictures."""
+def sees_pictures(shape: ModelShape) -> bool:
+    """Return True if the shape is the language part of a multimodal model."""
     return shape.architecture.endswith("ForConditionalGeneration")
 
 
-def gpu_numbers(layout: Layout) -> list[int]:
-    """Each stage's GPU, counted among those of its replica."""
-    gpus = layout.gpus[: layout.size]
+def gpu_numbers(layout: DeploymentLayout) -> list[int]:
+    """GPU of each stage, counted within its replica."""
+    gpus = layout.gpus[: layout.replica_size]
     return [list(dict.fromkeys(gpus)).index(gpu) for gpu in gpus]
 
 
-def max_memory(it: Deployment) -> str:
-    """For each GPU of a replica what the plan leaves for weights, beside one request of the length asked for."""
-    length, room = it.question.workload.longest, Counter[int | str]()
-    for number, rank in zip(gpu_numbers(it.candidate.layout), it.candidate.memory.replicas[0].ranks, strict=True):
-        # Ranks that share a GPU have one sum of usable bytes, the parts of a CPU one each.
+def max_memory(deployment: Deployment) -> str:
+    """Entries with the memory of each GPU that the plan leaves for weights, beside the KV cache of one longest
+    request."""
+    length, room = deployment.question.workload.longest, Counter[int | str]()
+    for number, rank in zip(
+        gpu_numbers(deployment.candidate.layout), deployment.candidate.memory.replicas[0].ranks, strict=True
+    ):
+        # Ranks that share a GPU share its usable bytes; the parts of a CPU have their own.
         usable = 0 if number in room else rank.usable_bytes
         free = usable - rank.other_bytes - length * rank.kv_bytes_per_token
-        room['"cpu"' if hosts.on_cpu(it) else number] += free // MIB
+        room['"cpu"' if hosts.on_cpu(deployment) else number] += free // MIB
     return ", ".join(f'{device}: "{size}MiB"' for device, size in room.items())
 
 
-def left_out(it: Deployment) -> list[str]:
-    """What is otherwise than a reader of the plan may think."""
-    layout, found = it.candidate.layout, []
+def omitted_options(deployment: Deployment) -> list[str]:
+    """Differences from what the plan may suggest, in words."""
+    layout, omissions = deployment.candidate.layout, []
     if layout.pipeline_parallel > 1:
-        found.append(
+        omissions.append(
             "stages that work at the same time: with a device map one GPU works after the other, a token at a time"
         )
-        if it.question.shape.tied:
-            found.append("the head on the last GPU: it is the embedding's tensor, and lies with it on the first")
-    found.append("a server: Transformers answers in this process; batches are the caller's")
+        if deployment.question.shape.tied:
+            omissions.append("the head on the last GPU: it is the embedding's tensor, which is on the first GPU")
+    omissions.append("a server: Transformers answers in this process; batches are the caller's")
     if layout.precision not in FLOATS:
-        found.append(f"the package that reads {layout.precision} weights: the checkpoint's card names it")
-    return found
+        omissions.append(f"the package that reads {layout.precision} weights: the checkpoint's card names it")
+    return omissions
 
 
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    found = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
-    for server in it.servers:
-        run = command([f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, hosts.visible(it, server, server.node))
-        found.append(f"{'run it' if len(it.servers) == 1 else f'replica {server.number}'}:\n{run}")
-    return found
+def next_steps(deployment: Deployment) -> list[str]:
+    """Next steps, in words."""
+    steps = ["needs transformers 4.56 or newer, and accelerate; HF_TOKEN is read from the environment"]
+    for server in deployment.servers:
+        variables = hosts.visible_gpus(deployment, server, server.node)
+        command = command_line([f"./{SCRIPT_NAME}", "Why is the sky blue?"], {}, variables)
+        steps.append(f"{'run it' if len(deployment.servers) == 1 else f'replica {server.number}'}:\n{command}")
+    return steps

@@ -1,30 +1,30 @@
-"""vLLM: its command lines, and Ray's on every node where a replica spans several."""
+"""vLLM: its command lines, and Ray's on every node if a replica spans several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
-from weft.export.deployment import Deployment, Server
-from weft.export.files import SCRIPT, File
-from weft.export.hosts import INTERFACE, address
-from weft.export.shell import Flags, Raw, Value, command, export, script, together
+from weft.export.deployment import Deployment, ReplicaServer
+from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import KEYS, TargetRemarks, header_comment
+from weft.export.hosts import INTERFACE, node_address
+from weft.export.shell import Flags, Placeholder, Raw, Value, bash_script, command_line, export_lines, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, Remarks, comment
 from weft.formats import gguf_types
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 RAY_PORT = 6379  # Ray's own default
 COUNT = 'import ray; ray.init("auto", log_to_driver=False); print(int(ray.cluster_resources().get("GPU", 0)))'
-EXPERTS_PORT = 13345  # over which replicas that share experts find each other, as in vLLM's documentation
+EXPERTS_PORT = 13345  # of the rendezvous of replicas that share experts, as in vLLM's documentation
 
 
-def cannot(question: Question, layout: Layout) -> str:
-    """What vLLM does not do of what its planner's profile allows."""
+def unsupported(question: Question, layout: DeploymentLayout) -> str:
+    """The reason why vLLM cannot run a layout that its planner profile allows, in words."""
     if question.cluster.gpus[layout.gpus[0]].kind == "cpu":
-        return "on CPUs it is another program to install; describe GPUs with --gpus"
+        return "vLLM for CPUs is a separate installation; describe GPUs with --gpus"
     if crowded(layout):
         return "it has one rank on a GPU"
     if layout.kv_dtype == "int8":
@@ -32,177 +32,191 @@ def cannot(question: Question, layout: Layout) -> str:
     if shares_experts(layout) and layout.pipeline_parallel > 1:
         return "its replicas share experts with tensor parallelism only, not in a pipeline"
     if shares_experts(layout) and spans_nodes(question, layout):
-        return "replicas that share experts each lie on one node"
+        return "a replica that shares experts must be on one node"
     return ""
 
 
-def write(it: Deployment) -> list[File]:
-    """One script, or one for each node."""
-    if len(it.nodes) == 1:
-        replace = it.checkpoint.placeholders
-        body = together([serve(it, server, server.node) for server in it.servers])
-        told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
-        return [File("vllm.sh", script(told, body, replace), SCRIPT)]
-    return [node_script(it, node) for node in it.nodes]
+def vllm_files(deployment: Deployment) -> list[ExportFile]:
+    """One script for each node."""
+    if len(deployment.nodes) > 1:
+        return [node_script(deployment, node) for node in deployment.nodes]
+    body = run_together([serve_command(deployment, server, server.node) for server in deployment.servers])
+    return [_script(deployment, "vllm.sh", body, deployment.checkpoint.placeholders)]
 
 
-def node_script(it: Deployment, node: int) -> File:
-    """Everything that one of several nodes runs."""
-    linked = [server for server in it.servers if len(server.nodes) > 1]
-    here = [server for server in it.servers if server.node == node or (node in server.nodes and shared(it))]
-    rayed = [] if shared(it) else [server for server in linked if node in server.nodes]
-    replace = list(it.checkpoint.placeholders)
+def node_script(deployment: Deployment, node: int) -> ExportFile:
+    """Script of one of several nodes."""
+    spanning = [server for server in deployment.servers if len(server.nodes) > 1]
+    demanded = list(deployment.checkpoint.placeholders)
     body: list[str] = []
-    if linked:
-        head = linked[0].node
-        replace += [*dict.fromkeys([address(node), address(head)]), INTERFACE]
-        body += [*network(it, node), ""]
-    commands = [serve(it, server, node) for server in here]
-    if rayed:
-        gpus = sum(len(server.gpus(n)) for server in linked for n in server.nodes)
-        local = {hosts.vendor(it).visible: ",".join(gpu for server in rayed for gpu in server.gpus(node))}
-        body += [*ray(local, node, linked[0].node, gpus, stays=not commands), ""]
-    body += together(commands) if commands else []
-    told = comment("vllm", it, Remarks(left_out(it), replace, use(it)))
-    return File(f"node-{node}.sh", script(told, body, replace), SCRIPT)
+    if spanning:
+        head = spanning[0].node
+        demanded += [*dict.fromkeys([node_address(node), node_address(head)]), INTERFACE]
+        body += [*network_lines(deployment, node), ""]
+    commands = [serve_command(deployment, server, node) for server in _servers_started_on(deployment, node)]
+    over_ray = [server for server in spanning if node in server.nodes]
+    if over_ray and not has_shared_experts(deployment):
+        gpus = sum(len(server.gpus(used)) for server in spanning for used in server.nodes)
+        names = ",".join(gpu for server in over_ray for gpu in server.gpus(node))
+        visible = {hosts.gpu_vendor(deployment).visible: names}
+        body += [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=not commands), ""]
+    body += run_together(commands) if commands else []
+    return _script(deployment, f"node-{node}.sh", body, demanded)
 
 
-def network(it: Deployment, node: int) -> list[str]:
-    """Which address and interface the processes of a node take; each library wants them in its own form."""
+def _servers_started_on(deployment: Deployment, node: int) -> list[ReplicaServer]:
+    """Servers with a command on a node: its own, and with shared experts also those with GPUs there."""
+    if has_shared_experts(deployment):
+        return [server for server in deployment.servers if node in server.nodes]
+    return [server for server in deployment.servers if server.node == node]
+
+
+def _script(deployment: Deployment, name: str, body: Sequence[str], demanded: Sequence[Placeholder]) -> ExportFile:
+    remarks = TargetRemarks(omitted_options(deployment), demanded, next_steps(deployment))
+    return ExportFile(name, bash_script(header_comment("vllm", deployment, remarks), body, demanded), SCRIPT)
+
+
+def network_lines(deployment: Deployment, node: int) -> list[str]:
+    """Lines that set the address and interface of a node's processes, for each library in its own form."""
     return [
         "# Traffic between the nodes is neither encrypted nor authenticated: keep it on a private network.",
-        *export(
+        *export_lines(
             {
-                "VLLM_HOST_IP": address(node).shell,  # each node's own
+                "VLLM_HOST_IP": node_address(node).shell,  # each node's own
                 "GLOO_SOCKET_IFNAME": INTERFACE.shell,
-                "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = is: this one, not all that begin so
+                "NCCL_SOCKET_IFNAME": Raw("=$GLOO_SOCKET_IFNAME"),  # = means this interface, not all with this prefix
             }
         ),
-        *export(partition(it)),
+        *export_lines(partition_variables(deployment)),
     ]
 
 
-def ray(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
-    """Ray on a node: the head waits until all `gpus` are there; another node's `stays` in front, or goes behind."""
+def start_ray_lines(visible: Mapping[str, str], node: int, head: int, gpus: int, *, stays: bool) -> list[str]:
+    """Lines that start Ray on a node. The head waits for all `gpus`; another node runs in the foreground if it
+    `stays`."""
     count = sum(len(numbers.split(",")) for numbers in visible.values())
-    lines = export({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
+    lines = export_lines({"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **visible})
     flags: dict[str, Value] = {"node-ip-address": Raw("$VLLM_HOST_IP"), "num-gpus": count}
     if node != head:
-        where = Raw(f"{address(head).shell}:{RAY_PORT}")
-        return [*lines, command(["ray", "start"], {"address": where, **flags, "block": stays})]
+        where = Raw(f"{node_address(head).shell}:{RAY_PORT}")
+        return [*lines, command_line(["ray", "start"], {"address": where, **flags, "block": stays})]
     return [
         *lines,
-        "python3 -c 'import ray'  # or there is another Python in front of vLLM's, which cannot count them",
-        command(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
+        "python3 -c 'import ray'  # fails if python3 is not vLLM's, which has ray",
+        command_line(["ray", "start", "--head"], {"port": RAY_PORT, **flags}),
         f"gpus() {{ python3 -c '{COUNT}' 2>/dev/null || echo 0; }}",
         f'until [ "$(gpus)" -ge {gpus} ]; do',
-        f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are there" >&2',
+        f'    echo "waiting for the other nodes: {gpus} GPUs are needed, $(gpus) are connected" >&2',
         "    sleep 5",
         "done",
     ]
 
 
-def serve(it: Deployment, server: Server, node: int) -> str:
-    """The command line of a server; of one whose replicas share experts, that of a node's part."""
-    flags: dict[str, Value] = {**arguments(it, server), **placed(it, server, node)}
+def serve_command(deployment: Deployment, server: ReplicaServer, node: int) -> str:
+    """Command line of a server; if its replicas share experts, of a node's part of the server."""
+    flags: dict[str, Value] = {**engine_flags(deployment, server), **placement_flags(deployment, server, node)}
     if node == server.node:
-        flags |= {"served-model-name": it.names, "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0"}
+        flags |= {
+            "served-model-name": deployment.names,
+            "host": "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0",
+        }
         flags["port"] = server.port
     else:
         flags["headless"] = True
-    rayed = len(server.nodes) > 1 and not shared(it)
-    variables = {} if rayed else {**hosts.visible(it, server, node), **partition(it)}
-    return command(["vllm", "serve", it.checkpoint.shell], flags, variables)
+    over_ray = len(server.nodes) > 1 and not has_shared_experts(deployment)
+    variables = {} if over_ray else {**hosts.visible_gpus(deployment, server, node), **partition_variables(deployment)}
+    return command_line(["vllm", "serve", deployment.checkpoint.shell], flags, variables)
 
 
-def placed(it: Deployment, server: Server, node: int) -> Flags:
-    """The flags that say which part of the deployment this is."""
+def placement_flags(deployment: Deployment, server: ReplicaServer, node: int) -> Flags:
+    """Flags that place a server's part on a node: data parallelism with shared experts, or Ray."""
     flags: dict[str, Value] = {}
-    if shared(it):
+    if has_shared_experts(deployment):
         flags["data-parallel-size"] = len(server.replicas)
         if len(server.nodes) > 1:
             local = [replica[0].node for replica in server.replicas]
             flags["data-parallel-size-local"] = local.count(node)
-            if node != server.node:  # on the first one it would mean another way of balancing
+            if node != server.node:  # on the first node it would mean another load balancing
                 flags["data-parallel-start-rank"] = local.index(node)
-            flags["data-parallel-address"] = address(server.node).shell
+            flags["data-parallel-address"] = node_address(server.node).shell
             flags["data-parallel-rpc-port"] = EXPERTS_PORT
     elif len(server.nodes) > 1:
         flags["distributed-executor-backend"] = "ray"
     return flags
 
 
-def arguments(it: Deployment, server: Server | None = None) -> Flags:
-    """The arguments of a server's engine, or those that do for all, whoever starts it."""
-    layout = it.candidate.layout
-    tokens, requests = it.batch
+def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) -> Flags:
+    """Flags of a server's engine, or flags that suit all servers."""
+    layout = deployment.candidate.layout
+    tokens, requests = deployment.batch
     flags: dict[str, Value] = {
-        **{f"{kind}-parallel-size": size for kind, size in sizes(layout).items() if size > 1},
+        **{f"{kind}-parallel-size": size for kind, size in parallel_sizes(layout).items() if size > 1},
         "enable-expert-parallel": layout.expert_parallel > 1,
-        "max-model-len": it.max_model_len,
+        "max-model-len": deployment.max_model_len,
         "max-num-seqs": requests,
         "max-num-batched-tokens": tokens,
-        # It starts only where as much is free on each of its GPUs, and takes as much of each.
-        "gpu-memory-utilization": min(max(it.taken(server)), it.free(server)),
+        # vLLM starts only if this share is free on each of its GPUs, and takes this share of each.
+        "gpu-memory-utilization": min(max(deployment.memory_shares(server)), deployment.free_share(server)),
     }
     if layout.precision in FLOATS:
         flags["dtype"] = FLOATS[layout.precision]
-    if it.checkpoint.quantised:
-        flags["quantization"] = it.checkpoint.quantised
+    if deployment.checkpoint.quantised:
+        flags["quantization"] = deployment.checkpoint.quantised
     if layout.kv_dtype.startswith("fp8"):
         flags["kv-cache-dtype"] = layout.kv_dtype
-    if layout.precision in gguf_types.MIXES and not it.checkpoint.local:
-        flags["tokenizer"] = it.question.model  # a GGUF file's own is read slowly, and not always rightly
+    if layout.precision in gguf_types.MIXES and not deployment.checkpoint.local:
+        flags["tokenizer"] = deployment.question.model  # a GGUF file's own is read slowly, and not always correctly
     return flags
 
 
-def sizes(layout: Layout) -> dict[str, int]:
-    """Of tensor and pipeline parallelism."""
+def parallel_sizes(layout: DeploymentLayout) -> dict[str, int]:
+    """Sizes of tensor and pipeline parallelism."""
     return {"tensor": layout.tensor_parallel, "pipeline": layout.pipeline_parallel}
 
 
-def partition(it: Deployment) -> dict[str, str]:
-    """The layers of each stage."""
-    layers = it.candidate.layout.stage_layers
+def partition_variables(deployment: Deployment) -> dict[str, str]:
+    """Variables with the number of layers of each stage, if there are several stages."""
+    layers = deployment.candidate.layout.stage_layers
     return {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))} if len(layers) > 1 else {}
 
 
-def left_out(it: Deployment) -> list[str]:
-    """What is not in the commands though a reader may look for it."""
-    layout = it.candidate.layout
-    found = []
+def omitted_options(deployment: Deployment) -> list[str]:
+    """Options that a reader may miss in the commands, in words."""
+    layout = deployment.candidate.layout
+    omissions = []
     if layout.precision in ("int4", "int8"):
-        found.append(
+        omissions.append(
             "--quantization: vLLM reads awq or gptq from the checkpoint and takes its faster kernels (awq_marlin, "
             "gptq_marlin), which naming awq or gptq would forbid"
         )
     if layout.precision in gguf_types.MIXES:
-        found.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
-    if any(len(set(it.taken(server))) > 1 for server in it.servers):
-        found.append(
-            "a share of the memory for each GPU: vLLM has one for all, so the largest that any needs is given, as far "
+        omissions.append("vLLM calls its GGUF reader experimental; an AWQ or GPTQ checkpoint is faster there")
+    if any(len(set(deployment.memory_shares(server))) > 1 for server in deployment.servers):
+        omissions.append(
+            "a share of the memory for each GPU: vLLM has one for all; the largest that any GPU needs is given, as far "
             "as it is free on each"
         )
-    if it.spans and sum(len(server.nodes) > 1 for server in it.servers) > 1 and not shared(it):
-        found.append("which GPUs of the nodes hold which replica: Ray decides that, by the same numbers of GPUs")
-    return found
+    spanning = sum(len(server.nodes) > 1 for server in deployment.servers)
+    if spanning > 1 and not has_shared_experts(deployment):
+        omissions.append("the GPUs of each replica on the nodes: Ray chooses them, with the same numbers of GPUs")
+    return omissions
 
 
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    found = [KEYS]
-    if len(it.nodes) > 1:
-        found.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
-        found.append("the servers listen on every interface, so that a balancer reaches them: keep others out")
-    if it.spans:
-        found.append("InfiniBand is used where NCCL finds it; NCCL_DEBUG=INFO tells, NCCL_IB_HCA chooses")
-    if it.spans and not shared(it):
-        found.append("ray stop on every node ends what ray start began there")
-    if len(it.servers) > 1:
-        found.append("weft plan --emit nginx balances the ports")
-    return found
+def next_steps(deployment: Deployment) -> list[str]:
+    """Next steps, in words."""
+    steps = [KEYS]
+    if len(deployment.nodes) > 1:
+        steps.append("run node-N.sh on node N; every node needs the same vLLM, and the model under the same name")
+        steps.append("the servers listen on every interface for a load balancer: keep others out")
+    if deployment.spans_nodes:
+        steps.append("InfiniBand is used if NCCL finds it; NCCL_DEBUG=INFO shows it, NCCL_IB_HCA selects it")
+    if deployment.spans_nodes and not has_shared_experts(deployment):
+        steps.append("ray stop on every node ends what ray start began there")
+    if len(deployment.servers) > 1:
+        steps.append("weft plan --emit nginx balances the ports")
+    return steps
 
 
-def shared(it: Deployment) -> bool:
-    """Whether the replicas share their experts."""
-    return shares_experts(it.candidate.layout)
+def has_shared_experts(deployment: Deployment) -> bool:
+    """Return True if the replicas share their experts."""
+    return shares_experts(deployment.candidate.layout)

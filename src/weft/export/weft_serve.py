@@ -7,101 +7,114 @@ import json
 from weft.architectures.kv import number_bytes
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
-from weft.export.deployment import Deployment, Server
-from weft.export.files import SCRIPT, File
+from weft.export.deployment import Deployment, ReplicaServer
+from weft.export.files import SCRIPT, ExportFile
+from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import on_cpu
-from weft.export.shell import Flags, Value, command, script, together
+from weft.export.shell import Flags, Value, bash_script, command_line, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
-from weft.export.words import KEYS, Remarks, comment
 from weft.plan import speculation
 from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
-from weft.planner.deployment import Layout, deploy
+from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.question import Question
 
-SHORT = 4  # characters of a weight that is taken as it was typed
+SHORT = 4  # characters of a weight that is kept as the user typed it
 
 
-def cannot(question: Question, layout: Layout) -> str:
-    """What Weft's engine does not do yet of what it plans."""
+def unsupported(question: Question, layout: DeploymentLayout) -> str:
+    """The reason why Weft's engine cannot run a layout yet, in words."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
-        return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for others"
+        return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for other GPUs"
     if shares_experts(layout):
         return "Weft's replicas do not share experts yet"
     return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
 
 
 def narrow_cache(question: Question) -> bool:
-    """Whether all GPUs have the 8-bit floats that Weft can keep keys and values in."""
+    """Return True if all GPUs have the 8-bit floats of Weft's narrow KV cache."""
     gpus = question.cluster.gpus
-    return not any(gpu.gfx for gpu in gpus) and not no_narrow_cache("fp8", [(it.name, it.capability) for it in gpus])
+    if any(gpu.gfx for gpu in gpus):
+        return False
+    return not no_narrow_cache("fp8", [(gpu.name, gpu.capability) for gpu in gpus])
 
 
-def write(it: Deployment) -> list[File]:
-    """One script, or one for each node."""
-    replace = it.checkpoint.placeholders
-    told = comment("weft", it, Remarks(left_out(it), replace, use(it)))
+def weft_files(deployment: Deployment) -> list[ExportFile]:
+    """One script for each node."""
+    demanded = deployment.checkpoint.placeholders
+    remarks = TargetRemarks(omitted_options(deployment), demanded, next_steps(deployment))
+    header = header_comment("weft", deployment, remarks)
     files = []
-    for node in it.nodes:
-        body = together([serve(it, server) for server in it.servers if server.node == node])
-        name = "weft.sh" if len(it.nodes) == 1 else f"node-{node}.sh"
-        files.append(File(name, script(told, body, replace), SCRIPT))
+    for node in deployment.nodes:
+        body = run_together([serve_command(deployment, server) for server in deployment.servers if server.node == node])
+        name = "weft.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
+        files.append(ExportFile(name, bash_script(header, body, demanded), SCRIPT))
     return files
 
 
-def serve(it: Deployment, server: Server) -> str:
-    """The command line of a server."""
+def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
+    """Command line of a server."""
     where: dict[str, Value] = {
-        "served-model-name": it.names,
-        "host": "127.0.0.1" if len(it.nodes) == 1 else "0.0.0.0",
+        "served-model-name": deployment.names,
+        "host": "127.0.0.1" if len(deployment.nodes) == 1 else "0.0.0.0",
         "port": server.port,
     }
-    start, visible = ["weft", "serve", it.checkpoint.shell], hosts.visible(it, server, server.node)
-    return command(start, {**arguments(it, server), **where}, visible)
+    start, visible = ["weft", "serve", deployment.checkpoint.shell], hosts.visible_gpus(deployment, server, server.node)
+    return command_line(start, {**engine_flags(deployment, server), **where}, visible)
 
 
-def arguments(it: Deployment, server: Server) -> Flags:
-    """The arguments of a server's engine, whoever starts it."""
-    # A share counts what others hold.
-    layout, shares = it.candidate.layout, it.taken(server, held=True)
+def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
+    """Flags of a server's engine."""
+    layout, checkpoint = deployment.candidate.layout, deployment.checkpoint
+    flags = _layout_flags(deployment)
+    flags["enable-expert-parallel"] = layout.expert_parallel > 1
+    flags["max-model-len"] = deployment.max_model_len
+    if deployment.question.max_num_seqs:
+        flags["max-num-seqs"] = deployment.question.max_num_seqs
+    flags["max-num-batched-tokens"] = deployment.candidate.memory.replicas[0].batched_tokens
+    flags |= _memory_flags(deployment, server)
+    if layout.precision in FLOATS:
+        flags["dtype"] = FLOATS[layout.precision]
+    if checkpoint.quantised:
+        flags["quantization"] = checkpoint.quantised
+    if number_bytes(layout.kv_dtype) < 2:
+        flags["kv-cache-dtype"] = "fp8"
+    if deployment.question.speculation:
+        flags["speculative-config"] = json.dumps(speculation.to_speculative_config(deployment.question.speculation))
+    return flags
+
+
+def _layout_flags(deployment: Deployment) -> dict[str, Value]:
+    layout = deployment.candidate.layout
     flags: dict[str, Value] = {}
     if layout.tensor_parallel > 1 and len(set(layout.tensor_weights)) == 1:
         flags["tensor-parallel-size"] = layout.tensor_parallel
     elif layout.tensor_parallel > 1:
-        flags["tensor-split"] = ",".join(short_weights(it))
+        flags["tensor-split"] = ",".join(short_weights(deployment))
     if layout.pipeline_parallel > 1:
         flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
-    if crowded(layout) and not on_cpu(it):
-        gpus = layout.gpus[: layout.size]
+    if crowded(layout) and not on_cpu(deployment):
+        gpus = layout.gpus[: layout.replica_size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
-    flags["enable-expert-parallel"] = layout.expert_parallel > 1
-    flags["max-model-len"] = it.max_model_len
-    if it.question.max_num_seqs:
-        flags["max-num-seqs"] = it.question.max_num_seqs
-    flags["max-num-batched-tokens"] = it.candidate.memory.replicas[0].batched_tokens
-    if on_cpu(it):
-        flags["device"] = "cpu"
-        flags["kv-cache-memory-bytes"] = max(rank.kv_room_bytes for rank in it.candidate.memory.ranks)
-    else:
-        flags["gpu-memory-utilization"] = ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]
-    if layout.precision in FLOATS:
-        flags["dtype"] = FLOATS[layout.precision]
-    if it.checkpoint.quantised:
-        flags["quantization"] = it.checkpoint.quantised
-    if number_bytes(layout.kv_dtype) < 2:
-        flags["kv-cache-dtype"] = "fp8"
-    if it.question.speculation:
-        flags["speculative-config"] = json.dumps(speculation.write(it.question.speculation))
     return flags
 
 
-def short_weights(it: Deployment) -> list[str]:
-    """The weights of an uneven tensor split in as few digits as give the same cut: those of a search are bytes."""
-    layout, least = it.candidate.layout, min(it.candidate.layout.tensor_weights)
+def _memory_flags(deployment: Deployment, server: ReplicaServer) -> dict[str, Value]:
+    if on_cpu(deployment):
+        kv_bytes = max(rank.kv_room_bytes for rank in deployment.candidate.memory.ranks)
+        return {"device": "cpu", "kv-cache-memory-bytes": kv_bytes}
+    # Weft's share includes what other processes hold.
+    shares = deployment.memory_shares(server, held=True)
+    return {"gpu-memory-utilization": ",".join(map(str, shares)) if len(set(shares)) > 1 else shares[0]}
+
+
+def short_weights(deployment: Deployment) -> list[str]:
+    """Weights of an uneven tensor split in the fewest digits that give the same cut; those of a search are bytes."""
+    layout, least = deployment.candidate.layout, min(deployment.candidate.layout.tensor_weights)
     exact = [f"{weight:g}" for weight in layout.tensor_weights]
     tries = [[f"{weight / least:.{digits}g}" for weight in layout.tensor_weights] for digits in range(1, 17)]
     for words in [exact, *tries] if max(map(len, exact)) <= SHORT else tries:
         cut = deploy(
-            it.question.shape,
+            deployment.question.shape,
             tensor_weights=[float(word) for word in words],
             stage_layers=layout.stage_layers,
             gpus=layout.gpus,
@@ -114,19 +127,19 @@ def short_weights(it: Deployment) -> list[str]:
     return [f"{weight!r}" for weight in layout.tensor_weights]
 
 
-def left_out(it: Deployment) -> list[str]:
-    """What Weft's engine does in another way."""
-    kept = it.candidate.layout.kv_dtype
-    if number_bytes(kept) < 2 and kept not in KV_CACHE_DTYPES:
-        return [f"a KV cache in {kept}: Weft's is fp8 (e4m3), which takes as many bytes"]
+def omitted_options(deployment: Deployment) -> list[str]:
+    """Differences between the plan and what Weft's engine does, in words."""
+    kv_dtype = deployment.candidate.layout.kv_dtype
+    if number_bytes(kv_dtype) < 2 and kv_dtype not in KV_CACHE_DTYPES:
+        return [f"a KV cache in {kv_dtype}: Weft's is fp8 (e4m3), which takes as many bytes"]
     return []
 
 
-def use(it: Deployment) -> list[str]:
-    """How to go on."""
-    found = [KEYS]
-    if len(it.nodes) > 1:
-        found.append("run node-N.sh on node N; the servers listen on every interface, so that a balancer reaches them")
-    if len(it.servers) > 1:
-        found.append("weft plan --emit nginx balances the ports")
-    return found
+def next_steps(deployment: Deployment) -> list[str]:
+    """Next steps, in words."""
+    steps = [KEYS]
+    if len(deployment.nodes) > 1:
+        steps.append("run node-N.sh on node N; the servers listen on every interface for a load balancer")
+    if len(deployment.servers) > 1:
+        steps.append("weft plan --emit nginx balances the ports")
+    return steps

@@ -1,1 +1,1 @@
-"""Files of models: safetensors, GGUF, published quantisation, config.json, the hub, and the models known by name."""
+"""Model files: safetensors, GGUF, published quantisation, config.json, the hub, and the catalogue of known models."""

@@ -1,43 +1,45 @@
-"""Checkpoint: what a model that a user named is, where it lies, and that it is whole."""
+"""Checkpoint: the files behind a user's name of a model, checked to be complete."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from weft.architectures.axes import axis_length
-from weft.architectures.parameters import layers_of, parameters
+from weft.architectures.parameters import Part, layers_of, model_parameters
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
-Format = Literal["safetensors", "gguf", "dummy"]
+FileFormat = Literal["safetensors", "gguf", "dummy"]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """`model` is as the user typed it; `path` a directory, or a GGUF file. With the format "dummy" that path
-    holds the shape, and the tokeniser where there is one, but no weights are read from it.
+    """A model's files and facts.
 
-    `generation` is the sampling that the model recommends, in generation_config.json's words; `quantised` are the types
-    of the tensors that are stored so, under Hugging Face's names; of a dummy those that its config promises.
+    - `model`: the name as the user typed it.
+    - `path`: a directory or a GGUF file. With the format "dummy" the shape and the tokeniser are read from it, but no
+      weights.
+    - `generation`: the sampling that the model recommends, by generation_config.json's names.
+    - `quantised`: types of the quantised tensors, by Hugging Face's names; for a dummy, the types in its config.
     """
 
     model: str
     path: str
-    format: Format
+    format: FileFormat
     shape: ModelShape
     generation: dict[str, float | int | bool]
     quantised: dict[str, str] = {}
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Where each tensor of the model lies, under Hugging Face's names; {} for a dummy."""
-        return tensors(self.path, self.format, self.shape)
+        """Locate each tensor of the model; see `locate_tensors`."""
+        return locate_tensors(self.path, self.format, self.shape)
 
 
 def resolve(
@@ -48,75 +50,75 @@ def resolve(
     download_dir: str | None = None,
     load_format: str = "auto",
 ) -> Checkpoint:
-    """What `model` names: `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, or a nickname of one.
+    """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
-    Fetches what is not here yet. With `load_format` "dummy" a config.json is enough. Raises ModelError, in one
-    line with the ways out, where the model is missing, damaged, of an unknown architecture, or not whole.
+    The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, or a nickname of one. With
+    `load_format` "dummy" a config.json is enough. Raises ModelError, in one line with the ways out, for a model that is
+    missing, damaged, incomplete, or of an unknown architecture.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     try:
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
-    except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
+    except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
-    found: Format = "safetensors" if path.is_dir() else "gguf"
-    if load_format not in ("auto", "dummy", found):
-        raise ModelError(f"{path} is {found}, not {load_format}; leave --load-format out, or give another model")
+    format: FileFormat = "safetensors" if path.is_dir() else "gguf"
+    if load_format not in ("auto", "dummy", format):
+        raise ModelError(f"{path} is {format}, not {load_format}; leave --load-format out, or give another model")
     dummy = load_format == "dummy"
-    if found == "gguf":
-        header = gguf.read(path)
-        shape, generation = gguf_shape.shape(header), gguf_shape.sampling(header)
-        index = _translated(header, shape)
+    if format == "gguf":
+        header = gguf.read_gguf(path)
+        shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
+        index = _translate_names(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)
-        shape, generation = config_json.read(path, dtype(index)), config_json.sampling(path)
-        index = _joined(index, shape)
+        shape, generation = config_json.read_shape(path, main_dtype(index)), config_json.recommended_sampling(path)
+        index = _join_packed(index, shape)
     _check_shape(shape, str(path))
-    stored = {} if dummy else _whole(index, shape, str(path))
-    shape = shape if dummy else packed.described(shape, stored)
+    if dummy:
+        format, quantised = "dummy", packed.stored_types(shape)
+    else:
+        tensors = _select_tensors(index, shape, str(path))
+        shape = packed.with_stored_types(shape, tensors)
+        quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
-        model=model,
-        path=str(path),
-        format="dummy" if dummy else found,
-        shape=shape,
-        generation=generation,
-        quantised=packed.stored(shape) if dummy else {name: it.type for name, it in stored.items() if _quantised(it)},
+        model=model, path=str(path), format=format, shape=shape, generation=generation, quantised=quantised
     )
 
 
-def _quantised(info: TensorInfo) -> bool:
+def _is_quantised(info: TensorInfo) -> bool:
     return isinstance(info, packed.Packed) or ENCODINGS[info.type].elements > 1
 
 
-def described(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
-    """The shape with what the weights of safetensors files are really stored in, as far as they are there."""
-    return packed.described(shape, _joined(index, shape))
+def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
+    """Correct the shape's published quantisation by the tensors of safetensors files, as far as they are there."""
+    return packed.with_stored_types(shape, _join_packed(index, shape))
 
 
-def _joined(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
-    """The tensors of safetensors files, with packed matrices as one."""
-    return index if shape.published is None else packed.joined(index, shape.published)
+def _join_packed(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
+    """Tensors of safetensors files, with the tensors of each packed matrix joined into one."""
+    return index if shape.published is None else packed.join_packed(index, shape.published)
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
-    """The directory with a config.json, or the GGUF file, that a model's name stands for."""
+    """The directory with a config.json, or the GGUF file, of a model's name; fetched if it is not here."""
     if model == demo.NAME:
-        return demo.fetch()
-    path = local(model)
+        return demo.fetch_demo()
+    path = local_path(model)
     if path is not None:
         return path
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
-    return _in_directory(hub.fetch(model, revision=revision, token=token, folder=folder, weights=weights))
+    return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))
 
 
-def local(model: str) -> Path | None:
-    """The directory with a config.json, or the GGUF file, that a path stands for; None where nothing is there."""
+def local_path(model: str) -> Path | None:
+    """The directory with a config.json, or the GGUF file, at a path; None if nothing is there. Raises ModelError."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_directory(path)
-    return _file(path) if path.is_file() else None
+    return _from_file(path) if path.is_file() else None
 
 
 def _in_directory(folder: Path) -> Path:
@@ -130,7 +132,7 @@ def _in_directory(folder: Path) -> Path:
     raise ModelError(f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}")
 
 
-def _file(path: Path) -> Path:
+def _from_file(path: Path) -> Path:
     if path.name == config_json.CONFIG or path.suffix == ".safetensors":
         return _in_directory(path.parent)
     if path.suffix in safetensors.PICKLED:
@@ -146,8 +148,8 @@ def _file(path: Path) -> Path:
     raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
 
 
-def dtype(index: Mapping[str, TensorInfo]) -> DType:
-    """The dtype of most of the weights."""
+def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
+    """The dtype of most bytes of the weights, bfloat16 if there are none."""
     nbytes: dict[DType, int] = {}
     for info in index.values():
         if info.type in DTYPES:
@@ -165,17 +167,15 @@ def _check_shape(shape: ModelShape, where: str) -> None:
             raise ModelError(f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}")
 
 
-def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Each tensor that a checkpoint of this shape has, under Hugging Face's name, with its dims."""
-    for parameter in parameters(shape):
-        # Parts that share a tensor come one after the other: the last one says how long it is.
+def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (Hugging Face's name, dims) of each tensor that a checkpoint of this shape has."""
+    for parameter in model_parameters(shape):
+        # Parts that share a tensor come one after the other: the last one has the rows of all parts before it.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for layer in layers_of(shape, parameter):
             for source, part in last.items():
-                rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
-                dims = (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
-                dims = dims[::-1] if part.transposed else dims
+                dims = _tensor_dims(shape, part)
                 if count is None:
                     yield source.format(layer=layer), dims
                 elif "{expert}" not in source:
@@ -185,31 +185,33 @@ def sources(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
                         yield source.format(layer=layer, expert=expert), dims
 
 
-def tensors(path: str, format: Format, shape: ModelShape) -> dict[str, TensorInfo]:
-    """Where each tensor of `shape` lies, under Hugging Face's names, and nothing else; {} for a dummy.
+def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
+    """Dims of the tensor whose last part this is, as the file stores them."""
+    rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
+    dims = (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
+    return dims[::-1] if part.transposed else dims
 
-    Raises ModelError, naming the tensor, where one is missing, of other dims, or stored in a way that Weft does
-    not read.
+
+def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
+    """Locate each tensor of a model of this shape, by Hugging Face's names, and no other tensor; {} for a dummy.
+
+    Raises ModelError, naming the tensor, if one is missing, has other dims, or is stored in a way that Weft does not
+    read.
     """
     if format == "dummy":
         return {}
     if format == "gguf":
-        return _whole(_translated(gguf.read(path), shape), shape, path)
-    return _whole(_joined(safetensors.read_directory(Path(path)), shape), shape, path)
+        return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path)
+    return _select_tensors(_join_packed(safetensors.read_directory(Path(path)), shape), shape, path)
 
 
-def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
-    """The part of `index` that the shape asks for; raises ModelError where it does not match."""
+def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
+    """The tensors of `index` that the shape needs. Raises ModelError as `locate_tensors` does."""
     tensors = {}
-    for name, dims in sources(shape):
+    for name, dims in expected_tensors(shape):
         info = index.get(name)
         if info is None:
-            if packed_as := _packed_parts(index, name):
-                raise ModelError(
-                    f"{path} holds {packed_as} in the place of {name}: its weights are quantised, but not as its "
-                    "config.json says (quantization_config); fetch it again"
-                )
-            raise ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
+            raise _missing_tensor(index, name, dims, path)
         if info.dims != dims:
             raise ModelError(
                 f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}"
@@ -217,32 +219,44 @@ def _whole(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dic
         if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
             raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
         tensors[name] = info
-    extra = f"model.layers.{shape.layers}."
-    if more := next((name for name in index if name.startswith(extra)), None):
+    next_layer = f"model.layers.{shape.layers}."
+    extra = next((name for name in index if name.startswith(next_layer)), None)
+    if extra is not None:
         raise ModelError(
-            f"{path} holds tensor {more}, but its config says {shape.layers} layers; give the config of these weights"
+            f"{path} holds tensor {extra}, but its config says {shape.layers} layers; give the config of these weights"
         )
     return tensors
 
 
-def _packed_parts(index: Mapping[str, TensorInfo], name: str) -> str | None:
-    """A tensor that holds the numbers of another one, packed."""
+def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[int], path: str) -> ModelError:
+    packed_name = _packed_name(index, name)
+    if packed_name is None:
+        return ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
+    return ModelError(
+        f"{path} holds {packed_name} in the place of {name}: its weights are quantised, but not as its config.json "
+        "says (quantization_config); fetch it again"
+    )
+
+
+def _packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
+    """Name of the tensor with the packed numbers of the matrix `name`; None if the index has none."""
     layer = name.removesuffix("weight")
-    return next((layer + names[0] for names in packed.NAMES.values() if layer + names[0] in index), None)
+    return next((layer + names[0] for names in packed.PART_NAMES.values() if layer + names[0] in index), None)
 
 
-def _translated(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
-    """A GGUF file's tensors under Hugging Face's names, with the order of their rows noted."""
+def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
+    """A GGUF file's tensors by Hugging Face's names, with their `interleaved` set. Raises ModelError for others."""
     reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
     index = {}
-    for own, info in header.tensors.items():
-        name = gguf_names.hugging_face(own)
+    for ggml_name, info in header.tensors.items():
+        name = gguf_names.hugging_face(ggml_name)
         if name is None:
-            if own == gguf_names.ROPE_FACTORS or gguf_names.is_unused(own):
+            if ggml_name == gguf_names.ROPE_FACTORS or gguf_names.is_unused(ggml_name):
                 continue
             raise ModelError(
-                f"{info.file}: tensor {own!r:.80} is no part of a {shape.architecture}; Weft cannot run this model"
+                f"{info.file}: tensor {ggml_name!r:.80} is no part of a {shape.architecture}; Weft cannot run this "
+                "model"
             )
-        interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(own) else 0
+        interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
         index[name] = msgspec.structs.replace(info, interleaved=interleaved)
     return index

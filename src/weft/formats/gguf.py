@@ -1,4 +1,4 @@
-"""GGUF: the header and the tensor index of a file, read without touching anything that nobody asked for.
+"""GGUF files: the header and the tensor index, read without touching the weights.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -20,13 +20,13 @@ from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo, check_bounds
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # bytes, where the header does not say another one
+ALIGNMENT = 32  # bytes; default of general.alignment
 MAX_DIMS = 4
 SMALLEST_FIELD = 8 + 4 + 1  # bytes: the length of an empty key, a type, one byte
 SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8  # bytes: the length of an empty name, one dim, type, offset
 SMALLEST_FILE = 4 + 4 + 8 + 8
 
-# Tensor types by number: those that Weft reads, and others, whose sizes are all that the planner asks for.
+# Tensor types by number: those that Weft reads, and others of which the planner needs the sizes.
 TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
 TYPES |= {13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16"}
 OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
@@ -71,7 +71,7 @@ Scalar = int | float | bool | str
 
 
 class Array(msgspec.Struct, frozen=True):
-    """A metadata array, left where it lies: its elements' type, their number, and the byte it starts at."""
+    """A metadata array that is still in the file: type and number of its elements, and the offset of its first byte."""
 
     type: int
     count: int
@@ -79,26 +79,26 @@ class Array(msgspec.Struct, frozen=True):
 
 
 class Gguf(msgspec.Struct, frozen=True):
-    """A file's header. `tensors` bear ggml's names; `metadata` holds scalars and unread arrays."""
+    """A file's header. `tensors` are keyed by ggml's names; `metadata` holds scalars and unread arrays."""
 
     path: str
     metadata: dict[str, Scalar | Array]
     tensors: dict[str, TensorInfo]
 
     def array(self, key: str) -> list[Scalar]:
-        """The elements of a metadata array, in the time that reading them takes; [] where there is none."""
-        where = self.metadata.get(key)
-        if where is None:
+        """Read the elements of a metadata array from the file; [] if there is no such key."""
+        array = self.metadata.get(key)
+        if array is None:
             return []
-        if not isinstance(where, Array):
-            raise ModelError(f"{self.path}: {key} is {where!r:.80}; it must be an array")
-        with _opened(self.path) as header:
-            header.at = where.offset
-            return header.elements(where.type, where.count)
+        if not isinstance(array, Array):
+            raise ModelError(f"{self.path}: {key} is {array!r:.80}; it must be an array")
+        with _open_header(self.path) as header:
+            header.at = array.offset
+            return header.elements(array.type, array.count)
 
 
-class _Header:
-    """Reads forward from `at`. Raises struct.error or ModelError at the end of the file."""
+class _HeaderReader:
+    """Reads a header forward from byte `at`. Raises struct.error or ModelError at the end of the file."""
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.data, self.path, self.at = data, path, 0
@@ -125,6 +125,7 @@ class _Header:
         return array
 
     def skip(self, array: Array) -> None:
+        """Move `at` behind an array. The array is checked against the size of the file before it is walked."""
         least = 8 if array.type == STRING else self.kind(array.type).size
         if array.count * least > len(self.data) - self.at:
             raise self.short()
@@ -141,12 +142,13 @@ class _Header:
     def elements(self, type: int, count: int) -> list[Scalar]:
         if type != STRING:
             return list(struct.unpack_from(f"<{count}{self.kind(type).format[1:]}", self.data, self.at))
-        data, at, length, out = self.data, self.at, U64.unpack_from, []
+        data, at, length = self.data, self.at, U64.unpack_from
+        texts: list[Scalar] = []
         for _ in range(count):
             start = at + 8
             at = start + length(data, at)[0]
-            out.append(data[start:at].decode())
-        return list(out)
+            texts.append(data[start:at].decode())
+        return texts
 
     def kind(self, type: int) -> struct.Struct:
         if type not in SCALARS:
@@ -161,17 +163,17 @@ class _Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever it is called (Ollama's are called by their hash)."""
+    """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash)."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read(path: str | Path) -> Gguf:
-    """Header and tensor index of a GGUF file, version 2 or 3, little-endian; all parts of one that was split.
+def read_gguf(path: str | Path) -> Gguf:
+    """Read header and tensor index of a GGUF file, version 2 or 3, little-endian; of a split file, those of all parts.
 
     Raises ModelError for a file that is missing, cut short, damaged, or of unknown types.
     """
-    first = _read(str(path))
+    first = _read_part(str(path))
     parts = first.metadata.get("split.count", 1)
     if not isinstance(parts, int) or parts <= 1:
         return first
@@ -180,13 +182,13 @@ def read(path: str | Path) -> Gguf:
         raise ModelError(f"{path} is one part of {parts}; give the first, whose name ends in -00001-of-{parts:05}.gguf")
     tensors = dict(first.tensors)
     for number in range(2, parts + 1):
-        tensors |= _read(f"{name[1]}{number:05}{name[2]}").tensors
+        tensors |= _read_part(f"{name[1]}{number:05}{name[2]}").tensors
     return Gguf(first.path, first.metadata, tensors)
 
 
-def _read(path: str) -> Gguf:
-    with _opened(path) as header:
-        tensor_count, field_count = _counts(header)
+def _read_part(path: str) -> Gguf:
+    with _open_header(path) as header:
+        tensor_count, field_count = _read_counts(header)
         metadata: dict[str, Scalar | Array] = {}
         for _ in range(field_count):
             key = header.text()
@@ -195,7 +197,7 @@ def _read(path: str) -> Gguf:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ModelError(f"{path}: general.alignment is {alignment!r:.80}; it must be a power of two")
         # Offsets count from the end of the index, which is not known before it is read.
-        tensors = dict(_tensor(header) for _ in range(tensor_count))
+        tensors = dict(_read_tensor(header) for _ in range(tensor_count))
         for name, info in tensors.items():
             if info.offset % alignment:
                 raise ModelError(
@@ -209,8 +211,8 @@ def _read(path: str) -> Gguf:
         return Gguf(path, metadata, tensors)
 
 
-def _counts(header: _Header) -> tuple[int, int]:
-    """The number of tensors and that of metadata fields, of a version that Weft reads."""
+def _read_counts(header: _HeaderReader) -> tuple[int, int]:
+    """Numbers of tensors and of metadata fields. Raises ModelError for a version that Weft does not read."""
     path, size = header.path, len(header.data)
     header.at = len(MAGIC)
     version, tensors, fields = header.scalar(U32), header.scalar(U64), header.scalar(U64)
@@ -226,13 +228,13 @@ def _counts(header: _Header) -> tuple[int, int]:
     return tensors, fields
 
 
-def _tensor(header: _Header) -> tuple[str, TensorInfo]:
-    """The next entry of the index; its offset is still without the start of the data."""
+def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
+    """Read the next entry of the tensor index; its offset counts from the start of the data section."""
     name, path = header.text(), header.path
     count = header.scalar(U32)
     if not 1 <= count <= MAX_DIMS:
         raise ModelError(f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again")
-    dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's come fastest first
+    dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's dims come fastest first
     number, offset = header.scalar(U32), header.scalar(U64)
     type = TYPES.get(number) or OTHER_TYPES.get(number)
     if type is None:
@@ -249,7 +251,8 @@ def _tensor(header: _Header) -> tuple[str, TensorInfo]:
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[_Header]:
+def _open_header(path: str) -> Iterator[_HeaderReader]:
+    """Map a file and yield a reader of its header; errors of the reader become ModelError."""
     try:
         with open(path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -257,7 +260,7 @@ def _opened(path: str) -> Iterator[_Header]:
             if file.seek(0, 2) < SMALLEST_FILE:
                 raise ModelError(f"{path} is cut short: {file.tell()} bytes do not hold a GGUF header; fetch it again")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                header = _Header(data, path)
+                header = _HeaderReader(data, path)
                 try:
                     yield header
                 except (struct.error, OverflowError):

@@ -1,4 +1,4 @@
-"""What llama.cpp calls each tensor, as data: Hugging Face's name beside ggml's.
+"""llama.cpp's tensor names as data: ggml's name of each tensor and Hugging Face's.
 
 Source: the tensor names of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and `gguf.tensor_mapping`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-# A module's parameters, `.weight` and `.bias`, are called the same in both.
+# A module's parameters, `.weight` and `.bias`, have the same names in both.
 MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -26,17 +26,17 @@ LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# The modules whose rows llama.cpp reorders, in the one architecture whose rotary pairs it wants side by side.
+# Modules whose rows llama.cpp reorders, so that rotary pairs lie side by side; only in INTERLEAVED_ARCHITECTURES.
 INTERLEAVED = ("attn_q", "attn_k")
 INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM",)
-UNUSED = ("attn_rot_embd",)  # frequencies that old converters wrote and everybody computes
-ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the frequencies: a part of the shape, not a weight
+UNUSED = ("attn_rot_embd",)  # rotary frequencies that old converters wrote; engines compute them
+ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the rotary frequencies: part of the shape, not a weight
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
 def hugging_face(name: str) -> str | None:
-    """Hugging Face's name of one of ggml's tensors; None for one that these models do not have."""
+    """Hugging Face's name for ggml's name of a tensor; None for a tensor that these models do not have."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -48,12 +48,12 @@ def hugging_face(name: str) -> str | None:
 
 
 def is_interleaved(name: str) -> bool:
-    """Whether llama.cpp reorders the rows of this tensor, if its architecture is one of INTERLEAVED_ARCHITECTURES."""
+    """Return True if llama.cpp reorders the rows of this tensor in INTERLEAVED_ARCHITECTURES."""
     return _layer_module(name) in INTERLEAVED
 
 
 def is_unused(name: str) -> bool:
-    """Whether a tensor may be there without being of any use."""
+    """Return True for a tensor that a file may hold and that is ignored."""
     return _layer_module(name) in UNUSED
 
 

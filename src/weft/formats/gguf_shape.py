@@ -1,4 +1,4 @@
-"""The shape that a GGUF file's metadata and tensors give, and the sampling that it recommends."""
+"""Model shape and recommended sampling from a GGUF file's metadata and tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.formats.gguf import Array, Gguf
 from weft.formats.gguf_names import ROPE_FACTORS
 from weft.formats.tensor import TensorInfo
 
-# general.architecture; `llama` is Llama, Mistral, SmolLM2 and whoever else computes as they do.
+# By general.architecture. `llama` is Llama, Mistral, SmolLM2 and all other models that compute like them.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Those that the planner knows beside them.
+# Architectures that only the planner knows.
 PLANNED = {
     "deepseek2": "DeepseekV2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
@@ -28,7 +28,7 @@ PLANNED = {
     "qwen": "QWenLMHeadModel",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-# Of tokenizer.ggml: each ends an answer in llama.cpp.
+# Keys of tokenizer.ggml: each of these tokens ends an answer in llama.cpp.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -37,10 +37,10 @@ SAMPLING = {
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-CORRECTION = "exp_probs_b.bias"  # of the router; DeepSeek has it since version 3
+CORRECTION = "exp_probs_b.bias"  # of the router; DeepSeek has one since version 3
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # in some architectures
-# What llama.cpp computes differently where a file has it. None is written for the models above.
+PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")  # arrays in some architectures
+# Keys that change what llama.cpp computes. None is written for the models above.
 REFUSED = (
     "expert_count",
     "attention.key_length_mla",
@@ -56,7 +56,10 @@ REFUSED = (
 
 
 def architecture(gguf: Gguf, *, run: bool = True) -> str:
-    """Hugging Face's name of the file's architecture; with `run` one that the engine runs."""
+    """Hugging Face's name of the file's architecture.
+
+    Raises ModelError for an unknown one; with `run`, also for one that only the planner knows.
+    """
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
     known = ", ".join(ARCHITECTURES)
     if name in PLANNED and run:
@@ -74,30 +77,27 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     return ARCHITECTURES[name]
 
 
-def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
-    """Raises ModelError, in one line, for what is missing, impossible or unknown, and with `run` for what the
-    engine does not compute. Without it the rotary embedding is not read beyond its base."""
+def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
+    """Read the model's shape from a GGUF header.
+
+    Raises ModelError, in one line, for values that are missing, impossible or unknown; with `run`, also for values that
+    the engine does not compute. Without `run` only the base of the rotary embedding is read.
+    """
     name, tensors, where = architecture(gguf, run=run), gguf.tensors, gguf.path
     prefix = f"{gguf.metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
-    if run:
-        _refuse(fields, where, prefix)
-    for key in PER_LAYER:
-        if isinstance(own.get(key), Array):
-            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+    _check_fields(fields, where, prefix, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
         raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
     hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
-    head_dim = fields.integer_or("attention.key_length", hidden // q_heads) or 0
-    if mla is not None:
-        head_dim = mla.nope_dim + mla.rope_dim
-    for key in ("attention.value_length", "rope.dimension_count") if run else ():
-        if fields.integer_or(key, head_dim) != head_dim:
-            raise fields.wrong(key, f"the head's own length, {head_dim}")
+    head_dim = mla.nope_dim + mla.rope_dim if mla else fields.integer_or("attention.key_length", hidden // q_heads) or 0
+    if run:
+        _check_head_dim(fields, head_dim)
     layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
     ffn = fields.integer("feed_forward_length")
-    tokens, rotary = Fields(gguf.metadata, where), rope(gguf, fields, head_dim) if run else planned_rope(fields)
+    rotary = rope(gguf, fields, head_dim) if run else planned_rope(fields)
+    tokens = Fields(gguf.metadata, where)
     ends = (end for key in END_TOKENS for end in tokens.ids(f"tokenizer.ggml.{key}"))
     kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
     return ModelShape(
@@ -110,8 +110,7 @@ def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
         ffn=ffn // DEFAULTS[name].ffn_parts,
         vocab=vocab,
         max_positions=rotary.reach(fields.integer("context_length", maximum=limits.POSITIONS)),
-        norm_eps=fields.number_or("attention.layer_norm_epsilon", None)
-        or fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=_norm_eps(fields),
         rope=rotary,
         tied=HEAD not in tensors,
         qkv_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in ("q", "qkv")),
@@ -127,14 +126,30 @@ def shape(gguf: Gguf, *, run: bool = True) -> ModelShape:
     )
 
 
-def _refuse(fields: Fields, where: str, prefix: str) -> None:
-    for key in REFUSED:
+def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None:
+    """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
+    for key in REFUSED if run else ():
         if fields.values.get(key):
             raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+    for key in PER_LAYER:
+        if isinstance(fields.values.get(key), Array):
+            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+
+
+def _norm_eps(fields: Fields) -> float:
+    layer_norm = fields.number_or("attention.layer_norm_epsilon", None)
+    return layer_norm or fields.number("attention.layer_norm_rms_epsilon")
+
+
+def _check_head_dim(fields: Fields, head_dim: int) -> None:
+    """Raise ModelError if a value or the rotary part of a head is not as long as its key."""
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer_or(key, head_dim) != head_dim:
+            raise fields.wrong(key, f"the head's own length, {head_dim}")
 
 
 def latent(fields: Fields) -> Latent | None:
-    """Multi-head latent attention; newer files have the heads' own lengths under names of their own."""
+    """Multi-head latent attention, if the file has it. Newer files give the heads' lengths under separate keys."""
     if "attention.kv_lora_rank" not in fields:
         return None
     key = fields.integer_or("attention.key_length_mla", None) or fields.integer("attention.key_length")
@@ -152,7 +167,7 @@ def latent(fields: Fields) -> Latent | None:
 
 
 def experts(fields: Fields, ffn: int) -> Experts | None:
-    """The mixture of experts."""
+    """The mixture of experts, if the file has one; `ffn` is the default width of an expert."""
     if not fields.integer_or("expert_count", 0, minimum=0):
         return None
     width = fields.integer_or("expert_feed_forward_length", ffn) or ffn
@@ -168,7 +183,7 @@ def experts(fields: Fields, ffn: int) -> Experts | None:
 
 
 def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens; () where no layer has one."""
+    """Each layer's sliding window in tokens; () if no layer has one."""
     window, kind = fields.integer_or("attention.sliding_window", None, minimum=0), DEFAULTS[name].window
     if not window:
         return ()
@@ -177,12 +192,12 @@ def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
 
 
 def planned_rope(fields: Fields) -> Rope:
-    """Its base alone."""
+    """The rotary embedding's base, without its scaling."""
     return Rope(theta=fields.number_or("rope.freq_base", None) or THETA)
 
 
 def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
-    """The rotary embedding, its scaling included; llama3's comes as a tensor of divisors."""
+    """The rotary embedding with its scaling. llama3's scaling is stored as a tensor of divisors."""
     theta = planned_rope(fields).theta
     kind = fields.text_or("rope.scaling.type", None)
     legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
@@ -203,8 +218,9 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
 
 
 def yarn(fields: Fields, theta: float) -> Rope:
+    """YaRN scaling, with its attention factor in config.json's form."""
     factor = fields.number("rope.scaling.factor")
-    # `attn_factor` multiplies what YaRN itself gives; `yarn_attn_factor` is config.json's `attention_factor`.
+    # `attn_factor` multiplies YaRN's own factor; `yarn_attn_factor` is config.json's `attention_factor`.
     times = fields.number_or("rope.scaling.attn_factor", 1.0) or 1.0
     magnitude = fields.number_or("rope.scaling.yarn_attn_factor", None)
     if magnitude is None and times != 1:
@@ -224,7 +240,7 @@ def yarn(fields: Fields, theta: float) -> Rope:
 
 
 def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
-    """The divisors of the head_dim/2 frequencies, from the file's own tensor of them."""
+    """Read the divisors of the head_dim/2 rotary frequencies from their tensor."""
     info = gguf.tensors[ROPE_FACTORS]
     if info.type != "F32" or info.dims != (head_dim // 2,):
         raise ModelError(
@@ -239,12 +255,12 @@ def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
 
 
 def dtype(embedding: TensorInfo) -> DType:
-    """The dtype to compute in by default: the embedding's own, bfloat16 where that is quantised."""
+    """Dtype to compute in by default: the embedding's own, or bfloat16 if the embedding is quantised."""
     dense: dict[str, DType] = {"F32": "float32", "F16": "float16"}
     return dense.get(embedding.type, "bfloat16")
 
 
-def sampling(gguf: Gguf) -> dict[str, float | int | bool]:
-    """The sampling that the file recommends, in generation_config.json's words."""
-    found = ((name, gguf.metadata.get(key)) for key, name in SAMPLING.items())
-    return {name: value for name, value in found if isinstance(value, float | int)}
+def recommended_sampling(gguf: Gguf) -> dict[str, float | int | bool]:
+    """Sampling that the file recommends, by generation_config.json's names."""
+    values = {name: gguf.metadata.get(key) for key, name in SAMPLING.items()}
+    return {name: value for name, value in values.items() if isinstance(value, float | int)}

@@ -1,4 +1,4 @@
-"""GGUF types: the bits of each, and which tensor gets which in the mixes that llama.cpp's `quantize` makes.
+"""GGUF types: bits of each type, and the type of each tensor in the mixes that llama.cpp's `quantize` makes.
 
 Source: ggml's block structs, and `llama_tensor_get_type` in llama.cpp's src/llama-quant.cpp (2025), for files made
 without an importance matrix.
@@ -11,12 +11,13 @@ from weft.architectures.parameters import Parameter, Part
 from weft.architectures.shape import ModelShape
 from weft.formats.gguf import SIZES
 
-SUPERBLOCK = 256  # numbers along a row, of the types that end in K and of IQ4_XS
-BLOCK = 32  # of the others
-# What a tensor gets whose rows are no multiple of the super-block; of 2 and 3 bits IQ4_NL where llama.cpp is older.
+SUPERBLOCK = 256  # numbers along a row in the types that end in K and in IQ4_XS
+BLOCK = 32  # in all other types
+# Types in place of those with super-blocks, if the rows are no multiple of one. Older llama.cpp has IQ4_NL for 2 and 3
+# bits.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# A mix by its name, and the type of most of its tensors. Those with Q8_0 behind have it for what the head multiplies
-# with, as llama.cpp's --output-tensor-type makes them.
+# Each mix, and the type of most of its tensors. In a mix that ends in +q8_0 the matrix of the head is in Q8_0, as with
+# llama.cpp's --output-tensor-type.
 MIXES = {
     "q2_k": "Q2_K",
     "q3_k_s": "Q3_K",
@@ -37,11 +38,11 @@ MIXES = {
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
 }
-# Behind a mix's name: its tensors as our own engine holds them (formats.schemes).
-HELD = " held"
+# Suffix of a precision's name: its tensors as Weft's engine holds them (formats.schemes).
+HELD_SUFFIX = " held"
 # Mixes in which layers differ.
 BY_LAYER = tuple(
-    mix + end for mix in ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs") for end in ("", HELD)
+    mix + end for mix in ("q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "iq4_nl", "iq4_xs") for end in ("", HELD_SUFFIX)
 )
 # `general.file_type` of a GGUF file. Source: enum llama_ftype of llama.cpp's llama.h.
 FILE_TYPES = {
@@ -66,23 +67,24 @@ FILE_TYPES = {
     32: "bf16",
 }
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
-# Bits per number of each type, its scales included.
+# Bits per number of each type, with its scales.
 BITS = {name: 8 * size.nbytes / size.elements for name, size in SIZES.items()}
-EIGHT_EXPERTS = 8  # Mixtral, for whose attention the mixes spend more
+EIGHT_EXPERTS = 8  # Mixtral: the mixes spend more bits on its attention
 LAYERS_OF_70B = 80
 
 
-def type_of(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
-    """The GGUF type of one tensor in a mix of MIXES."""
+def gguf_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
+    """GGUF type of one tensor in a mix of MIXES."""
     if part.cols is None or parameter.role == "router":
         return "F32"
-    kind, cols = _wanted(shape, mix, parameter, part, layer), axis_length(shape, part.cols)
-    if kind in FALLBACK and cols % SUPERBLOCK:
-        kind = FALLBACK[kind]
-    return "F16" if cols % BLOCK else kind
+    type, cols = _mix_type(shape, mix, parameter, part, layer), axis_length(shape, part.cols)
+    if type in FALLBACK and cols % SUPERBLOCK:
+        type = FALLBACK[type]
+    return "F16" if cols % BLOCK else type
 
 
-def _wanted(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
+def _mix_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
+    """Type of a matrix in a mix, whatever the length of its rows."""
     base, layers = MIXES[mix], shape.layers
     name = parameter.name.removeprefix("layers.{layer}.").removesuffix(".weight")
     if parameter.role == "head" or (parameter.role == "embedding" and shape.tied and name == "embed"):
@@ -90,62 +92,62 @@ def _wanted(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer
     if name == "attention.qkv":
         fused = parameter.parts[0].source == parameter.parts[-1].source
         if fused:
-            raised = {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}
-            return raised.get(mix, base)
-        which = "q" if part.rows is Axis.Q else "v" if part is parameter.parts[2] else "k"
-        return _attention(shape, mix, which, layer)
+            return {"q3_k_m": "Q4_K", "q3_k_l": "Q4_K", "q4_k_m": "Q5_K", "q5_k_m": "Q6_K"}.get(mix, base)
+        if part.rows is Axis.Q:
+            return base
+        return _kv_type(shape, mix, part is parameter.parts[2], layer)
     if name == "attention.out":
-        return _out(shape, mix)
+        return _out_type(shape, mix)
     if name in ("mlp.down", "experts.down", "shared.down"):
-        return _down(mix, layer, layers)
+        return _down_type(mix, layer, layers)
     return base
 
 
-def _more_bits(layer: int, layers: int) -> bool:
-    """The layers that the _M mixes spend more on: the first and last eighth, and each third one between."""
+def _gets_more_bits(layer: int, layers: int) -> bool:
+    """Return True for the layers that the _M mixes spend more on: first and last eighth, and each third one between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
-def _attention(shape: ModelShape, mix: str, which: str, layer: int) -> str:
-    """Of the query, key or value projection."""
-    base = MIXES[mix]
-    if which == "q":
-        return base
+def _kv_type(shape: ModelShape, mix: str, is_value: bool, layer: int) -> str:
+    """Type of a key or value projection."""
     if shape.experts and shape.experts.count == EIGHT_EXPERTS:
         return "Q8_0"
-    if which == "k":
-        return base
-    grouped = shape.group >= 4
+    if not is_value:
+        return MIXES[mix]
+    type = _value_type(mix, layer, shape.layers, grouped=shape.group >= 4)
+    is_70b = shape.layers == LAYERS_OF_70B and shape.group > 1
+    return "Q5_K" if is_70b and type in ("Q3_K", "Q4_K") else type
+
+
+def _value_type(mix: str, layer: int, layers: int, *, grouped: bool) -> str:
+    """Type of a value projection; `grouped`: there are at least 4 query heads per KV head."""
     match mix:
         case "q2_k":
-            kind = "Q4_K" if grouped else "Q3_K"
+            return "Q4_K" if grouped else "Q3_K"
         case "q3_k_m":
-            kind = "Q5_K" if layer < 2 else "Q4_K"
+            return "Q5_K" if layer < 2 else "Q4_K"
         case "q3_k_l":
-            kind = "Q5_K"
+            return "Q5_K"
         case "iq4_nl" | "iq4_xs" if grouped:
-            kind = "Q5_K"
-        case "q4_k_m" | "q5_k_m" if _more_bits(layer, shape.layers):
-            kind = "Q6_K"
+            return "Q5_K"
+        case "q4_k_m" | "q5_k_m" if _gets_more_bits(layer, layers):
+            return "Q6_K"
         case "q4_k_s" if layer < 4:
-            kind = "Q5_K"
-        case _:
-            kind = base
-    is_70b = shape.layers == LAYERS_OF_70B and shape.group > 1
-    return "Q5_K" if is_70b and kind in ("Q3_K", "Q4_K") else kind
+            return "Q5_K"
+    return MIXES[mix]
 
 
-def _out(shape: ModelShape, mix: str) -> str:
-    """Of the projection after attention."""
+def _out_type(shape: ModelShape, mix: str) -> str:
+    """Type of attention's output projection."""
     if shape.experts and shape.experts.count == EIGHT_EXPERTS:
-        few = ("q2_k", "q3_k_s", "q3_k_m", "iq4_nl", "iq4_xs", "q4_k_s", "q4_k_m")
-        return "Q5_K" if mix in few else MIXES[mix]
+        raised = ("q2_k", "q3_k_s", "q3_k_m", "iq4_nl", "iq4_xs", "q4_k_s", "q4_k_m")
+        return "Q5_K" if mix in raised else MIXES[mix]
     return {"q2_k": "Q3_K", "q3_k_m": "Q4_K", "q3_k_l": "Q5_K"}.get(mix, MIXES[mix])
 
 
-def _down(mix: str, layer: int, layers: int) -> str:
-    """Of the MLP's way back."""
+def _down_type(mix: str, layer: int, layers: int) -> str:
+    """Type of the MLP's down projection."""
     early = layer < layers // 8
     match mix:
         case "q2_k":
@@ -154,7 +156,7 @@ def _down(mix: str, layer: int, layers: int) -> str:
             return "Q5_K" if layer < layers // 16 else "Q4_K"
         case "q3_k_l":
             return "Q5_K"
-        case "q4_k_m" | "q5_k_m" if _more_bits(layer, layers):
+        case "q4_k_m" | "q5_k_m" if _gets_more_bits(layer, layers):
             return "Q6_K"
         case "iq4_nl" | "iq4_xs" | "q4_k_s" if early:
             return "Q5_K"

@@ -1,4 +1,4 @@
-"""A checkpoint from the Hugging Face hub, as files in its local cache."""
+"""Checkpoints from the Hugging Face hub, as files in its local cache."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab
 WEIGHT_FILES = ["*.safetensors"]
 # Copies of the same weights in other formats.
 COPIES = ["consolidated*", "original/*", "onnx/*"]
-FILES = (".gguf", ".json", ".safetensors")  # ends of names that are no repository's
-PATIENCE = 2.0  # seconds in which it has to describe a model
+FILES = (".gguf", ".json", ".safetensors")  # suffixes of files: a name with one is no repository
+PATIENCE = 2.0  # seconds to wait for the hub's description of a model
 _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 
 
-def fetch(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
-    """The directory of the repository `name`, fetched where it is not there yet; its weights only if asked for.
+def fetch_repository(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
+    """Fetch the repository `name`, with `weights` or without, and return its directory in the hub's cache.
 
-    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured by the library. Raises ModelError.
+    Files that are there already are not fetched again. The library honours HF_HOME, HF_TOKEN, HF_ENDPOINT and
+    HF_HUB_OFFLINE. Raises ModelError.
     """
     from huggingface_hub import snapshot_download
 
@@ -38,13 +39,13 @@ def fetch(name: str, *, revision: str | None, token: str | None, folder: str | N
                 ignore_patterns=COPIES,
             )
         )
-    except Exception as error:  # a dozen libraries' worth of classes; all mean that the model is not here
-        # Without the libraries' own errors: they are a hundred lines, and all that they say is in ours.
+    except Exception as error:  # of many classes from several libraries; all mean that the model cannot be had
+        # Without the libraries' own errors: they are a hundred lines, and ours has all their facts.
         raise _failure(name, revision, error) from None
 
 
-def cached(name: str, folder: str | None = None) -> Path | None:
-    """The directory in which the hub's cache holds the main revision of a repository; None if it does not."""
+def cached_repository(name: str, folder: str | None = None) -> Path | None:
+    """Directory of a repository's main revision in the hub's cache; None if it is not there."""
     if not is_name(name):
         return None
     from huggingface_hub import constants
@@ -88,11 +89,11 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
 
 
 def ways_out(name: str) -> str:
-    """What to do about a name that leads nowhere: the nearest known names, or the other ways to give a model."""
+    """Advice for a name that leads nowhere: the nearest known names, or the other ways to give a model."""
     known = name == catalogue.full_name(name)
     return WAYS_OUT if known else catalogue.did_you_mean(name) or WAYS_OUT
 
 
 def is_name(model: str) -> bool:
-    """Whether a model, typed by a user, can be a name on the hub: `name` or `owner/name`, and no file's."""
+    """Return True if a user's text can be a name on the hub: `name` or `owner/name`, and not a file's name."""
     return _NAME.fullmatch(model) is not None and not model.endswith(FILES)

@@ -1,4 +1,4 @@
-"""A checkpoint on the Hugging Face hub looked at from afar: its config.json and the headers of its safetensors."""
+"""Description of a checkpoint on the Hugging Face hub, without its weights: config.json and safetensors headers."""
 
 from __future__ import annotations
 
@@ -22,56 +22,60 @@ from weft.formats.hub import PATIENCE, WAYS_OUT, ways_out
 
 T = TypeVar("T")
 
-FIRST = 200_000  # bytes of a file that are asked for at once: most headers are shorter
+FIRST = 200_000  # bytes of a file in the first request: most headers are shorter
 CONNECTIONS = 16
-LARGEST_JSON = 50_000_000  # bytes; the index of a model with a thousand files has a tenth of it
+LARGEST_JSON = 50_000_000  # bytes; ten times the index of a model with a thousand files
 
 
-class Afar(msgspec.Struct, frozen=True, kw_only=True):
-    """`config` are the fields of config.json. `stored_bytes` of weights: None where the repository has no
-    safetensors, or their headers did not come in time."""
+class RepositoryDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of config.json, and the bytes of the weights.
+
+    `stored_bytes` is None if the repository has no safetensors, or if their headers did not come in time.
+    """
 
     config: Fields
     stored_bytes: int | None
 
 
-def look(name: str, *, revision: str | None = None, token: str | None = None, patience: float = PATIENCE) -> Afar:
-    """What the repository `name` says of itself, within `patience` seconds and without its weights.
+def describe_repository(
+    name: str, *, revision: str | None = None, token: str | None = None, patience: float = PATIENCE
+) -> RepositoryDescription:
+    """Fetch the description of the repository `name` within `patience` seconds.
 
-    HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured. Raises ModelError where it is not there, not open to
-    this user, damaged, or does not answer in time.
+    HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are honoured. Raises ModelError if the repository does not exist, is not
+    open to this user, is damaged, or does not answer in time.
     """
     hub = _Repository(name, revision, token, time.monotonic() + patience)
-    config, files = _begin(hub.json, config_json.CONFIG), _begin(hub.files)
+    config, files = _start_thread(hub.json, config_json.CONFIG), _start_thread(hub.files)
     fields = Fields(hub.wait(config), f"{hub.where}: {config_json.CONFIG}")
     try:
-        headers = [_begin(hub.weight_bytes, file) for file in hub.wait(files)]
+        headers = [_start_thread(hub.weight_bytes, file) for file in hub.wait(files)]
         stored = sum(map(hub.wait, headers)) or None
     except ModelError:
         stored = None
-    return Afar(config=fields, stored_bytes=stored)
+    return RepositoryDescription(config=fields, stored_bytes=stored)
 
 
-def _begin(call: Callable[..., T], *arguments: object) -> Future[T]:
-    """Call it in a thread that nobody waits for at the end: looking up a host's name has no time limit."""
+def _start_thread(call: Callable[..., T], *arguments: object) -> Future[T]:
+    """Call a function in a daemon thread: resolving a host's name has no time limit, and must not delay the exit."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def set_result() -> None:
         try:
             future.set_result(call(*arguments))
-        except Exception as error:  # for whoever asks for the result
+        except Exception as error:  # raised again by Future.result
             future.set_exception(error)
 
-    Thread(target=run, name="weft-hub", daemon=True).start()
+    Thread(target=set_result, name="weft-hub", daemon=True).start()
     return future
 
 
 class _Missing(ModelError):
-    """The repository is there, this file of it is not."""
+    """The repository exists, but this file of it does not."""
 
 
 class _Repository:
-    """One revision of one repository, until `deadline` on the monotonic clock."""
+    """One revision of one repository. All requests end at `deadline` on the monotonic clock."""
 
     def __init__(self, name: str, revision: str | None, token: str | None, deadline: float) -> None:
         from huggingface_hub import constants, get_token
@@ -85,6 +89,7 @@ class _Repository:
             raise ModelError(f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {ways_out(name)}")
 
     def wait(self, future: Future[T]) -> T:
+        """Wait for a result until the deadline, then raise ModelError."""
         try:
             return future.result(self.left())
         except TooLate:
@@ -100,12 +105,12 @@ class _Repository:
         )
 
     def get(self, file: str, start: int, length: int) -> bytes:
-        """At most `length` bytes of a file from `start` on."""
+        """Fetch at most `length` bytes of a file, from byte `start` on. Raises ModelError."""
         url = f"{self.endpoint}/{quote(self.name)}/resolve/{quote(self.revision, safe='')}/{quote(file)}"
         try:
             request = Request(url, headers={"Range": f"bytes={start}-{start + length - 1}", "User-Agent": "weft"})
             if self.token:
-                # Not for the store that the hub sends us on to.
+                # Unredirected: the token is not for the store that the hub redirects to.
                 request.add_unredirected_header("Authorization", f"Bearer {self.token}")
             with self.connections, urlopen(request, timeout=self.left()) as answer:
                 if start and answer.status != 206:
@@ -119,6 +124,7 @@ class _Repository:
             raise self.unreachable(getattr(error, "reason", None) or error) from None
 
     def refused(self, error: HTTPError, file: str) -> ModelError:
+        """The error for an HTTP status other than success."""
         code = error.headers.get("X-Error-Code", "")
         if code == "GatedRepo" or error.code == 403:
             return ModelError(
@@ -142,7 +148,7 @@ class _Repository:
             raise ModelError(f"{self.where}: {file} is damaged ({error})") from None
 
     def files(self) -> list[str]:
-        """The files that hold the weights."""
+        """Fetch the names of the files that hold the weights."""
         try:
             weight_map = self.json(safetensors.INDEX).get("weight_map")
         except _Missing:
@@ -152,12 +158,12 @@ class _Repository:
         return sorted({str(file) for file in weight_map.values()})
 
     def weight_bytes(self, file: str) -> int:
-        """Bytes of the tensors of one file, from its header."""
+        """Fetch a file's header and return the bytes of its tensors."""
         data = self.get(file, 0, FIRST)
         end = safetensors.LENGTH_BYTES + int.from_bytes(data[: safetensors.LENGTH_BYTES], "little")
         if end > safetensors.LARGEST_HEADER:
             raise ModelError(f"{self.where}: {file} is no safetensors file")
         if end > len(data):
             data += self.get(file, len(data), end - len(data))
-        tensors = safetensors.decode(data[safetensors.LENGTH_BYTES : end], f"{self.where}: {file}")
+        tensors = safetensors.decode_header(data[safetensors.LENGTH_BYTES : end], f"{self.where}: {file}")
         return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,6 +1,6 @@
-"""Limits of what a checkpoint may claim: beyond any model that there is, and far below what would exhaust a machine.
+"""Upper limits for the numbers in a checkpoint: above every real model, and far below what would exhaust a machine.
 
-A damaged or hostile file is refused by them in one line, before anything grows with its numbers.
+They refuse a damaged or hostile file in one line, before any memory is allocated by its numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from pathlib import Path
 from weft.errors import ModelError
 
 LAYERS = 10_000  # the deepest published models have fewer than 200
-EXPERTS = 100_000  # of a layer; published models have up to 512
+EXPERTS = 100_000  # in a layer; published models have up to 512
 POSITIONS = 100_000_000  # tokens of context; published models have up to 10 million
-CONFIG_BYTES = 100_000_000  # of config.json and its like, usually some KB; an index of tensors may have 20 MB
-TOKENIZER_BYTES = 1_000_000_000  # of a vocabulary's file, usually 2 to 35 MB
+CONFIG_BYTES = 100_000_000  # a config.json or the like, usually some KB; an index of tensors may have 20 MB
+TOKENIZER_BYTES = 1_000_000_000  # a vocabulary's file, usually 2 to 35 MB
 
 
 def check_file(path: Path, most: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file of at most `most` bytes: a pipe is waited for without end, and
-    a device may have no end. Raises OSError if it cannot be looked at."""
+    """Raise ModelError unless `path` is a regular file of at most `most` bytes; OSError if it cannot be inspected.
+
+    Reading a pipe could wait without end, and a device may have no end.
+    """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is no regular file but a pipe, a device or a directory; fetch the model again")
@@ -29,7 +31,7 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 
 def check_unique(text: bytes, where: str) -> None:
-    """Raise ModelError if an object in a JSON text has a key twice: readers differ in which value they take."""
+    """Raise ModelError if an object in a JSON text has a key twice: readers differ in the value that they take."""
 
     def pairs(members: list[tuple[str, object]]) -> None:
         seen: set[str] = set()

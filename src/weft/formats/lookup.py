@@ -1,11 +1,11 @@
-"""Lookup: what a user's name for a model stands for, without a byte of its weights."""
+"""Lookup of a model by the name that a user gives, for the planner: its shape and size, without reading weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from weft.architectures.model import Model
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
 from weft.formats import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
@@ -21,58 +21,79 @@ def look_up(
     hf_token: str | None = None,
     patience: float = hub.PATIENCE,
 ) -> Model:
-    """A directory, a .gguf file, a model of the catalogue (`demo` among them), or one on the hub, which is asked
-    for at most `patience` seconds; with `refresh` or a `revision` it is asked even for those of the catalogue.
+    """Look up a directory, a .gguf file, a model of the catalogue (`demo` among them), or one on the hub.
 
+    The hub is asked for at most `patience` seconds; with `refresh` or a `revision`, also about models of the catalogue.
     Raises ModelError, in one line with the ways out.
     """
     try:
-        path = checkpoint.local(model)
-    except (OSError, RuntimeError) as error:  # a directory that may not be read, a name too long, the ~ of nobody
+        path = checkpoint.local_path(model)
+    except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
     if path is not None:
-        return _directory(model, path) if path.is_dir() else _gguf(model, path)
-    model, asked = model_names.full_name(model), refresh or revision is not None
-    known = catalogue.look_up(model)
-    if not asked and not (known and catalogue.same_name(model, known.name)):
-        kept = hub.cached(model)
-        if kept is not None:
-            return _directory(model, kept)
-    if known is not None and (not asked or known.name == demo.NAME):  # the demo is on no hub
-        return known
+        return _from_directory(model, path) if path.is_dir() else _from_gguf(model, path)
+    model, ask_hub = model_names.full_name(model), refresh or revision is not None
+    known = catalogue.find_known(model)
+    found_here = _without_hub(model, known, ask_hub=ask_hub)
+    if found_here is not None:
+        return found_here
     if "/" not in model and known is None and not model.endswith(hub.FILES):
-        return catalogue.find(model)  # a bare name of nobody's: the nearest that are known help more than the hub
+        return catalogue.find(model)  # raises: for an unknown bare name, near names help more than the hub does
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
-    from weft.formats import hub_headers  # HTTP and TLS, which most questions do without
-
-    afar = hub_headers.look(known.name if known else model, revision=revision, token=hf_token, patience=patience)
-    shape = config_json.shape(afar.config, run=False)
-    precision = config_json.precision(afar.config) or OF_DTYPE[shape.dtype]
-    return _model(known.name if known else model, shape, precision, afar.config.where, afar.stored_bytes)
+    return _from_hub(known.name if known else model, revision, hf_token, patience)
 
 
-def _directory(model: str, folder: Path) -> Model:
-    """From its config.json, and from the headers of its weights where those are there."""
+def _without_hub(model: str, known: Model | None, *, ask_hub: bool) -> Model | None:
+    """The model as the hub's cache or the catalogue has it; None if the hub has to be asked."""
+    if ask_hub:
+        return known if known is not None and known.name == demo.NAME else None  # the demo is not on the hub
+    if known is None or not catalogue.same_name(model, known.name):
+        cached = hub.cached_repository(model)
+        if cached is not None:
+            return _from_directory(model, cached)
+    return known
+
+
+def _from_hub(name: str, revision: str | None, token: str | None, patience: float) -> Model:
+    """The model as its repository on the hub describes it."""
+    from weft.formats import hub_headers  # imports HTTP and TLS, which most look-ups do without
+
+    description = hub_headers.describe_repository(name, revision=revision, token=token, patience=patience)
+    shape = config_json.shape_from_config(description.config, run=False)
+    precision = config_json.precision(description.config) or OF_DTYPE[shape.dtype]
+    return _model(name, shape, precision, description.config.where, description.stored_bytes)
+
+
+def _from_directory(model: str, folder: Path) -> Model:
+    """The model as its config.json describes it, and the headers of its weights if they are there."""
     has_weights = any(folder.glob("*.safetensors"))
     index = safetensors.read_directory(folder) if has_weights else {}
-    shape = checkpoint.described(config_json.read(folder, checkpoint.dtype(index), run=False), index)
-    config = config_json.of(folder)
+    shape = config_json.read_shape(folder, checkpoint.main_dtype(index), run=False)
+    shape = checkpoint.with_file_types(shape, index)
+    config = config_json.load_config(folder)
     stored = sum(info.nbytes for info in index.values()) if has_weights else None
     precision = shape.published.precision if shape.published else config_json.precision(config)
     return _model(model, shape, precision or OF_DTYPE[shape.dtype], config.where, stored)
 
 
-def _gguf(model: str, path: Path) -> Model:
-    """From a GGUF file's header."""
-    header = gguf.read(path)
+def _from_gguf(model: str, path: Path) -> Model:
+    """The model as a GGUF file's header describes it."""
+    header = gguf.read_gguf(path)
     kind = header.metadata.get("general.file_type")
     precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
     if precision is None:
         raise ModelError(f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision")
     stored = sum(info.nbytes for info in header.tensors.values())
-    return _model(model, gguf_shape.shape(header, run=False), precision, str(path), stored)
+    return _model(model, gguf_shape.shape_from_gguf(header, run=False), precision, str(path), stored)
 
 
 def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:
-    return Model(name=name, shape=shape, params=params(shape), precision=precision, source=source, stored_bytes=stored)
+    return Model(
+        name=name,
+        shape=shape,
+        params=parameter_count(shape),
+        precision=precision,
+        source=source,
+        stored_bytes=stored,
+    )

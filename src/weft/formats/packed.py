@@ -1,11 +1,14 @@
-"""Packed: the tensors that GPTQ, AWQ and compressed-tensors store a matrix in, as one tensor of the model.
+"""Packed matrices: the tensors in which GPTQ, AWQ and compressed-tensors store one matrix.
 
-Layouts, of a matrix [rows, cols] whose rows are output features, each int32 with 32 / bits numbers, the lowest bits
-first: GPTQ has qweight [cols packed, rows], scales [groups, rows], qzeros [groups, rows packed] and g_idx [cols], the
-group of each column (GPTQModel, nn_modules/qlinear); AWQ's gemm the same without g_idx, but for qweight [cols, rows
-packed] and the order of numbers in an int32 (AutoAWQ, awq/modules/linear/gemm.py); compressed-tensors weight_packed
-[rows, cols packed], weight_scale [rows, groups], weight_zero_point [rows packed, groups] and weight_g_idx [cols]
-(compressors/pack_quantized), where numbers have a sign and are stored with half their range added, as zero points are.
+The matrix is [rows, cols]; its rows are output features. Each int32 holds 32 / bits numbers, the lowest bits first.
+
+- GPTQ: qweight [cols packed, rows], scales [groups, rows], qzeros [groups, rows packed] and g_idx [cols], the group of
+  each column. Source: GPTQModel, nn_modules/qlinear.
+- AWQ (gemm): as GPTQ, but qweight is [cols, rows packed], the numbers of an int32 are in another order, and there is no
+  g_idx. Source: AutoAWQ, awq/modules/linear/gemm.py.
+- compressed-tensors: weight_packed [rows, cols packed], weight_scale [rows, groups], weight_zero_point [rows packed,
+  groups] and weight_g_idx [cols]. Numbers and zero points are signed and stored with half their range added. Source:
+  compressors/pack_quantized.
 """
 
 from __future__ import annotations
@@ -13,35 +16,39 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
-from weft.architectures.parameters import Parameter, layers_of, parameters
-from weft.architectures.published import ORDERED, ROW, Published, scheme_name
+from weft.architectures.parameters import Parameter, layers_of, model_parameters
+from weft.architectures.published import ORDERED, ROW, Method, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
 from weft.formats.fields import Fields
-from weft.formats.quantization_config import is_quantised, read
+from weft.formats.quantization_config import BITS, parse_quantization, quantised_layer_predicate
 from weft.formats.tensor import TensorInfo
 
 WORD = 32  # bits of an integer that numbers are packed in
-# What follows a layer's name: its numbers, scales, zero points, and each column's group.
-NAMES = {
+# Suffixes to a layer's name: its numbers, scales, zero points, and each column's group; "" if the method has none.
+PART_NAMES = {
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "awq": ("qweight", "scales", "qzeros", ""),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
 }
-UNSET = b"\xff"  # in each byte of a -1
-SCALES = ("F16", "BF16", "F32")
-LAYERS = ("linear", "expert", "head")  # what may be quantised
+UNSET = b"\xff"  # each byte of a -1
+SCALE_TYPES = ("F16", "BF16", "F32")
+QUANTISABLE = ("linear", "expert", "head")  # roles of parameters that may be quantised
 
 
 class Packed(TensorInfo, frozen=True, kw_only=True):
-    """A matrix in several tensors. `dims` are [rows, cols] of numbers of `bits` bits, `type` is a scheme's name, or
-    what no kernel multiplies with; `group` columns share a scale, but where `order` says each column's group. With
-    `symmetric` zero is in the middle, whether or not there are `zeros` that say so."""
+    """A matrix stored in several tensors.
 
-    published: Published
+    - `dims`: [rows, cols] of numbers of `bits` bits each. `type`: a scheme's name; no kernel multiplies with some.
+    - `group`: columns that share a scale, unless `order` gives each column's group.
+    - `symmetric`: zero is in the middle of the range, even if there are `zeros` that say so.
+    """
+
+    published: PublishedQuantization
     bits: int
     group: int
     symmetric: bool
@@ -51,65 +58,91 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
     order: TensorInfo | None
 
 
-def joined(index: Mapping[str, TensorInfo], published: Published) -> dict[str, TensorInfo]:
-    """An index with each packed matrix as `weight` of its layer, as it is called where it is not quantised. Raises
-    ModelError, naming the tensor, where its parts do not fit together."""
-    ends = tuple("." + name for name in NAMES[published.method] if name)
-    found = {name: info for name, info in index.items() if not name.endswith(ends)}
+class _Layout(NamedTuple):
+    """Sizes of a packed matrix, and the dims that its tensors of numbers and zero points must have."""
+
+    rows: int
+    cols: int
+    groups: int
+    values: tuple[int, int]
+    zeros: tuple[int, int]
+
+
+def join_packed(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
+    """Replace the tensors of each packed matrix in an index by one `Packed`, named `LAYER.weight`.
+
+    That is the matrix' name in a checkpoint that is not quantised. Raises ModelError, naming the tensor, if the tensors
+    of a matrix do not fit together.
+    """
+    ends = tuple("." + name for name in PART_NAMES[published.method] if name)
+    joined = {name: info for name, info in index.items() if not name.endswith(ends)}
     for name, info in index.items():
         if name.endswith(ends[0]):
             layer = name.removesuffix(ends[0])
-            found[layer + ".weight"] = _packed(index, layer, info, published)
-    return found
+            joined[layer + ".weight"] = _pack(index, layer, info, published)
+    return joined
 
 
-def described(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShape:
-    """The shape with what the tensors of a checkpoint really are stored in, in the place of what its config says."""
+def with_stored_types(shape: ModelShape, tensors: Mapping[str, TensorInfo]) -> ModelShape:
+    """Correct the shape's `published` by the schemes that the checkpoint's tensors really have.
+
+    Tensors that are missing in `tensors` count as the config describes them.
+    """
     if shape.published is None:
         return shape
     roles = {name: parameter.role for name, parameter in matrices(shape)}
-    kinds = {name: shape.published.of(name, role) for name, role in roles.items()}
-    kinds |= {name: it.type if isinstance(it, Packed) else "" for name, it in tensors.items() if name in roles}
-    most = Counter(kind for name, kind in kinds.items() if kind and roles[name] != "head").most_common(1)
+    schemes = {name: shape.published.stored_as(name, role) for name, role in roles.items()}
+    for name, info in tensors.items():
+        if name in roles:
+            schemes[name] = info.type if isinstance(info, Packed) else ""
+    counts = Counter(scheme for name, scheme in schemes.items() if scheme and roles[name] != "head")
+    most = counts.most_common(1)
     if most and most[0][0] != shape.published.scheme:
-        info = next(it for it in tensors.values() if isinstance(it, Packed) and it.type == most[0][0])
+        packed = next(info for info in tensors.values() if isinstance(info, Packed) and info.type == most[0][0])
         published = msgspec.structs.replace(
-            shape.published, bits=info.bits, group=info.group, symmetric=info.symmetric, ordered=info.order is not None
+            shape.published,
+            bits=packed.bits,
+            group=packed.group,
+            symmetric=packed.symmetric,
+            ordered=packed.order is not None,
         )
         shape = msgspec.structs.replace(shape, published=published)
-    return _with_exceptions(shape, kinds)
+    return _with_exceptions(shape, schemes)
 
 
-def configured(shape: ModelShape, config: Fields) -> ModelShape:
-    """The shape with what its quantization_config, without an obstacle, says of its weights."""
-    published, quantised = read(config), is_quantised(config)
-    kinds = {
-        name: published.scheme if parameter.role in LAYERS and quantised(name.removesuffix(".weight")) else ""
-        for name, parameter in matrices(shape)
-    }
-    return _with_exceptions(msgspec.structs.replace(shape, published=published), kinds)
+def with_config_types(shape: ModelShape, config: Fields) -> ModelShape:
+    """Set the shape's `published` as a quantization_config describes it; Weft must be able to read the method."""
+    published, is_quantised = parse_quantization(config), quantised_layer_predicate(config)
+    schemes = {}
+    for name, parameter in matrices(shape):
+        quantised = parameter.role in QUANTISABLE and is_quantised(name.removesuffix(".weight"))
+        schemes[name] = published.scheme if quantised else ""
+    return _with_exceptions(msgspec.structs.replace(shape, published=published), schemes)
 
 
-def _with_exceptions(shape: ModelShape, kinds: Mapping[str, str]) -> ModelShape:
-    """The shape with those of `kinds`, what each tensor is stored in, that are not the usual."""
+def _with_exceptions(shape: ModelShape, schemes: Mapping[str, str]) -> ModelShape:
+    """Record as exceptions the tensors whose scheme is not the usual one; `schemes` has all matrices."""
     assert shape.published is not None
-    plain = msgspec.structs.replace(shape.published, exceptions=())
-    others = {name: kinds[name] for name, parameter in matrices(shape) if kinds[name] != plain.of(name, parameter.role)}
-    return msgspec.structs.replace(shape, published=msgspec.structs.replace(plain, exceptions=tuple(others.items())))
+    usual = msgspec.structs.replace(shape.published, exceptions=())
+    exceptions = {}
+    for name, parameter in matrices(shape):
+        if schemes[name] != usual.stored_as(name, parameter.role):
+            exceptions[name] = schemes[name]
+    published = msgspec.structs.replace(usual, exceptions=tuple(exceptions.items()))
+    return msgspec.structs.replace(shape, published=published)
 
 
-def stored(shape: ModelShape) -> dict[str, str]:
-    """What each quantised tensor of such a checkpoint is stored in, as its shape says."""
+def stored_types(shape: ModelShape) -> dict[str, str]:
+    """Scheme of each quantised tensor of a checkpoint of this shape, by name."""
     if shape.published is None:
         return {}
-    kinds = {name: shape.published.of(name, parameter.role) for name, parameter in matrices(shape)}
-    return {name: kind for name, kind in kinds.items() if kind}
+    schemes = {name: shape.published.stored_as(name, parameter.role) for name, parameter in matrices(shape)}
+    return {name: scheme for name, scheme in schemes.items() if scheme}
 
 
 def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
-    """The tensors of a model that have rows and columns, the first for all experts. A tied head's is its embedding's,
-    and comes once."""
-    for parameter in parameters(shape):
+    """Yield (tensor name, parameter) of a model's matrices, without a tied head; the first expert stands for all."""
+    for parameter in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
         for layer in layers_of(shape, parameter):
@@ -118,44 +151,28 @@ def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
                     yield part.source.format(layer=layer, expert=0), parameter
 
 
-def _packed(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: Published) -> Packed:
-    _, *names = (f"{layer}.{name}" if name else "" for name in NAMES[published.method])
-    scales, zeros, order = (index.get(name) for name in names)
-    if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
-        raise _wrong(values, layer, f"has no {names[0]} of two dims beside it")
+def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization) -> Packed:
+    """Join the tensors of one matrix, and check that they fit together."""
+    scales, zeros, order = _find_parts(index, layer, values, published.method)
     by_row = published.method == "compressed-tensors"
-    groups, rows = scales.dims[::-1] if by_row else scales.dims
-    if zeros is None and not by_row:
-        raise _wrong(values, layer, f"has no {names[1]} beside it")
-    symmetric = published.symmetric if not by_row else zeros is None
-    bits = published.bits
-    if zeros is not None and len(zeros.dims) == 2:
-        words = zeros.dims[0 if by_row else 1]
-        if words != -(-rows * bits // WORD):
-            bits = words * WORD // max(1, rows)  # a layer of its own ("dynamic")
-    if bits not in (4, 8):
+    bits = _stored_bits(published, scales.dims[0 if by_row else 1], zeros)
+    if bits not in BITS:
         raise _wrong(values, layer, f"has numbers of {bits} bits; Weft reads 4 and 8")
-    each = WORD // bits
-    cols = values.dims[0] if published.method == "awq" else values.dims[0 if not by_row else 1] * each
-    group = _group(cols, groups, published.group)
-    packed = {
-        "gptq": (-(-cols // each), rows),
-        "awq": (cols, -(-rows // each)),
-        "compressed-tensors": (rows, -(-cols // each)),
-    }[published.method]
-    points = (-(-rows // each), groups) if by_row else (groups, -(-rows // each))
-    for info, kinds, dims in ((values, ("I32",), packed), (scales, SCALES, None), (zeros, ("I32",), points)):
-        if info is not None and (info.type not in kinds or (dims is not None and info.dims != dims)):
-            wanted = f"{' or '.join(kinds)}{f' of {list(dims)}' if dims else ''}"
-            raise _wrong(info, layer, f"has a part that is {info.type} of {list(info.dims)}; it must be {wanted}")
+    layout = _layout(published.method, bits, values, scales)
+    _check_part(values, layer, ("I32",), layout.values)
+    _check_part(scales, layer, SCALE_TYPES)
+    if zeros is not None:
+        _check_part(zeros, layer, ("I32",), layout.zeros)
+    group = _group_columns(layout.cols, layout.groups, published.group)
     if group is None:
-        raise _wrong(scales, layer, f"has {groups} scales for rows of {cols} columns")
+        raise _wrong(scales, layer, f"has {layout.groups} scales for rows of {layout.cols} columns")
     parts = [info for info in (values, scales, zeros, order) if info is not None]
-    plain = order is None or _is_plain(order, layer, cols, group)
+    in_order = order is None or _is_in_order(order, layer, layout.cols, group)
+    symmetric = zeros is None if by_row else published.symmetric
     return Packed(
         file=values.file,
-        type=scheme_name(bits, group, symmetric) + ("" if plain else ORDERED),
-        dims=(rows, cols),
+        type=scheme_name(bits, group, symmetric) + ("" if in_order else ORDERED),
+        dims=(layout.rows, layout.cols),
         offset=values.offset,
         nbytes=sum(info.nbytes for info in parts),
         published=published,
@@ -165,35 +182,88 @@ def _packed(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, pub
         values=values,
         scales=scales,
         zeros=zeros,
-        order=None if plain else order,
+        order=None if in_order else order,
     )
 
 
-def _group(cols: int, groups: int, usual: int) -> int | None:
-    """Columns that share a scale, from how many scales there are; as the config has it where that is the same."""
-    if -(-cols // usual) == groups:
-        return usual
+def _find_parts(
+    index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, method: Method
+) -> tuple[TensorInfo, TensorInfo | None, TensorInfo | None]:
+    """Scales, zero points and column groups of a matrix' numbers. Only compressed-tensors may lack zero points."""
+    _, scale_name, zero_name, order_name = PART_NAMES[method]
+    scales = index.get(f"{layer}.{scale_name}")
+    if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
+        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it")
+    zeros = index.get(f"{layer}.{zero_name}")
+    if zeros is None and method != "compressed-tensors":
+        raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it")
+    return scales, zeros, index.get(f"{layer}.{order_name}") if order_name else None
+
+
+def _stored_bits(published: PublishedQuantization, rows: int, zeros: TensorInfo | None) -> int:
+    """Bits per number: the config's, unless the zero points show others (a layer of its own, GPTQ's "dynamic")."""
+    if zeros is None or len(zeros.dims) != 2:
+        return published.bits
+    words = zeros.dims[0 if published.method == "compressed-tensors" else 1]
+    if words == -(-rows * published.bits // WORD):
+        return published.bits
+    return words * WORD // max(1, rows)
+
+
+def _layout(method: Method, bits: int, values: TensorInfo, scales: TensorInfo) -> _Layout:
+    """Sizes of a matrix from its packed numbers and scales."""
+    per_word = WORD // bits
+    if method == "compressed-tensors":
+        rows, groups = scales.dims
+        cols = values.dims[1] * per_word
+        return _Layout(rows, cols, groups, (rows, -(-cols // per_word)), (-(-rows // per_word), groups))
+    groups, rows = scales.dims
+    zeros = (groups, -(-rows // per_word))
+    if method == "awq":
+        cols = values.dims[0]
+        return _Layout(rows, cols, groups, (cols, -(-rows // per_word)), zeros)
+    cols = values.dims[0] * per_word
+    return _Layout(rows, cols, groups, (-(-cols // per_word), rows), zeros)
+
+
+def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tuple[int, int] | None = None) -> None:
+    """Raise ModelError unless a tensor is of one of `types`, and of these dims if any are given."""
+    if info.type not in types or (dims is not None and info.dims != dims):
+        expected = f"{' or '.join(types)}{f' of {list(dims)}' if dims else ''}"
+        raise _wrong(info, layer, f"has a part that is {info.type} of {list(info.dims)}; it must be {expected}")
+
+
+def _group_columns(cols: int, groups: int, configured: int) -> int | None:
+    """Columns that share a scale, from the number of scales per row; None if the columns cannot be divided so.
+
+    The configured number is preferred, if it gives as many groups.
+    """
+    if -(-cols // configured) == groups:
+        return configured
     if groups == 1:
         return ROW
     return cols // groups if groups and cols % groups == 0 else None
 
 
-def _is_plain(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
-    """Whether the groups are of columns that lie side by side, the first ones in the first. Nothing but zeros, or
-    -1 in compressed-tensors, is what those write who have not set it."""
+def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
+    """Return True if each group's columns lie side by side, the first columns in the first group.
+
+    A tensor of only zeros, or in compressed-tensors of only -1, was never set, and counts as in order. Raises
+    ModelError for a tensor of another type or length, and for a column of a group that does not exist.
+    """
     if order.type != "I32" or order.dims != (cols,):
         raise _wrong(order, layer, f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]")
     try:
         with open(order.file, "rb") as file:
             file.seek(order.offset)
-            found = file.read(order.nbytes)
+            data = file.read(order.nbytes)
     except OSError as error:
         raise ModelError(f"cannot read {order.file}: {error_reason(error)}") from error
-    unset = not any(found) or found == UNSET * len(found)
-    if unset or found == array("i", (col // group for col in range(cols))).tobytes():
+    unset = not any(data) or data == UNSET * len(data)
+    if unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True
-    of, groups = array("i", found), -(-cols // group)
-    for number in (min(of), max(of)):
+    column_groups, groups = array("i", data), -(-cols // group)
+    for number in (min(column_groups), max(column_groups)):
         if not 0 <= number < groups:
             raise _wrong(order, layer, f"has a column in group {number}, of {groups} groups")
     return False

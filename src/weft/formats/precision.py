@@ -1,10 +1,12 @@
-"""Precision: how the numbers of a model are stored, and the exact bytes that its tensors take so.
+"""Precisions: the storage of a model's weights, and the exact bytes that its tensors take.
 
-`int8` and `int4` are GPTQ's and AWQ's layout: groups of 128 inputs, each with a 16-bit scale and a zero point, or what
-the model's own checkpoint is in where that is one of theirs (`ModelShape.published`); `fp8` has 8-bit matrices, in
-blocks of 128 x 128 with 32-bit scales where DeepSeek publishes them; `mxfp4` has a scale byte for 32 numbers, `nvfp4`
-one for 16. In all of them embedding, head, router, norms and biases stay 16-bit. Scales that are one number for a whole
-tensor are not counted. GGUF types are in `formats.gguf_types`.
+- `int8`, `int4`: GPTQ's and AWQ's layout, groups of 128 inputs with a 16-bit scale and a zero point each; or the layout
+  of the model's own checkpoint, if that is quantised to this precision (`ModelShape.published`).
+- `fp8`: 8-bit matrices; for architectures that are published so, in blocks of 128 x 128 with 32-bit scales.
+- `mxfp4`, `nvfp4`: 4-bit matrices with a scale byte per 32 or 16 numbers.
+
+In all of these the embedding, head, router, norms and biases stay in 16 bits. A single scale for a whole tensor is not
+counted. GGUF types are in `formats.gguf_types`.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from functools import lru_cache
 import msgspec
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, Part, parameters
+from weft.architectures.parameters import Parameter, Part, model_parameters
 from weft.architectures.place import Place, Span, whole
-from weft.architectures.published import ORDERED, ROW, Published
+from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL, UNIT, scheme_of
+from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_for_parameter
 
 
-class Format(msgspec.Struct, frozen=True, kw_only=True):
-    """`bits` per number, and `block_bytes` more for each block of `block_rows` x `block_cols` numbers."""
+class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Storage of a matrix: `bits` per number, and `block_bytes` per block of `block_rows` x `block_cols` numbers."""
 
     bits: float
     block_rows: int = 1
@@ -35,19 +37,19 @@ class Format(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: float = 0
 
     def nbytes(self, rows: Span, cols: Span) -> int:
-        """Bytes of these rows and columns of a matrix; a block that is cut takes all of its own bytes."""
+        """Bytes of these rows and columns of a matrix; a block that is cut counts with all its `block_bytes`."""
         numbers = len(rows) * -(-len(cols) * self.bits // 8)
         return int(numbers + rows.blocks(self.block_rows) * cols.blocks(self.block_cols) * self.block_bytes)
 
 
-BF16, FP32, FP8 = Format(bits=16), Format(bits=32), Format(bits=8)
-FP8_BLOCKS = Format(bits=8, block_rows=128, block_cols=128, block_bytes=4)
-INT8 = Format(bits=8, block_cols=128, block_bytes=3)
-INT4 = Format(bits=4, block_cols=128, block_bytes=2.5)
-MXFP4 = Format(bits=4, block_cols=32, block_bytes=1)
-NVFP4 = Format(bits=4, block_cols=16, block_bytes=1)
+BF16, FP32, FP8 = NumberFormat(bits=16), NumberFormat(bits=32), NumberFormat(bits=8)
+FP8_BLOCKS = NumberFormat(bits=8, block_rows=128, block_cols=128, block_bytes=4)
+INT8 = NumberFormat(bits=8, block_cols=128, block_bytes=3)
+INT4 = NumberFormat(bits=4, block_cols=128, block_bytes=2.5)
+MXFP4 = NumberFormat(bits=4, block_cols=32, block_bytes=1)
+NVFP4 = NumberFormat(bits=4, block_cols=16, block_bytes=1)
 
-# What the matrices are stored in; everything else as `OTHERS` says.
+# Format of the matrices in each precision. All other parameters are in the format of OTHERS, by default BF16.
 MATRICES = {
     "bf16": BF16,
     "fp16": BF16,
@@ -59,7 +61,8 @@ MATRICES = {
     "nvfp4": NVFP4,
 }
 OTHERS = {"fp32": FP32}
-OF_DTYPE: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # that are not quantised
+# Precision of weights that are not quantised.
+OF_DTYPE: dict[DType, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NAMES = (*MATRICES, *gguf_types.MIXES)
 ALIASES = gguf_types.ALIASES | {
     "bfloat16": "bf16",
@@ -83,17 +86,17 @@ ALIASES = gguf_types.ALIASES | {
     "8-bit": "int8",
     "mxfp4/fp8": "mxfp4",
 }
-# Where a format's published checkpoints leave the matrices of attention in 16 bits: gpt-oss in MXFP4
+# (precision, architecture) whose published checkpoints leave the matrices of attention in 16 bits: gpt-oss in MXFP4
 # (openai/gpt-oss-120b: quantization_config.modules_to_not_convert), DeepSeek in NVFP4 (nvidia/DeepSeek-R1-0528-NVFP4).
 DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 ATTENTION_KEPT = {("mxfp4", "GptOssForCausalLM"), *(("nvfp4", name) for name in DEEPSEEK)}
-LAYER = re.compile(r"\.(\d+)\.")  # its number, in the name of a tensor
-# Published with FP8 in blocks with a scale each.
+LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
+# Architectures that are published with FP8 in blocks with a scale each.
 FP8_IN_BLOCKS = (*DEEPSEEK, "MiniMaxM2ForCausalLM")
 
 
 def canonical(name: str) -> str:
-    """The name of a precision as NAMES has it, from what people write. Raises ConfigError with the nearest."""
+    """Name of a precision in NAMES, given that name or an alias. Raises ConfigError with the nearest name."""
     key = name.strip().lower()
     key = ALIASES.get(key, key)
     if key in NAMES:
@@ -103,51 +106,66 @@ def canonical(name: str) -> str:
     raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
 
 
-def as_held(precision: str) -> str:
-    """What our own engine makes of a precision as it loads: of a GGUF file's types, and of what GPTQ and AWQ publish,
-    what it has kernels for, and 16 bits of vectors. For `part_format` and what is summed of it."""
-    return precision + gguf_types.HELD if precision in (*gguf_types.MIXES, "int8", "int4") else precision
+def held_precision(precision: str) -> str:
+    """Name, for `part_format` and its sums, of the form in which Weft's engine holds weights of a precision.
+
+    The engine converts a GGUF file's types, and GPTQ's and AWQ's, to the schemes that it has kernels for, and vectors
+    to 16 bits. All other precisions are held as they are stored.
+    """
+    return precision + gguf_types.HELD_SUFFIX if precision in (*gguf_types.MIXES, "int8", "int4") else precision
 
 
-def as_published(shape: ModelShape, precision: str) -> Published | None:
-    """How the model's own checkpoint has its weights, where the precision is that one's."""
+def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization | None:
+    """Published quantisation of the model's own checkpoint, if that checkpoint is in this precision; else None."""
     published = shape.published
-    return published if published and published.precision == precision.removesuffix(gguf_types.HELD) else None
+    return published if published and published.precision == precision.removesuffix(gguf_types.HELD_SUFFIX) else None
 
 
 @lru_cache(maxsize=256)
-def alike(shape: ModelShape, precision: str) -> tuple[int, ...]:
-    """Of each layer, the first that has the same parameters, stored in the same way."""
+def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
+    """For each layer, the number of the first layer that has the same parameters, stored in the same way."""
     layers = range(shape.layers)
     if precision in gguf_types.BY_LAYER:
         return tuple(layers)
-    published = as_published(shape, precision)
-    left: dict[str, set[tuple[str, str]]] = {}
-    for name, kind in published.exceptions if published else ():
-        _, *layer = LAYER.split(name, maxsplit=1)
-        if layer:
-            left.setdefault(layer[0], set()).add((layer[1], kind))
+    published = own_quantization(shape, precision)
+    exceptions: dict[str, set[tuple[str, str]]] = {}  # by layer: (end of the tensor's name, scheme)
+    for name, scheme in published.exceptions if published else ():
+        _, *number_and_end = LAYER.split(name, maxsplit=1)
+        if number_and_end:
+            number, end = number_and_end
+            exceptions.setdefault(number, set()).add((end, scheme))
     first: dict[tuple[bool, frozenset[tuple[str, str]]], int] = {}
-    return tuple(
-        first.setdefault((shape.has_experts(layer), frozenset(left.get(str(layer), ()))), layer) for layer in layers
-    )
+    similar = []
+    for layer in layers:
+        signature = shape.has_experts(layer), frozenset(exceptions.get(str(layer), ()))
+        similar.append(first.setdefault(signature, layer))
+    return tuple(similar)
 
 
-def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> Format:
-    """How one tensor of the model is stored; `precision` as `canonical` or `as_held` gives it."""
-    held, precision = precision.endswith(gguf_types.HELD), precision.removesuffix(gguf_types.HELD)
-    published = as_published(shape, precision)
+def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
+    """Format of one tensor of the model; `precision` as `canonical` or `held_precision` returns it."""
+    held, precision = precision.endswith(gguf_types.HELD_SUFFIX), precision.removesuffix(gguf_types.HELD_SUFFIX)
+    published = own_quantization(shape, precision)
     if held and (published or precision in gguf_types.MIXES):
-        name = scheme_of(shape, precision, parameter, layer)
-        if name is None:
-            return BF16
-        scheme = ALL[name]
-        return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
+        return _held_format(scheme_for_parameter(shape, precision, parameter, layer))
     if published:
         return _published_format(published, parameter, part, layer)
     if precision in gguf_types.MIXES:
-        kind = gguf_types.type_of(shape, precision, parameter, part, layer)
-        return Format(bits=gguf_types.BITS[kind])
+        type = gguf_types.gguf_type(shape, precision, parameter, part, layer)
+        return NumberFormat(bits=gguf_types.BITS[type])
+    return _usual_format(shape, precision, parameter, part)
+
+
+def _held_format(name: str | None) -> NumberFormat:
+    """Format of weights that the engine holds in a scheme; None: not quantised."""
+    if name is None:
+        return BF16
+    scheme = ALL_SCHEMES[name]
+    return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=scheme.group_bits / 8)
+
+
+def _usual_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part) -> NumberFormat:
+    """Format in a precision of MATRICES."""
     if parameter.role not in ("linear", "expert") or part.cols is None:
         return OTHERS.get(precision, BF16)
     if ".attention." in parameter.name and (precision, shape.architecture) in ATTENTION_KEPT:
@@ -159,28 +177,28 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     return MATRICES[precision]
 
 
-def _published_format(published: Published, parameter: Parameter, part: Part, layer: int) -> Format:
-    """As it lies in the file."""
-    name = published.of(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
-    if name not in ALL:
+def _published_format(published: PublishedQuantization, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
+    """Format of a tensor in the model's own checkpoint."""
+    name = published.stored_as(part.source.format(layer=layer, expert=0), parameter.role).removesuffix(ORDERED)
+    if name not in ALL_SCHEMES:
         return BF16
-    scheme = ALL[name]
+    scheme = ALL_SCHEMES[name]
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
-    return Format(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
+    return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
 
 
 def scale_columns(shape: ModelShape, precision: str) -> int:
-    """Columns of a matrix of the model that share a scale; 1 where each number stands for itself."""
-    precision = canonical(precision.removesuffix(gguf_types.HELD))
+    """Number of columns of a matrix that share a scale; 1 if there are no such scales."""
+    precision = canonical(precision.removesuffix(gguf_types.HELD_SUFFIX))
     if precision == "fp8" and shape.architecture in FP8_IN_BLOCKS:
         return FP8_BLOCKS.block_cols
-    if published := as_published(shape, precision):
-        return published.group if published.group < ROW and published.scheme in ALL else 1
+    if published := own_quantization(shape, precision):
+        return published.group if published.group < ROW and published.scheme in ALL_SCHEMES else 1
     return MATRICES[precision].block_cols if precision in MATRICES else 1
 
 
 def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int = 0) -> int:
-    """Bytes of one parameter on this rank, in one layer where it belongs to layers, all its experts together."""
+    """Bytes of one parameter on this rank, all experts together; of a parameter of the layers, those in one layer."""
     total = 0
     for part in parameter.parts:
         rows = owned(shape, place, part.rows)
@@ -190,8 +208,10 @@ def parameter_bytes(shape: ModelShape, precision: str, place: Place, parameter: 
 
 
 class WeightBytes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a rank's weights by kind. `linear` are the matrices of attention and of dense and shared MLPs;
-    `others` norms, biases and routers."""
+    """Bytes of a rank's weights by kind.
+
+    `linear` are the matrices of attention and of dense and shared MLPs; `others` are norms, biases and routers.
+    """
 
     embedding: int = 0
     linear: int = 0
@@ -204,20 +224,20 @@ class WeightBytes(msgspec.Struct, frozen=True, kw_only=True):
         return self.embedding + self.linear + self.expert + self.head + self.others
 
 
-def weights(shape: ModelShape, precision: str, place: Place | None = None) -> WeightBytes:
-    """The weights of a rank, by default of the whole model, by kind. Raises ConfigError for an unknown precision.
+def weights_by_kind(shape: ModelShape, precision: str, place: Place | None = None) -> WeightBytes:
+    """Bytes of a rank's weights (default: the whole model's) by kind. Raises ConfigError for an unknown precision.
 
-    A tied head counts where it is stored: with the embedding, and again on a last stage without one.
+    A tied head counts with the embedding, and once more on a last stage that does not hold the embedding.
     """
-    return summed(shape, canonical(precision), place or whole(shape))
+    return sum_by_kind(shape, canonical(precision), place or whole(shape))
 
 
-def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """The same; `precision` as `canonical` or `as_held` gives it."""
-    # The first of those that are alike, and how many they are.
-    layers = Counter(alike(shape, precision)[place.layers.start : place.layers.stop])
+def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
+    """`weights_by_kind` for a precision as `canonical` or `held_precision` returns it."""
+    # Similar layers are computed once: the first of them, and their number.
+    layers = Counter(similar_layers(shape, precision)[place.layers.start : place.layers.stop])
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
-    for parameter in parameters(shape):
+    for parameter in model_parameters(shape):
         kind = parameter.role if parameter.role in kinds else "others"
         if parameter.where == "layer":
             for layer, count in layers.items():
@@ -231,5 +251,5 @@ def summed(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
 
 
 def weight_bytes(shape: ModelShape, precision: str, place: Place | None = None) -> int:
-    """Bytes of a rank's weights, by default of the whole model's."""
-    return weights(shape, precision, place).total
+    """Bytes of a rank's weights (default: the whole model's). Raises ConfigError for an unknown precision."""
+    return weights_by_kind(shape, precision, place).total

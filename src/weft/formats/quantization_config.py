@@ -1,7 +1,7 @@
-"""Published: how GPTQ, AWQ and compressed-tensors say, in a config.json, that weights are quantised.
+"""quantization_config: how GPTQ, AWQ and compressed-tensors describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
-writes them into `quantization_config`. The tensors themselves are in `formats.packed`.
+writes them into `quantization_config`. `formats.packed` reads the tensors themselves.
 """
 
 from __future__ import annotations
@@ -9,148 +9,180 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from weft.architectures.published import ROW, Published
+from weft.architectures.published import ROW, PublishedQuantization
 from weft.errors import ModelError
 from weft.formats.fields import Fields
 
 BITS = (4, 8)
-GROUPS = (32, 64, 128, 256, 512, 1024, ROW)  # columns that share a scale, of those that kernels multiply with
-GROUP = 128  # of GPTQ and AWQ where the config does not say
-ORDERS = ("group", "dynamic", True)  # compressed-tensors' words for groups that are made in that order
+GROUPS = (32, 64, 128, 256, 512, 1024, ROW)  # columns that share a scale, in the schemes that have kernels
+GROUP = 128  # default of GPTQ and AWQ
+ORDERS = ("group", "dynamic", True)  # compressed-tensors' values of `actorder` for groups in order of activations
+# The packings of each method that Weft reads.
+PACKINGS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits"
 
 
-def obstacle(config: Fields) -> str | None:
-    """What the weights are quantised with, in words, where Weft does not read it; `config` is the
-    quantization_config."""
+def unsupported_quantization(config: Fields) -> str | None:
+    """Description of a quantisation that Weft does not read, given the quantization_config; None if Weft reads it."""
     method = config.text_or("quant_method", None)
     if method == "compressed-tensors":
-        return next(_unread(config), None)
-    if method not in ("gptq", "awq"):
+        return next(_unsupported_features(config), None)
+    packings = PACKINGS.get(method or "")
+    if packings is None:
         return method or "an unknown method (there is no quant_method)"
-    bits, form = _bits(config), _form(config)
+    bits, packing = _bits(config), _packing(config)
     if bits not in BITS or (method == "awq" and bits != 4):
         return f"{method} in {bits} bits"
-    if form not in (("gptq", "gptq_v2") if method == "gptq" else ("gemm",)):
-        return f"{method} in the format {form}"
+    if packing not in packings:
+        return f"{method} in the format {packing}"
     return None
 
 
-def read(config: Fields) -> Published:
-    """What a quantization_config without an obstacle says of all matrices, exceptions left out."""
+def parse_quantization(config: Fields) -> PublishedQuantization:
+    """Parse a quantization_config that Weft reads (`unsupported_quantization` is None), without its exceptions."""
     method = config.text_or("quant_method", None)
     if method == "compressed-tensors":
-        weights = _weights(next(_groups(config)))
-        return Published(
+        weights = _group_weights(next(_config_groups(config)))
+        return PublishedQuantization(
             method="compressed-tensors",
             bits=weights.integer("num_bits"),
-            group=_columns(weights, ROW),
+            group=_group_columns(weights, ROW),
             symmetric=weights.flag("symmetric", True),
             ordered=weights.values.get("actorder") in ORDERS,
         )
-    group = _columns(config, GROUP)
+    group = _group_columns(config, GROUP)
     if method == "awq":
-        return Published(method="awq", bits=_bits(config), group=group, symmetric=False)
-    return Published(
+        return PublishedQuantization(method="awq", bits=_bits(config), group=group, symmetric=False)
+    return PublishedQuantization(
         method="gptq",
         bits=_bits(config),
         group=group,
         symmetric=config.flag("sym", True),
         ordered=config.flag("desc_act") and group != ROW and not config.flag("static_groups"),
-        zero_offset=0 if _form(config) == "gptq_v2" else 1,
+        zero_offset=0 if _packing(config) == "gptq_v2" else 1,
     )
 
 
-def is_quantised(config: Fields) -> Callable[[str], bool]:
-    """Whether the config says that a linear layer, by its name, is quantised."""
+def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
+    """Return a function that tells by the name of a linear layer if the config describes it as quantised."""
     method = config.text_or("quant_method", None)
     if method == "awq":
-        left = _names(config, "modules_to_not_convert")
-        return lambda name: not name.endswith("lm_head") and not any(part in name for part in left)
+        return _awq_predicate(config)
     if method == "compressed-tensors":
-        ignored = _names(config, "ignore")
-        targets = [target for group in _groups(config) for target in _names(group, "targets")]
-        return lambda name: (
-            any(target == "Linear" or _names_it(target, name) for target in targets)
-            and not any(_names_it(entry, name) for entry in ignored)
-        )
-    head = config.flag("lm_head")
-    dynamic = config.nested("dynamic")
-    left = [key.removeprefix("-:") for key in (dynamic.values if dynamic else {}) if key.startswith("-:")]
-    inside = config.values.get("modules_in_block_to_quantize") or []
-    if not isinstance(inside, list):
-        raise config.wrong("modules_in_block_to_quantize", "a list of lists of names")
-    taken = [str(name) for names in inside for name in (names if isinstance(names, list) else [names])]
+        return _compressed_predicate(config)
+    return _gptq_predicate(config)
 
-    def quantised(name: str) -> bool:
+
+def _awq_predicate(config: Fields) -> Callable[[str], bool]:
+    excluded = _names(config, "modules_to_not_convert")
+    return lambda name: not name.endswith("lm_head") and not any(part in name for part in excluded)
+
+
+def _compressed_predicate(config: Fields) -> Callable[[str], bool]:
+    ignored = _names(config, "ignore")
+    targets = [target for group in _config_groups(config) for target in _names(group, "targets")]
+
+    def is_quantised(name: str) -> bool:
+        targeted = any(target == "Linear" or _matches(target, name) for target in targets)
+        return targeted and not any(_matches(entry, name) for entry in ignored)
+
+    return is_quantised
+
+
+def _gptq_predicate(config: Fields) -> Callable[[str], bool]:
+    head, excluded, included = config.flag("lm_head"), _gptq_excluded(config), _gptq_included(config)
+
+    def is_quantised(name: str) -> bool:
         if name.endswith("lm_head"):
             return head
-        if any(_names_it("re:" + pattern, name) for pattern in left):
+        if any(_matches("re:" + pattern, name) for pattern in excluded):
             return False
-        return not taken or any(name.endswith("." + part) for part in taken)
+        return not included or any(name.endswith("." + part) for part in included)
 
-    return quantised
+    return is_quantised
+
+
+def _gptq_excluded(config: Fields) -> list[str]:
+    """Patterns of the layers that GPTQ's "dynamic" leaves out."""
+    dynamic = config.nested("dynamic")
+    return [key.removeprefix("-:") for key in (dynamic.values if dynamic else {}) if key.startswith("-:")]
+
+
+def _gptq_included(config: Fields) -> list[str]:
+    """Names of the modules that GPTQ quantised in each block; [] for all."""
+    groups = config.values.get("modules_in_block_to_quantize") or []
+    if not isinstance(groups, list):
+        raise config.wrong("modules_in_block_to_quantize", "a list of lists of names")
+    return [str(name) for names in groups for name in (names if isinstance(names, list) else [names])]
 
 
 def _bits(config: Fields) -> int:
     return config.integer_or("bits", None) or config.integer_or("w_bit", None) or 4
 
 
-def _form(config: Fields) -> str:
-    """How GPTQ's and AWQ's numbers are packed, in their words."""
+def _packing(config: Fields) -> str:
+    """GPTQ's or AWQ's name of the layout of packed numbers, in lower case."""
     if config.flag("is_marlin_format"):
         return "marlin"
     awq = config.text_or("quant_method", None) == "awq"
-    keys = ("version", "format") if awq else ("checkpoint_format", "format")
-    found = next((text for key in keys if (text := config.text_or(key, None))), "gemm" if awq else "gptq")
-    return found.lower()
+    for key in ("version" if awq else "checkpoint_format", "format"):
+        packing = config.text_or(key, None)
+        if packing:
+            return packing.lower()
+    return "gemm" if awq else "gptq"
 
 
-def _columns(config: Fields, usual: int) -> int:
-    """Columns of a group; -1 and null are all of a row."""
+def _group_columns(config: Fields, default: int) -> int:
+    """Number of columns that share a scale; ROW for -1 and null, which stand for a whole row."""
     key = "q_group_size" if "q_group_size" in config else "group_size"
-    if config.values.get(key, usual) in (-1, None):
+    if config.values.get(key, default) in (-1, None):
         return ROW
-    return config.integer_or(key, usual) or ROW
+    return config.integer_or(key, default) or ROW
 
 
-def _groups(config: Fields) -> Iterator[Fields]:
-    """The groups of compressed-tensors: what is done to which layers."""
+def _config_groups(config: Fields) -> Iterator[Fields]:
+    """The config groups of compressed-tensors: each says how some layers are quantised."""
     groups = config.nested("config_groups")
-    for name in groups.values if groups else ():
-        assert groups is not None
-        if (group := groups.nested(name)) is not None:
+    if groups is None:
+        return
+    for name in groups.values:
+        group = groups.nested(name)
+        if group is not None:
             yield group
 
 
-def _weights(group: Fields) -> Fields:
+def _group_weights(group: Fields) -> Fields:
     return group.nested("weights") or Fields({}, group.where)
 
 
-def _unread(config: Fields) -> Iterator[str]:
-    """What compressed-tensors says that Weft does not read."""
-    form, own = config.text_or("format", None), "compressed-tensors in the format"
-    groups = list(_groups(config))
+def _unsupported_features(config: Fields) -> Iterator[str]:
+    """Describe each feature of a compressed-tensors config that Weft does not read."""
+    format, groups = config.text_or("format", None), list(_config_groups(config))
     if not groups:
-        yield f"compressed-tensors in the format {form}, without config_groups"
+        yield f"compressed-tensors in the format {format}, without config_groups"
     for group in groups:
-        weights, packed = _weights(group), group.text_or("format", None) or form
-        bits, kind = weights.integer_or("num_bits", None), weights.text_or("type", "int")
-        strategy = weights.text_or("strategy", None) or "group"
-        if packed != "pack-quantized":
-            yield f"{own} {packed}"
-        if kind != "int" or bits not in BITS:
-            yield f"compressed-tensors in {bits} bits ({kind})"
-        if strategy not in ("group", "channel"):
-            yield f"compressed-tensors with a scale for each {strategy}"
-        if group.nested("input_activations") is not None:
-            yield "compressed-tensors, and activations are quantised as well"
-    several = {_weights(group).values.get("num_bits") for group in groups}
-    if len(several) > 1:
-        yield f"compressed-tensors in {' and '.join(sorted(map(str, several)))} bits, one here and one there"
+        yield from _unsupported_group(group, format)
+    bits = {_group_weights(group).values.get("num_bits") for group in groups}
+    if len(bits) > 1:
+        yield f"compressed-tensors in {' and '.join(sorted(map(str, bits)))} bits, one here and one there"
     sparsity = config.nested("sparsity_config")
     if sparsity is not None and sparsity.text_or("format", "dense") != "dense":
-        yield f"{own} {sparsity.text_or('format', None)}"
+        yield f"compressed-tensors in the format {sparsity.text_or('format', None)}"
+
+
+def _unsupported_group(group: Fields, format: str | None) -> Iterator[str]:
+    """Describe each feature of one config group that Weft does not read; `format` is the whole config's."""
+    weights, packing = _group_weights(group), group.text_or("format", None) or format
+    bits, kind = weights.integer_or("num_bits", None), weights.text_or("type", "int")
+    strategy = weights.text_or("strategy", None) or "group"
+    if packing != "pack-quantized":
+        yield f"compressed-tensors in the format {packing}"
+    if kind != "int" or bits not in BITS:
+        yield f"compressed-tensors in {bits} bits ({kind})"
+    if strategy not in ("group", "channel"):
+        yield f"compressed-tensors with a scale for each {strategy}"
+    if group.nested("input_activations") is not None:
+        yield "compressed-tensors, and activations are quantised as well"
 
 
 def _names(config: Fields, key: str) -> list[str]:
@@ -160,8 +192,8 @@ def _names(config: Fields, key: str) -> list[str]:
     return names
 
 
-def _names_it(entry: str, name: str) -> bool:
-    """Whether an entry of a list, a name or a regular expression after "re:", is for a module."""
+def _matches(entry: str, name: str) -> bool:
+    """Return True if an entry of a list, a name or a regular expression after "re:", matches a module's name."""
     if not entry.startswith("re:"):
         return entry == name
     try:

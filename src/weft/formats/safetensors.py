@@ -1,4 +1,4 @@
-"""safetensors: the header of a file, and the files of a directory, without the library and without torch.
+"""safetensors: headers of single files and of a checkpoint's directory, without the library and without torch.
 
 Format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -14,12 +14,12 @@ from weft.errors import ModelError, error_reason
 from weft.formats import limits
 from weft.formats.tensor import TensorInfo, check_bounds
 
-LENGTH_BYTES = 8  # the header's length, little-endian, comes first
+LENGTH_BYTES = 8  # a file begins with the header's length, little-endian
 LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-# Bits per element, of every dtype that the format has.
+# Bits per element of every dtype of the format.
 BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 BITS |= {"I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
@@ -35,8 +35,8 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of one file. Raises ModelError where it is missing, cut short, damaged or of unknown types."""
+def read_safetensors(path: Path) -> dict[str, TensorInfo]:
+    """Read the tensors of one file. Raises ModelError if it is missing, cut short, damaged or of unknown types."""
     try:
         limits.check_file(path)
         with path.open("rb") as file:
@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, TensorInfo]:
             header = file.read(length)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
-    tensors = decode(header, str(path))
+    tensors = decode_header(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
     check_bounds(tensors, str(path), size)
@@ -61,8 +61,8 @@ def read(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def decode(header: bytes, path: str) -> dict[str, TensorInfo]:
-    """The tensors that a header tells of, each `offset` without the start of the data. Raises ModelError."""
+def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
+    """Decode a header into its tensors; offsets count from the start of the data section. Raises ModelError."""
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
@@ -86,22 +86,25 @@ def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
 
 
 def read_directory(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint: of `model.safetensors`, else of the index's files, else of all that are there."""
+    """Read the tensors of a checkpoint: from `model.safetensors`, else the files of its index, else all its files.
+
+    Raises ModelError if there are none, or if two files hold the same tensor.
+    """
     if (folder / SINGLE).exists():
-        return read(folder / SINGLE)
+        return read_safetensors(folder / SINGLE)
     if (folder / INDEX).exists():
         return _read_indexed(folder)
-    # Mistral's own format, under other names, lies beside the one that everybody reads.
+    # Mistral's own format, with other tensor names, lies beside Hugging Face's.
     files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
     if not files:
         raise _no_weights(folder)
     tensors: dict[str, TensorInfo] = {}
     for path in files:
-        part = read(path)
-        twice = min(tensors.keys() & part.keys(), default=None)
-        if twice is not None:
+        part = read_safetensors(path)
+        repeated = min(tensors.keys() & part.keys(), default=None)
+        if repeated is not None:
             raise ModelError(
-                f"{twice!r:.80} is in {path} and in {tensors[twice].file}; leave one checkpoint in that directory"
+                f"{repeated!r:.80} is in {path} and in {tensors[repeated].file}; leave one checkpoint in that directory"
             )
         tensors |= part
     return tensors
@@ -124,7 +127,7 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
             raise ModelError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
         if not (folder / name).exists():
             raise ModelError(f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again")
-        files[name] = read(folder / name)
+        files[name] = read_safetensors(folder / name)
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Schemes: how the engine holds quantised weights, and which parameters it quantises itself, as data.
+"""Schemes: the engine's storage formats for quantised weights, as data, and the scheme of each parameter.
 
-What a scheme computes is in `quant` and in the kernels. A matrix is stored along its rows, in groups of columns with a
-16-bit scale each; a rank that owns some of the columns of a group holds the scale of all of it.
+The arithmetic of a scheme is in `quant` and in the kernels. A matrix is stored by rows, in groups of columns with a
+16-bit scale each; a rank that owns only some columns of a group holds the group's scale all the same.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, GROUPS
 
-UNIT = 32  # columns that are never parted: what a kernel multiplies at once; a group, several or half of one
+UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers are w = scale * q + lowest, q of `bits` bits without a sign, the scale of 16 bits and one for each
-    `group` columns. `lowest` is stored as 16 bits ("minimum"), or is scale * -zero, `zero` a byte ("zero"), or is
-    scale * -2^(bits - 1) ("middle")."""
+    """Quantised numbers w = scale * q + lowest; q has `bits` bits, no sign; each `group` columns share a 16-bit scale.
+
+    `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
+    scale * -2^(bits - 1), not stored.
+    """
 
     bits: int
     group: int
@@ -34,20 +36,21 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_bits(self) -> int:
-        """What a group takes beside its numbers."""
+        """Bits of a group beside its numbers: scale, and minimum or zero point."""
         return 16 + {"middle": 0, "zero": 8, "minimum": 16}[self.lowest]
 
     def nbytes(self, rows: int, cols: Span) -> int:
-        """Bytes of so many rows and of these columns, in multiples of UNIT, of a matrix."""
+        """Bytes of these columns (in multiples of UNIT) of `rows` rows of a matrix."""
         return rows * (len(cols) * self.bits + cols.blocks(self.group) * self.group_bits) // 8
 
     def holds(self, other: Scheme) -> bool:
-        """Whether all that the other can say can be said in this one."""
+        """Return True if this scheme can represent all numbers of the other scheme exactly."""
         finer = self.bits >= other.bits and other.group % self.group == 0
         return finer and self.lowest in ("minimum", other.lowest)
 
 
-# What there are kernels for. Those that have the name of a GGUF type are this type, bit for bit.
+# Schemes that the engine quantises to, or loads GGUF types into. One with the name of a GGUF type is that type, bit for
+# bit.
 SCHEMES = {
     "INT8": Scheme(bits=8, group=128, lowest="zero"),
     "Q8_0": Scheme(bits=8, group=32, lowest="middle"),
@@ -57,9 +60,9 @@ SCHEMES = {
     "Q4_16": Scheme(bits=4, group=16, lowest="middle"),
     "Q4_16_MIN": Scheme(bits=4, group=16, lowest="minimum"),
 }
-# What GGUF's types are once they are unpacked. The values of IQ4 are 16 of 8 bits; where a block has several groups,
-# their scales and minima are products of the block's with whole numbers, which are rounded to 16 bits.
-STORED = {
+# Each GGUF type as a scheme, after unpacking. IQ4's values are 16 numbers of 8 bits. If a block has several groups,
+# their scales and minima are products of the block's own with whole numbers, and are rounded to 16 bits.
+GGUF_SCHEMES = {
     "Q4_0": SCHEMES["Q4_0"],
     "Q4_1": SCHEMES["Q4_1"],
     "Q5_0": Scheme(bits=5, group=32, lowest="middle"),
@@ -73,22 +76,22 @@ STORED = {
     "IQ4_NL": SCHEMES["Q8_0"],
     "IQ4_XS": SCHEMES["Q8_0"],
 }
-# Rounded anew where no scheme holds them as they are: 8 bits in groups of 32 lose half a percent, as much as x does
-# where it is rounded to 8 bits, and add a twentieth to what Q6_K has lost before (docs/benchmarks.md).
+# Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
+# as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
-# What GPTQ, AWQ and compressed-tensors publish, bit for bit; their files have zero points of `bits` bits.
-PUBLISHED = {
+# GPTQ's, AWQ's and compressed-tensors' formats, bit for bit; zero points have `bits` bits in their files.
+PUBLISHED_SCHEMES = {
     scheme_name(bits, group, symmetric): Scheme(bits=bits, group=group, lowest="middle" if symmetric else "zero")
     for bits in BITS
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL = SCHEMES | PUBLISHED
-# What a user may ask for of any checkpoint, and the precision (formats.precision) that it becomes. GPTQ and AWQ choose
-# groups of 128 with the help of examples; that is too coarse for weights rounded without examples. A head rounded to
-# 4 bits costs more quality than its bytes are worth.
-MADE = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
-# What vLLM calls that which GPTQ, AWQ and compressed-tensors publish; the kernels are ours whatever its word.
+ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES
+# --quantization values for any checkpoint: weights are quantised as they are loaded, to this precision of
+# formats.precision. GPTQ and AWQ choose their groups of 128 with calibration data; groups of 128 are too coarse for
+# weights rounded without. A head rounded to 4 bits costs more quality than its bytes are worth.
+ONLINE_QUANTIZATIONS = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
+# vLLM's --quantization values for published checkpoints. Weft uses its own kernels for all of them.
 METHODS: dict[str, Method] = {
     "gptq": "gptq",
     "awq": "awq",
@@ -96,43 +99,52 @@ METHODS: dict[str, Method] = {
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
-QUANTIZATIONS = ("auto", "none", *MADE, *METHODS)
+QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
 
-def asked_for(precision: str) -> str | None:
-    """The word of MADE for weights of a precision, those of a GGUF file without its head counted; None where there is
-    none."""
-    return next((word for word, made in reversed(MADE.items()) if precision in (made, made.partition("+")[0])), None)
+def online_quantization(precision: str) -> str | None:
+    """The --quantization value that gives weights of this precision, apart from the head; None if there is none."""
+    for name, result in reversed(ONLINE_QUANTIZATIONS.items()):
+        if precision in (result, result.partition("+")[0]):
+            return name
+    return None
 
 
-def held_as(types: Iterable[str]) -> str | None:
-    """The smallest scheme that holds what is stored in all of these types, as the parts of one parameter are; None
-    where one of them is no quantised type of GGUF's, unless all are one of PUBLISHED."""
-    return _held_as(frozenset(types))
+def scheme_for_types(types: Iterable[str]) -> str | None:
+    """The smallest scheme that holds tensors of all of these types, as the parts of one parameter are stored.
+
+    None if one of the types is not quantised, or if there are no kernels for it.
+    """
+    return _scheme_for_types(frozenset(types))
 
 
 @cache
-def _held_as(types: frozenset[str]) -> str | None:
-    if len(types) == 1 and types <= PUBLISHED.keys():
+def _scheme_for_types(types: frozenset[str]) -> str | None:
+    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys():
         return min(types)
-    if not types <= STORED.keys():
+    if not types <= GGUF_SCHEMES.keys():
         return None
-    for stored in ([STORED[kind] for kind in types], [ROUNDED.get(kind, STORED[kind]) for kind in types]):
-        fit = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
-        if fit:
-            return min(fit, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
+    exact = [GGUF_SCHEMES[type] for type in types]
+    rounded = [ROUNDED.get(type, GGUF_SCHEMES[type]) for type in types]
+    for stored in (exact, rounded):
+        candidates = [name for name, scheme in SCHEMES.items() if all(map(scheme.holds, stored))]
+        if candidates:
+            return min(candidates, key=lambda name: SCHEMES[name].nbytes(1, Span(0, 256)))
     raise AssertionError(f"no scheme has room for {', '.join(sorted(types))}")
 
 
-def scheme_of(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
-    """The scheme that a parameter gets in a precision of MADE, from a GGUF file in one of its mixes, or from its own
-    checkpoint where GPTQ, AWQ or compressed-tensors made that; None where it stays in 16 bits."""
+def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter, layer: int = 0) -> str | None:
+    """Scheme of a parameter whose weights are in this precision; None if the parameter stays in 16 bits.
+
+    The precision is one of ONLINE_QUANTIZATIONS, the mix of a GGUF file, or that of the model's own published
+    checkpoint.
+    """
     cols = parameter.parts[0].cols
     if cols is None or axis_length(shape, cols) % UNIT:
         return None
     if shape.published and precision == shape.published.precision:
         names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)
-        return held_as(shape.published.of(name, parameter.role) for name in names)
+        return scheme_for_types(shape.published.stored_as(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
-    return held_as(gguf_types.type_of(shape, precision, parameter, part, layer) for part in parameter.parts)
+    return scheme_for_types(gguf_types.gguf_type(shape, precision, parameter, part, layer) for part in parameter.parts)

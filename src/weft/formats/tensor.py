@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint: where its bytes lie and how its numbers are stored."""
+"""TensorInfo: position and encoding of one tensor of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.errors import ModelError
 
 
 class Encoding(msgspec.Struct, frozen=True):
-    """How numbers are stored: each `elements` of them, along a row, in `nbytes` bytes."""
+    """Storage of numbers in blocks: each `elements` numbers along a row take `nbytes` bytes."""
 
     elements: int
     nbytes: int
 
 
-# Names as safetensors and ggml write them; the dense ones are the same in both.
+# Names as in safetensors and ggml; the dense types have the same names in both.
 ENCODINGS: dict[str, Encoding] = {
     "F32": Encoding(1, 4),
     "F16": Encoding(1, 2),
@@ -37,11 +37,11 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`dims` are row-major, the last one contiguous; `offset` and `nbytes` are bytes of `file`.
+    """A tensor in a file. `dims` are row-major, the last one contiguous; `offset` and `nbytes` are bytes of `file`.
 
-    `type` is a key of ENCODINGS, or a type that only some other tensor than a model's weights may have.
-    `interleaved` is head_dim where each head's rows alternate between the two halves of its rotary pairs
-    (ggml's order for Llama), and 0 where the halves follow each other (everybody else's).
+    - `type`: a key of ENCODINGS, or another type, which a model's weights must not have.
+    - `interleaved`: head_dim if each head's rows alternate between the two halves of its rotary pairs (ggml's order for
+      Llama); 0 if one half follows the other (all other files).
     """
 
     file: str
@@ -53,8 +53,8 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> None:
-    """Raises ModelError where a tensor of `file` ends beyond its `size` bytes, or lies over another one."""
-    end, before = 0, ""
+    """Raise ModelError if a tensor of `file` ends beyond its `size` bytes, or overlaps with another tensor."""
+    end, previous = 0, ""
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if info.offset + info.nbytes > size:
             raise ModelError(
@@ -62,7 +62,5 @@ def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> Non
                 f"{size:,} bytes; fetch it again"
             )
         if info.offset < end and info.nbytes:
-            raise ModelError(
-                f"{file} is damaged: tensors {before!r:.80} and {name!r:.80} lie over each other; fetch it again"
-            )
-        end, before = info.offset + info.nbytes, name
+            raise ModelError(f"{file} is damaged: tensors {previous!r:.80} and {name!r:.80} overlap; fetch it again")
+        end, previous = info.offset + info.nbytes, name

@@ -1,4 +1,4 @@
-"""YAML: read so that nothing in it is passed over, and written as people write it."""
+"""YAML: a strict reader, and a writer of documents that look as if people wrote them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ if TYPE_CHECKING:
     import yaml
 
 WIDTH = 120
-# What is a text to PyYAML (YAML 1.1) and a number to the parsers of Go, which Kubernetes and Compose have.
+# Texts to PyYAML (YAML 1.1) that are numbers to Go's parsers, which Kubernetes and Compose use.
 NUMBER = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|0o[0-7]+|0x[0-9a-f]+|[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
 class Block(str):
-    """A text of several lines, which keeps them."""
+    """A text of several lines, written as a block ("|")."""
 
     __slots__ = ()
 
 
-def load(text: str) -> Any:
-    """What a document says. Raises ValueError, in one line, where it is no YAML, is nested too deeply, or has a field
-    twice, of which YAML's reader would take the last."""
+def load_yaml(text: str) -> Any:
+    """Parse a document. Raises ValueError, in one line, if it is no YAML, is nested too deeply, or repeats a field.
+
+    PyYAML itself would take the last value of a repeated field.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Each field once."""
+        """Refuses a field that is there twice."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
@@ -45,12 +47,12 @@ def load(text: str) -> Any:
         raise ValueError("its lists are nested too deeply") from None
 
 
-def dump(value: object) -> str:
-    """`value` as a document, in the order that it was put together."""
+def dump_yaml(value: object) -> str:
+    """Write `value` as a document; fields keep their order."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """With lists set in, and blocks."""
+        """Indents lists, writes `Block` texts as blocks, and never writes aliases."""
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
             super().increase_indent(flow, False)
@@ -61,9 +63,9 @@ def dump(value: object) -> str:
     def block(dumper: yaml.SafeDumper, text: Block) -> yaml.ScalarNode:
         return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
 
-    def text(dumper: yaml.SafeDumper, told: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", told, style="'" if NUMBER.fullmatch(told) else None)
+    def plain(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if NUMBER.fullmatch(text) else None)
 
     Dumper.add_representer(Block, block)
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, plain)
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=WIDTH, allow_unicode=True))

@@ -1,1 +1,1 @@
-"""Several replicas behind one address: which of them gets a request."""
+"""Several replicas behind one address: routing policies."""

@@ -1,4 +1,7 @@
-"""Policies: which replica gets the next request. Pure: no sockets, no clock; equal calls give equal choices."""
+"""Routing policies: choose the replica for the next request.
+
+Policies are pure: no sockets and no clock. Equal sequences of calls give equal choices.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from typing import Protocol
 
 
 class Policy(Protocol):
-    """How requests are dealt out to replicas."""
+    """Distributes requests over replicas."""
 
-    def choose(self, connections: Sequence[int]) -> int:
-        """The number of the replica for the next request. `connections` counts for each replica, of which there is at
-        least one, the requests that it has been given and has not ended yet."""
+    def choose_replica(self, connections: Sequence[int]) -> int:
+        """Index of the replica for the next request.
+
+        `connections`: for each replica, of which there is at least one, its number of unfinished requests.
+        """
         ...
 
 
 class LeastConnections:
-    """The replica with the fewest requests; equal ones take turns."""
+    """The replica with the fewest unfinished requests; replicas with equal numbers take turns."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, connections: Sequence[int]) -> int:
+    def choose_replica(self, connections: Sequence[int]) -> int:
         fewest = min(connections)
         try:
             chosen = connections.index(fewest, self._next)
@@ -32,12 +37,12 @@ class LeastConnections:
 
 
 class RoundRobin:
-    """All replicas in turn, however busy they are."""
+    """All replicas in turn, regardless of their load."""
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, connections: Sequence[int]) -> int:
+    def choose_replica(self, connections: Sequence[int]) -> int:
         chosen = self._next % len(connections)
         self._next = chosen + 1
         return chosen

@@ -1,4 +1,4 @@
-"""Calibration: what our engine reaches on this machine, as `weft bench calibrate` has measured it."""
+"""Calibration: the engine's measured speeds on this machine, stored by `weft bench calibrate`."""
 
 from __future__ import annotations
 
@@ -12,69 +12,68 @@ from weft.cache import cache_path, warn_damaged, write_cache_file
 from weft.errors import WeftError
 
 AGAIN = "run weft bench calibrate again"
-VERSION = 1  # of the constants: grows when what they mean changes
+VERSION = 1  # of the constants: raised when their meaning changes
 
 
-class Measured(msgspec.Struct, frozen=True, array_like=True):
-    """A figure, and how it was measured."""
+class MeasuredFigure(msgspec.Struct, frozen=True, array_like=True):
+    """A figure and a sentence on how it was measured."""
 
     value: float
-    how: str
+    method: str
 
 
-class Quantised(msgspec.Struct, frozen=True):
-    """What a precision's weights stream with in decode, and what they are multiplied with."""
+class QuantisedFigures(msgspec.Struct, frozen=True):
+    """Speeds of one quantised precision: bytes/s of its weights in decode, FLOPS of its matrix products."""
 
-    weights_Bps: Measured
-    matmul_flops: Measured
+    weights_Bps: MeasuredFigure
+    matmul_flops: MeasuredFigure
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """One device, with 16-bit weights (`precision` says which) and with those of the `quantised` precisions.
+    """Measured speeds of one device, with 16-bit weights (`precision`) and with each `quantised` precision.
 
-    The names of the figures are those of `planner.profiles` and of its formulas: `weights_Bps` and `cache_Bps` are the
-    bytes per second of weights and of cached keys and values in decode, `matmul_flops` and `attention_flops` what
-    matrix products and a prompt's attention reach, `overlap` the share of the shorter of streaming and multiplying that
-    hides behind the longer. `error` is the mean error of the fit, `worst` its largest, over `points` measurements: 0.1
-    is 10 %.
+    The figures have the names of `planner.profiles`: `weights_Bps` and `cache_Bps` are bytes per second of weights and
+    of cached keys and values in decode, `matmul_flops` and `attention_flops` the operations per second of matrix
+    products and of attention in prefill. `overlap` is the share of the shorter of streaming and multiplying that hides
+    behind the longer. `error` is the mean error of the fit over `points` measurements, `worst` the largest (0.1: 10 %).
     """
 
     device: str
     precision: str
     date: str
     weft: str
-    weights_Bps: Measured
-    cache_Bps: Measured
-    matmul_flops: Measured
-    attention_flops: Measured
-    overlap: Measured
-    layer_us: Measured
-    step_us: Measured
-    sequence_us: Measured
-    runtime_MiB: Measured
-    quantised: dict[str, Quantised] = {}
+    weights_Bps: MeasuredFigure
+    cache_Bps: MeasuredFigure
+    matmul_flops: MeasuredFigure
+    attention_flops: MeasuredFigure
+    overlap: MeasuredFigure
+    layer_us: MeasuredFigure
+    step_us: MeasuredFigure
+    sequence_us: MeasuredFigure
+    runtime_MiB: MeasuredFigure
+    quantised: dict[str, QuantisedFigures] = {}
     points: int
     error: float
     worst: float
 
     @property
     def source(self) -> str:
-        """Where its figures are from."""
+        """The origin of the figures, for people."""
         return f"measured here on {self.date} by weft bench calibrate"
 
-    def figures(self) -> dict[str, Measured]:
-        """All of them, by name, those of a quantised precision with it behind."""
+    def figures(self) -> dict[str, MeasuredFigure]:
+        """All figures by name; the name of a quantised precision's figure ends in the precision."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        found = {name: value for name, value in fields.items() if isinstance(value, Measured)}
-        for precision, it in self.quantised.items():
-            found |= {f"weights_Bps {precision}": it.weights_Bps, f"matmul_flops {precision}": it.matmul_flops}
-        return found
+        figures = {name: value for name, value in fields.items() if isinstance(value, MeasuredFigure)}
+        for precision, own in self.quantised.items():
+            figures |= {f"weights_Bps {precision}": own.weights_Bps, f"matmul_flops {precision}": own.matmul_flops}
+        return figures
 
     def scaled(self, memory: float, compute: float) -> Calibration:
-        """That of a device whose memory is so many times as fast, and that computes so many times as fast."""
+        """This calibration scaled to a device with `memory` times the bandwidth and `compute` times the FLOPS."""
 
-        def times(figure: Measured, factor: float) -> Measured:
-            return Measured(figure.value * factor, figure.how)
+        def times(figure: MeasuredFigure, factor: float) -> MeasuredFigure:
+            return MeasuredFigure(figure.value * factor, figure.method)
 
         return msgspec.structs.replace(
             self,
@@ -83,69 +82,72 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             matmul_flops=times(self.matmul_flops, compute),
             attention_flops=times(self.attention_flops, compute),
             quantised={
-                name: Quantised(times(it.weights_Bps, memory), times(it.matmul_flops, compute))
-                for name, it in self.quantised.items()
+                precision: QuantisedFigures(times(own.weights_Bps, memory), times(own.matmul_flops, compute))
+                for precision, own in self.quantised.items()
             },
         )
 
 
 class _File(msgspec.Struct, frozen=True):
+    """The file of one machine's calibrations."""
+
     machine: str
     calibrations: tuple[Calibration, ...]
 
 
-def versions() -> tuple[int, str]:
-    """What calibrations depend on beside the machine: what they mean, and the library whose kernels run."""
+def calibration_versions() -> tuple[int, str]:
+    """Versions that a calibration depends on: of its constants, and of torch, whose kernels run."""
     try:
         return VERSION, version("torch")
     except PackageNotFoundError:
         return VERSION, ""
 
 
-def path(machine: str) -> Path:
-    """Where they are kept; `machine` is the fingerprint of the machine and of `versions`."""
+def calibration_path(machine: str) -> Path:
+    """Path of the calibrations of `machine`, a fingerprint of the machine and of `calibration_versions`."""
     return cache_path() / f"calibration-{machine}.json"
 
 
-def known(machine: str) -> tuple[Calibration, ...]:
-    """What was measured of the machine's devices with this version of Weft; nothing where the file is damaged."""
+def load_calibrations(machine: str) -> tuple[Calibration, ...]:
+    """Calibrations of the machine's devices by this version of Weft; empty if there is no file or a damaged one."""
     try:
-        found = msgspec.json.decode(path(machine).read_bytes(), type=_File)
-    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home, and so no cache
+        stored = msgspec.json.decode(calibration_path(machine).read_bytes(), type=_File)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home directory, and so no cache
         return ()
     except (OSError, msgspec.DecodeError) as error:
-        warn_damaged(path(machine), str(error), AGAIN)
+        warn_damaged(calibration_path(machine), str(error), AGAIN)
         return ()
-    if found.machine != machine or not all(map(sound, found.calibrations)):
-        warn_damaged(path(machine), "its figures cannot be", AGAIN)
+    if stored.machine != machine or not all(map(is_plausible, stored.calibrations)):
+        warn_damaged(calibration_path(machine), "its figures are impossible", AGAIN)
         return ()
-    return tuple(it for it in found.calibrations if it.weft == _weft())
+    return tuple(calibration for calibration in stored.calibrations if calibration.weft == _weft_version())
 
 
-def sound(it: Calibration) -> bool:
-    """Whether the figures can be: a file that was edited by hand may hold anything."""
-    figures = it.figures()
-    rates = [figure.value for name, figure in figures.items() if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
+def is_plausible(calibration: Calibration) -> bool:
+    """Return True if all figures are possible; a file that was edited by hand may hold anything."""
+    figures = calibration.figures()
+    if not all(isfinite(figure.value) and figure.value >= 0 for figure in figures.values()):
+        return False
+    names = [name for name in figures if name.partition(" ")[0].endswith(("_Bps", "_flops"))]
     return (
-        all(isfinite(figure.value) and figure.value >= 0 for figure in figures.values())
-        and all(rate > 0 for rate in rates)
-        and it.overlap.value <= 1
-        and isfinite(it.error)
+        all(figures[name].value > 0 for name in names)
+        and calibration.overlap.value <= 1
+        and isfinite(calibration.error)
     )
 
 
-def keep(machine: str, calibration: Calibration) -> Path:
-    """Write it down in the place of what there was of the same device. Raises WeftError where that is not possible."""
-    others = [it for it in known(machine) if it.device != calibration.device]
+def store_calibration(machine: str, calibration: Calibration) -> Path:
+    """Store a calibration in place of an older one of the same device; return the path. Raises WeftError on failure."""
+    others = [other for other in load_calibrations(machine) if other.device != calibration.device]
     text = msgspec.json.format(msgspec.json.encode(_File(machine, (*others, calibration))))
     try:
-        write_cache_file(path(machine), text)
+        write_cache_file(calibration_path(machine), text)
     except (OSError, RuntimeError) as error:
         raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
-    return path(machine)
+    return calibration_path(machine)
 
 
-def _weft() -> str:
+def _weft_version() -> str:
     from weft import __version__
 
     return __version__

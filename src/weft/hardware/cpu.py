@@ -1,4 +1,4 @@
-"""The CPU of this machine: its model, its cores, its NUMA nodes, and what instructions it has for matrices."""
+"""The CPU of this machine: model, cores, NUMA nodes, instruction sets for matrices, and measured speeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-# Instruction sets that matter to matrix products, as Linux calls them (x86, then Arm).
+# Instruction sets that matter to matrix products, by their names in Linux (x86, then Arm).
 MATRIX_FEATURES = (
     "avx2",
     "fma",
@@ -31,7 +31,7 @@ MATRIX_FEATURES = (
 
 
 class NumaNode(msgspec.Struct, frozen=True):
-    """A part of the machine's memory, and the CPU numbers that are near it."""
+    """A part of the machine's memory, and the numbers of the CPUs near it."""
 
     number: int
     cores: tuple[int, ...]
@@ -40,8 +40,8 @@ class NumaNode(msgspec.Struct, frozen=True):
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine has, whatever this process may use of it. `threads` counts what the kernel numbers,
-    `cores` what there is of hardware. `features` are those of MATRIX_FEATURES that it has."""
+    """The machine's CPU, including what this process may not use. `threads` counts logical CPUs, `cores` physical ones.
+    `features` are the MATRIX_FEATURES that the CPU has."""
 
     model: str
     sockets: int
@@ -51,13 +51,13 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
     nodes: tuple[NumaNode, ...] = ()
 
 
-TOKENS = (1, 4, 8, 32)  # of a step, for which products are told of one by one
+TOKENS = (1, 4, 8, 32)  # numbers of tokens in a step for which products are measured one by one
 
 
 class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Matrix products with weights of so many bits, which come from memory: bytes of them per second with so many
-    tokens as TOKENS says, and what each token beyond the last of these takes, as operations per second. `source` as in
-    `KernelSpeed`, "" where it is the same."""
+    """Speed of matrix products with weights of `bits` bits that come from memory. `weights_Bps` is bytes of weights per
+    second, one figure for each of TOKENS; `matmul_flops` is operations per second for the tokens beyond the last of
+    these. `source` as in `KernelSpeed`, "" if it is the same."""
 
     bits: int
     weights_Bps: Annotated[tuple[float, ...], Meta(min_length=len(TOKENS), max_length=len(TOKENS))]
@@ -66,10 +66,13 @@ class ProductSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine's own kernels reach on all cores together that a process may use: `products` by their bits; bytes
-    per second of keys and values in decode, operations per second of a prompt's attention, bytes per second of
-    activations that SiLU reads and writes. `source` tells where the figures are from, "" of those that were measured
-    here. `measured`: they all were, but for `products` that say otherwise, while nothing else computed."""
+    """Speed of Weft's own kernels on all cores together that a process may use.
+
+    `products` by their bits; `cache_Bps`: bytes of keys and values per second in decode; `attention_flops`: operations
+    per second of attention in prefill; `rows_Bps`: bytes per second of activations that SiLU reads and writes. `source`
+    is the origin of the figures, "" if they were measured here. `measured` is True if nothing else computed during the
+    measurement; `products` with a source of their own are excepted.
+    """
 
     products: tuple[ProductSpeed, ...]
     cache_Bps: float
@@ -79,8 +82,11 @@ class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
     measured: bool = False
 
     def scaled(self, bandwidth_Bps: float, memory: float, compute: float) -> KernelSpeed:
-        """That of a CPU whose memory, of this bandwidth, is so many times as fast, and that computes so many times as
-        fast: of what comes from memory the bandwidth takes its time, and computing the rest."""
+        """This speed scaled to a CPU with `memory` times the bandwidth and `compute` times the FLOPS.
+
+        `bandwidth_Bps` is the bandwidth of this CPU. The time of streaming is split into the part that the bandwidth
+        takes and the rest, which computing takes.
+        """
 
         def streaming(rate: float) -> float:
             least = min(1 / bandwidth_Bps, 1 / rate)
@@ -88,9 +94,11 @@ class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
         products = (
             msgspec.structs.replace(
-                it, weights_Bps=tuple(map(streaming, it.weights_Bps)), matmul_flops=it.matmul_flops * compute
+                product,
+                weights_Bps=tuple(map(streaming, product.weights_Bps)),
+                matmul_flops=product.matmul_flops * compute,
             )
-            for it in self.products
+            for product in self.products
         )
         return msgspec.structs.replace(
             self,
@@ -102,11 +110,13 @@ class KernelSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuSpeed(msgspec.Struct, frozen=True):
-    """What was measured of all cores together that a process may use: bytes per second that they read from memory, and
-    operations per second of 32-bit matrix products (a multiplication and an addition are two). `busy`: others computed
-    at the same time, and the figures may be too low. `library` is the name of that of our own kernels at the time, ""
-    where it was not built yet, None where there was no compiler; only of one that is there, and runs, `kernels` are
-    known."""
+    """Measured speed of all cores together that a process may use.
+
+    `bandwidth_Bps` is bytes per second read from memory; `fp32_flops` is operations per second of 32-bit matrix
+    products (a multiplication and an addition are two). `busy`: other processes computed at the same time, so the
+    figures may be too low. `library` is the file name of Weft's compiled kernels at the time, "" if they were not built
+    yet, None without a compiler. `kernels` are known only if that library existed and ran.
+    """
 
     bandwidth_Bps: float
     fp32_flops: float
@@ -116,22 +126,21 @@ class CpuSpeed(msgspec.Struct, frozen=True):
 
     @property
     def runs_own(self) -> bool:
-        """Whether our own kernels run here: they did, or are still to be built."""
+        """True if Weft's own kernels run here: they did, or have yet to be built."""
         return self.kernels is not None or self.library == ""
 
 
-def look(root: Path = Path("/")) -> Cpu:
-    """What the kernel's files below `root` tell; elsewhere what Python knows."""
-    text = _read(root / "proc/cpuinfo")
-    entries = [dict(_fields(part)) for part in text.split("\n\n") if "processor" in part]
+def probe_cpu(root: Path = Path("/")) -> Cpu:
+    """Read the CPU from the kernel's files below `root`, or from Python on other systems."""
+    entries = _cpuinfo(root)
     first = entries[0] if entries else {}
     flags = set((first.get("flags") or first.get("Features") or "").split())
-    # Arm tells neither sockets nor cores there.
+    threads = len(entries) or os.cpu_count() or 1
+    # On Arm the file lists neither sockets nor cores.
     sockets = {entry["physical id"] for entry in entries if "physical id" in entry}
     cores = {(entry.get("physical id"), entry["core id"]) for entry in entries if "core id" in entry}
-    threads = len(entries) or os.cpu_count() or 1
     return Cpu(
-        model=" ".join(first.get("model name", "").split()) or platform.processor() or platform.machine(),
+        model=_model_name(first),
         sockets=len(sockets) or 1,
         cores=len(cores) or threads,
         threads=threads,
@@ -140,62 +149,74 @@ def look(root: Path = Path("/")) -> Cpu:
     )
 
 
+def _cpuinfo(root: Path) -> list[dict[str, str]]:
+    """Fields of each logical CPU."""
+    text = _read_file(root / "proc/cpuinfo")
+    return [dict(_fields(part)) for part in text.split("\n\n") if "processor" in part]
+
+
+def _model_name(fields: dict[str, str]) -> str:
+    return " ".join(fields.get("model name", "").split()) or platform.processor() or platform.machine()
+
+
 def numa_nodes(root: Path) -> tuple[NumaNode, ...]:
-    """Those that the kernel lists; none where it does not."""
-    found = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda it: int(it.name[4:])):
-        info = dict(re.findall(r"(\w+):\s+(\d+)", _read(folder / "meminfo")))
-        found.append(
+    """NUMA nodes that the kernel lists; empty if it lists none."""
+    nodes = []
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    for folder in sorted(folders, key=lambda folder: int(folder.name[4:])):
+        info = dict(re.findall(r"(\w+):\s+(\d+)", _read_file(folder / "meminfo")))
+        nodes.append(
             NumaNode(
                 number=int(folder.name[4:]),
-                cores=numbers(_read(folder / "cpulist")),
+                cores=parse_cpu_list(_read_file(folder / "cpulist")),
                 memory_total_bytes=int(info.get("MemTotal", 0)) * 1024,
                 memory_free_bytes=int(info.get("MemFree", 0)) * 1024,
             )
         )
-    return tuple(found)
+    return tuple(nodes)
 
 
 def last_cache_bytes(root: Path = Path("/")) -> int:
-    """The last level of cache, each of its parts once, which several cores share; 0 where the kernel does not tell."""
+    """Bytes of the last level of cache, each shared part counted once; 0 if the kernel does not report them."""
     parts: dict[str, int] = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache"):
-        levels = {_read(index / "level"): index for index in folder.glob("index[0-9]*")}
+        levels = {_read_file(index / "level"): index for index in folder.glob("index[0-9]*")}
         last = levels.get(max(levels, default=""))
         if last is not None:
-            size = re.fullmatch(r"(\d+)([KM]?)", _read(last / "size"))
+            size = re.fullmatch(r"(\d+)([KM]?)", _read_file(last / "size"))
             unit = {"": 1, "K": 1 << 10, "M": 1 << 20}
             if size:
-                parts[_read(last / "shared_cpu_list")] = int(size[1]) * unit[size[2]]
+                parts[_read_file(last / "shared_cpu_list")] = int(size[1]) * unit[size[2]]
     return sum(parts.values())
 
 
-def load() -> float:
-    """The share of the machine's cores that were wanted in the last minute, as a mean; it may be above 1."""
+def load_average() -> float:
+    """Mean share of the machine's cores that were in demand in the last minute; it may be above 1."""
     try:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except OSError:
         return 0.0
 
 
-def worked_s(cores: Collection[int], root: Path = Path("/")) -> float | None:
-    """Seconds that these cores have been at work since the machine's start, or taken by others on its host; None where
-    the kernel does not tell."""
-    lines = (line.split() for line in _read(root / "proc/stat").splitlines())
-    found = [list(map(int, words[1:])) for words in lines if words and words[0] in {f"cpu{core}" for core in cores}]
-    # user nice system idle iowait irq softirq steal; the rest is in the first two.
-    ticks = sum(sum(times[:8]) - sum(times[3:5]) for times in found)
-    return ticks / os.sysconf("SC_CLK_TCK") if found else None
+def busy_seconds(cores: Collection[int], root: Path = Path("/")) -> float | None:
+    """Seconds that these cores have worked since boot, including time stolen by other guests of the host; None if the
+    kernel does not report them."""
+    wanted = {f"cpu{core}" for core in cores}
+    lines = (line.split() for line in _read_file(root / "proc/stat").splitlines())
+    counters = [list(map(int, words[1:])) for words in lines if words and words[0] in wanted]
+    # Fields: user nice system idle iowait irq softirq steal; guest times after these are part of the first two.
+    ticks = sum(sum(times[:8]) - sum(times[3:5]) for times in counters)
+    return ticks / os.sysconf("SC_CLK_TCK") if counters else None
 
 
-def numbers(ranges: str) -> tuple[int, ...]:
-    """The kernel's lists: 0-3,8 is 0, 1, 2, 3, 8."""
-    found: list[int] = []
+def parse_cpu_list(ranges: str) -> tuple[int, ...]:
+    """Parse the kernel's list format: 0-3,8 is 0, 1, 2, 3, 8."""
+    numbers: list[int] = []
     for part in ranges.split(","):
         low, _, high = part.strip().partition("-")
         if low.isdecimal():
-            found += range(int(low), int(high or low) + 1)
-    return tuple(found)
+            numbers += range(int(low), int(high or low) + 1)
+    return tuple(numbers)
 
 
 def _fields(entry: str) -> list[tuple[str, str]]:
@@ -203,7 +224,7 @@ def _fields(entry: str) -> list[tuple[str, str]]:
     return [(name.strip(), value.strip()) for name, _, value in pairs]
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""CPUs: what our own kernels can be expected to reach before they are built, by a CPU's instruction set."""
+"""Expected speeds of Weft's own kernels on a CPU before they are built and measured, by its instruction set."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import msgspec
 from weft.formats.schemes import SCHEMES, Scheme
 from weft.hardware.cpu import TOKENS, CpuSpeed, KernelSpeed, ProductSpeed
 
-# How weights are held whose products stand for all of as many bits: 16 as they are, 8 and 4.
+# Schemes whose products stand for all schemes with as many bits: 16 (no scheme), 8 and 4.
 HELD: tuple[Scheme | None, ...] = (None, SCHEMES["Q8_0"], SCHEMES["Q4_1"])
 DISTURBED = "measured here while others computed: it may be faster (weft hardware --refresh-hardware)"
-CACHE_SHARE = 0.8  # of the bandwidth, at which decode reads keys and values where it computes fast enough; as below
+CACHE_SHARE = 0.8  # of the bandwidth: decode reads keys and values at this rate if computing keeps up
 
 
-class _Product(msgspec.Struct, frozen=True, kw_only=True):
-    """As data/cpus.toml says."""
+class _ProductPrior(msgspec.Struct, frozen=True, kw_only=True):
+    """A product in data/cpus.toml: operations for each of numpy's, with few tokens (TOKENS) and with many."""
 
     bits: int
     few: tuple[float, ...]
     many: float
 
 
-class _Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """As data/cpus.toml says."""
+class _CpuPrior(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of data/cpus.toml, for CPUs that have all `features`."""
 
     features: frozenset[str]
-    products: tuple[_Product, ...]
+    products: tuple[_ProductPrior, ...]
     cache: float
     attention: float
     rows: float
@@ -39,52 +39,55 @@ class _Cpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def _table() -> tuple[_Cpu, ...]:
+def _cpu_priors() -> tuple[_CpuPrior, ...]:
     text = (files("weft.hardware") / "data/cpus.toml").read_text()
-    return msgspec.convert(tomllib.loads(text)["cpu"], tuple[_Cpu, ...])
+    return msgspec.convert(tomllib.loads(text)["cpu"], tuple[_CpuPrior, ...])
 
 
 def bytes_of(scheme: Scheme | None) -> float:
-    """What a weight takes, with its part of what its group has."""
+    """Bytes of one weight, including its part of its group's scale and minimum."""
     return 2.0 if scheme is None else (scheme.bits + scheme.group_bits / scheme.group) / 8
 
 
-def reached(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
-    """What our kernels reach on a CPU with these features: as measured, and as on others what was not. None where they
-    cannot be built or do not run, and others take their place."""
+def cpu_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed | None:
+    """Speed of Weft's kernels on a CPU with these features: measured figures, and expected ones for what was not
+    measured. None if the kernels cannot be built or do not run, so that other code takes their place."""
     if not speed.runs_own:
         return None
-    expected = usual(features, speed)
+    expected = expected_kernel_speed(features, speed)
     if speed.kernels is None:
         return expected
-    measured = {it.bits for it in speed.kernels.products}
-    others = [it for it in expected.products if it.bits not in measured]
-    priors = (msgspec.structs.replace(it, source=expected.source) for it in others)
+    measured = {product.bits for product in speed.kernels.products}
+    unmeasured = [product for product in expected.products if product.bits not in measured]
+    priors = (msgspec.structs.replace(product, source=expected.source) for product in unmeasured)
     products = (*speed.kernels.products, *priors)
     source = DISTURBED if speed.busy else ""
     return msgspec.structs.replace(speed.kernels, products=products, source=source, measured=not speed.busy)
 
 
-def usual(features: Collection[str], speed: CpuSpeed) -> KernelSpeed:
-    """What the kernels reach on a CPU with these features, of which numpy's speed is known: weights stream as fast as
-    the memory is read, unless they are multiplied slower than that."""
-    found = next(entry for entry in _table() if entry.features <= set(features))
-    sizes = {32: 4.0} | {scheme.bits if scheme else 16: bytes_of(scheme) for scheme in HELD}
+def expected_kernel_speed(features: Collection[str], speed: CpuSpeed) -> KernelSpeed:
+    """Expected speed of Weft's kernels on a CPU with these features, from numpy's measured speed.
 
-    def streaming(it: _Product) -> tuple[float, ...]:
-        # More tokens never take less.
+    Weights stream at the memory's bandwidth, unless multiplying them is slower.
+    """
+    prior = next(entry for entry in _cpu_priors() if entry.features <= set(features))
+    weight_bytes = {32: 4.0} | {scheme.bits if scheme else 16: bytes_of(scheme) for scheme in HELD}
+
+    def streaming(product: _ProductPrior) -> tuple[float, ...]:
         flops = speed.fp32_flops
-        times = (2 * tokens / (few * flops) for tokens, few in zip(TOKENS, it.few, strict=True))
-        return tuple(min(speed.bandwidth_Bps, sizes[it.bits] / time) for time in accumulate(times, max))
+        times = (2 * tokens / (few * flops) for tokens, few in zip(TOKENS, product.few, strict=True))
+        # More tokens never take less time.
+        slowest = accumulate(times, max)
+        return tuple(min(speed.bandwidth_Bps, weight_bytes[product.bits] / time) for time in slowest)
 
     products = tuple(
-        ProductSpeed(bits=it.bits, weights_Bps=streaming(it), matmul_flops=it.many * speed.fp32_flops)
-        for it in found.products
+        ProductSpeed(bits=product.bits, weights_Bps=streaming(product), matmul_flops=product.many * speed.fp32_flops)
+        for product in prior.products
     )
     return KernelSpeed(
         products=products,
-        cache_Bps=min(CACHE_SHARE * speed.bandwidth_Bps, found.cache * speed.fp32_flops),
-        attention_flops=found.attention * speed.fp32_flops,
-        rows_Bps=found.rows * speed.fp32_flops,
-        source=f"a prior, until it is measured here: {found.source} on Zen 5, for numpy's speed here",
+        cache_Bps=min(CACHE_SHARE * speed.bandwidth_Bps, prior.cache * speed.fp32_flops),
+        attention_flops=prior.attention * speed.fp32_flops,
+        rows_Bps=prior.rows * speed.fp32_flops,
+        source=f"a prior, until it is measured here: {prior.source} on Zen 5, for numpy's speed here",
     )

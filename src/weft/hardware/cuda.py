@@ -1,4 +1,4 @@
-"""CUDA's numbers of the GPUs: along the PCI bus, as the driver's library has them, unless the user wants others."""
+"""CUDA's device numbers: by PCI bus, as NVML counts, unless the user sets another order."""
 
 from __future__ import annotations
 
@@ -8,29 +8,33 @@ from collections.abc import Mapping
 
 logger = logging.getLogger("weft")
 
-# Of CUDA_DEVICE_ORDER. CUDA's own, where that is not set, is FASTEST_FIRST, by a rule that only CUDA knows.
-ORDER, BUS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+# If CUDA_DEVICE_ORDER is not set, CUDA takes FASTEST_FIRST, by a rule that only CUDA knows.
+ORDER_VARIABLE, BUS_ORDER = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
 SUCCESS = 0  # CUresult
 
 
-def order(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of a process that names GPUs as the plan does. The user's own order stays:
-    `shown` tells it."""
-    return {} if ORDER in environment else {ORDER: BUS}
+def device_order_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables to add to the environment of a process, so that CUDA numbers GPUs as the plan does.
+
+    Empty if the user has set an order of their own; `visible_uuids` reports it.
+    """
+    return {} if ORDER_VARIABLE in environment else {ORDER_VARIABLE: BUS_ORDER}
 
 
-def ordered_otherwise(environment: Mapping[str, str]) -> bool:
-    """Whether CUDA does not count along the PCI bus, because the user wants it so."""
-    return environment.get(ORDER, BUS) != BUS
+def has_other_order(environment: Mapping[str, str]) -> bool:
+    """Return True if the user has set a device order other than the PCI bus's."""
+    return environment.get(ORDER_VARIABLE, BUS_ORDER) != BUS_ORDER
 
 
-def shown() -> list[str] | None:
-    """The UUIDs of the GPUs that CUDA shows this process, in its order, as hexadecimal digits; None where it cannot be
-    asked. No context is made, so no memory is taken."""
+def visible_uuids() -> list[str] | None:
+    """UUIDs of the GPUs visible to this process, in CUDA's order, as hexadecimal digits; None if CUDA does not answer.
+
+    No context is created, so no GPU memory is taken.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         uuid_of = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
-        count, found = ctypes.c_int(), []
+        count, uuids = ctypes.c_int(), []
         if cuda.cuInit(0) != SUCCESS or cuda.cuDeviceGetCount(ctypes.byref(count)) != SUCCESS:
             return None
         for number in range(count.value):
@@ -39,12 +43,12 @@ def shown() -> list[str] | None:
                 return None
             if uuid_of(ctypes.byref(uuid), device) != SUCCESS:
                 return None
-            found.append(bytes(uuid).hex())
+            uuids.append(bytes(uuid).hex())
     except (OSError, AttributeError):
         return None
-    return found
+    return uuids
 
 
-def digits(uuid: str) -> str:
-    """Those of a UUID, however it is written: GPU-8f1c5d6e-..., MIG-..., or without a kind."""
+def uuid_digits(uuid: str) -> str:
+    """Hexadecimal digits of a UUID in any form: GPU-8f1c5d6e-..., MIG-..., or without a prefix."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", "").lower()

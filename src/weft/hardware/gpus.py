@@ -1,4 +1,4 @@
-"""GPUs: what the data sheet of each says, and what people and drivers call it."""
+"""The catalogue of GPUs: data sheet figures of each type, found by the names that people and drivers use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import msgspec
 from weft.errors import ConfigError
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
-from weft.hardware.topology import Clocks, Gpu, Slice, multiprocessors
+from weft.hardware.topology import Clocks, Gpu, MigSlice, multiprocessors
 
-# Words that say who made a card, or that only one card of the name has.
+# Words of a name that tell nothing: makers, product lines, and additions that only one card of the name has.
 NOISE = {"nvidia", "geforce", "tesla", "quadro", "amd", "instinct", "radeon", "generation", "edition", "gpu", "hbm3"}
 NOISE |= {"hbm3e", "hbm2e", "hbm2", "oam", "1x", "tensor", "core"}
-PER_NODE = 16  # GPUs that machines are built with, at most: chassis of two boards of eight, or of PCIe cards
-PCIE_BPS = 32e9  # of a card that nobody says it of: version 4, 16 lanes
+PER_NODE = 16  # the most GPUs in one machine: chassis with two boards of eight, or with PCIe cards
+PCIE_BPS = 32e9  # default: version 4, 16 lanes
 # Dense 16-bit operations of one multiprocessor in a cycle, summed in 32 bits, by compute capability: data sheet FLOPS
 # over multiprocessors and boost clock. GeForce cards of some generations sum at half the rate.
 TENSOR_FLOPS = {
@@ -34,22 +34,25 @@ TENSOR_FLOPS = {
     (10, 0): 8192,
     (12, 0): 1024,
 }
-HALVED = ((8, 6), (8, 9), (12, 0))
+HALF_RATE = ((8, 6), (8, 9), (12, 0))
 # The oldest GPUs that compute in bfloat16, and those that have e4m3 numbers.
 BF16_CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One type of GPU. `memory_bytes` is what the driver reports; `flops` are dense operations per second by
-    precision (bf16 fp16 fp8 int8 fp4, what it has); `nvlink_Bps` and `pcie_Bps` are bytes per second in one
-    direction, NVLink 0 where there is none. `bridge`: its NVLink joins two cards only. `per_node` of them go into one
-    machine at most. `gfx` is AMD's name of the architecture, whose `capability` is its version.
+    """One type of GPU, or one GPU of this machine.
 
-    Of a GPU that is here, `held_bytes` are other processes', and `peer` says whether cards without NVLink between
-    them read each other's memory: None where only the name can tell. With `kind` "cpu" it is a machine's CPU, or a
-    rank's share of one: `memory_bytes` are those that are free, and there is no capability. `limit_bytes` is the most
-    that may be taken of it where the user says so, 0 for one that is not to be used. `calibration` is what our engine
-    reaches on it, where that was measured, and `kernels` what its kernels alone do on a CPU."""
+    `memory_bytes` is what the driver reports. `flops` are dense operations per second by precision (bf16 fp16 fp8 int8
+    fp4, as far as the GPU has them). `nvlink_Bps` and `pcie_Bps` are bytes per second in one direction; `nvlink_Bps` is
+    0 without NVLink. `bridge`: its NVLink joins two cards only. At most `per_node` of them go into one machine. `gfx`
+    is AMD's name of the architecture; `capability` is then its version.
+
+    For a GPU of this machine, `held_bytes` are taken by other processes. `peer`: cards without NVLink read each other's
+    memory; None if only the name can tell. `kind` "cpu" is a machine's CPU, or a rank's share of one: `memory_bytes`
+    are then the free ones, and there is no capability. `limit_bytes` is the most that the user allows to be taken (0:
+    the device is not to be used). `calibration` holds the engine's measured speeds on it, `kernels` those of Weft's
+    kernels alone on a CPU.
+    """
 
     name: str
     memory_bytes: int
@@ -70,13 +73,13 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     kernels: KernelSpeed | None = None
 
     @property
-    def sliced(self) -> bool:
-        """Whether it is a MIG slice, which its driver names after its board."""
+    def is_mig_slice(self) -> bool:
+        """True for a MIG slice; the driver puts MIG into its name."""
         return "MIG" in self.name.split()
 
     def scaled(self, memory: float = 1.0, compute: float = 1.0) -> GpuSpec:
-        """One whose memory is so many times as fast, and that computes so many times as fast, as far as that is known
-        of this one: from its data sheet, and from what was measured of it."""
+        """This GPU with `memory` times the bandwidth and `compute` times the FLOPS, in the data sheet's and in the
+        measured figures."""
         return msgspec.structs.replace(
             self,
             bandwidth_Bps=self.bandwidth_Bps * memory,
@@ -88,14 +91,14 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.bandwidth_Bps))
 
-    def takes(self, share: float) -> int:
-        """Bytes that an engine gets with this share of the memory: less what others hold, and within the limit."""
+    def usable_bytes(self, share: float) -> int:
+        """Bytes that an engine gets with this share of the memory: less what others hold, and within `limit_bytes`."""
         free = int(self.memory_bytes * share) - self.held_bytes
         return free if self.limit_bytes is None else min(free, self.limit_bytes)
 
 
-class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A line of data/gpus.toml, in its units."""
+class _GpuRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of data/gpus.toml: MiB, GB/s (10^9), and 10^12 operations per second."""
 
     name: str
     memory_mib: int
@@ -132,57 +135,60 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 @cache
-def _rows() -> tuple[_Row, ...]:
+def _rows() -> tuple[_GpuRow, ...]:
     text = (files("weft.hardware") / "data/gpus.toml").read_text()
-    return msgspec.convert(tomllib.loads(text)["gpu"], tuple[_Row, ...])
+    return msgspec.convert(tomllib.loads(text)["gpu"], tuple[_GpuRow, ...])
 
 
 @cache
-def gpus() -> tuple[GpuSpec, ...]:
-    """Every GPU of the catalogue."""
+def known_gpus() -> tuple[GpuSpec, ...]:
+    """All GPUs of the catalogue."""
     return tuple(row.spec() for row in _rows())
 
 
 @cache
-def _names() -> dict[str, GpuSpec]:
-    found: dict[str, GpuSpec] = {}
-    for row, spec in zip(_rows(), gpus(), strict=True):
+def _specs_by_key() -> dict[str, GpuSpec]:
+    specs: dict[str, GpuSpec] = {}
+    for row, spec in zip(_rows(), known_gpus(), strict=True):
         for name in (row.name, *row.aliases):
             for key in _keys(name):
-                found.setdefault(key, spec)
-    return found
+                specs.setdefault(key, spec)
+    return specs
 
 
 def _keys(name: str) -> tuple[str, str]:
-    """What a name is compared by: without case, spacing and noise; the second one whatever the words' order."""
+    """Two keys to compare names by, without case, spacing and NOISE; the second one ignores the order of words."""
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word and word not in NOISE]
     joined = re.sub(r"(?<=\d)\s+(?=gb\b)", "", " ".join(words)).split()
     return "".join(joined), " ".join(sorted(joined))
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The GPU that people or drivers call so. Raises ConfigError with the nearest names."""
-    names = _names()
+    """Find a GPU by the name that people or drivers use. Raises ConfigError with the nearest names."""
+    specs = _specs_by_key()
     for key in _keys(name):
-        if key in names:
-            return names[key]
-    near = get_close_matches(_keys(name)[0], names, n=3, cutoff=0.7)
-    nearest = ", ".join(dict.fromkeys(names[key].name for key in near))
-    known = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
-    raise ConfigError(f"unknown GPU {name!r}; {known}; describe another card in a YAML file (docs/hardware.md)")
+        if key in specs:
+            return specs[key]
+    near = get_close_matches(_keys(name)[0], specs, n=3, cutoff=0.7)
+    nearest = ", ".join(dict.fromkeys(specs[key].name for key in near))
+    hint = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
+    raise ConfigError(f"unknown GPU {name!r}; {hint}; describe another card in a YAML file (docs/hardware.md)")
 
 
 def is_gpu_name(name: str) -> bool:
-    """True for a name in the catalogue of GPUs, as find_gpu takes them."""
-    return any(key in _names() for key in _keys(name))
+    """Return True if `find_gpu` knows the name."""
+    return any(key in _specs_by_key() for key in _keys(name))
 
 
-def spec_of(gpu: Gpu) -> GpuSpec:
-    """The data sheet of a GPU that is here, with the memory that its driver reports; one that the catalogue does not
-    know is made from its clocks, and a MIG slice from its board. Raises ConfigError where those are unknown too."""
+def gpu_spec(gpu: Gpu) -> GpuSpec:
+    """Data sheet of a GPU of this machine, with the memory that its driver reports.
+
+    A GPU that is not in the catalogue is described from its clocks, a MIG slice from its board. Raises ConfigError if
+    these are unknown too.
+    """
     try:
         if gpu.slice:
-            return _of_board(gpu, gpu.slice)
+            return _slice_of_board(gpu, gpu.slice)
         return msgspec.structs.replace(find_gpu(gpu.name), memory_bytes=gpu.total_bytes)
     except ConfigError:
         if gpu.clocks is None:
@@ -190,8 +196,8 @@ def spec_of(gpu: Gpu) -> GpuSpec:
         return _from_clocks(gpu, gpu.clocks)
 
 
-def _of_board(gpu: Gpu, part: Slice) -> GpuSpec:
-    """A slice has its own share of the multiprocessors, and whole eighths of the memory and of its bandwidth."""
+def _slice_of_board(gpu: Gpu, part: MigSlice) -> GpuSpec:
+    """Describe a MIG slice: its share of the multiprocessors, and whole eighths of memory and bandwidth."""
     board = find_gpu(part.board)
     eighths = max(1, round(8 * gpu.total_bytes / board.memory_bytes))
     compute = eighths / 8 if part.compute is None else part.compute
@@ -207,20 +213,20 @@ def _of_board(gpu: Gpu, part: Slice) -> GpuSpec:
 
 
 def _from_clocks(gpu: Gpu, clocks: Clocks) -> GpuSpec:
-    """The bandwidth of the bus at its clock, twice a cycle, and the FLOPS of the generation's tensor cores."""
+    """Describe a GPU from its bus width at its clock (two transfers a cycle) and its generation's tensor cores."""
     per_cycle = TENSOR_FLOPS.get(gpu.capability) or TENSOR_FLOPS.get((gpu.capability[0], 0), 1024)
-    if "geforce" in gpu.name.lower() and gpu.capability in HALVED:
+    if "geforce" in gpu.name.lower() and gpu.capability in HALF_RATE:
         per_cycle //= 2
     flops = per_cycle * multiprocessors(clocks, gpu.capability) * clocks.cores_hz
-    figures = {"fp16": flops}
-    for precision, since, times in (("bf16", (8, 0), 1), ("fp8", (8, 9), 2), ("fp4", (10, 0), 4)):
+    flops_of = {"fp16": flops}
+    for precision, since, factor in (("bf16", (8, 0), 1), ("fp8", (8, 9), 2), ("fp4", (10, 0), 4)):
         if gpu.capability >= since:
-            figures[precision] = times * flops
+            flops_of[precision] = factor * flops
     return GpuSpec(
         name=gpu.name,
         memory_bytes=gpu.total_bytes,
         bandwidth_Bps=2 * clocks.memory_hz * clocks.bus_bits / 8,
-        flops=figures,
+        flops=flops_of,
         nvlink_Bps=0,
         pcie_Bps=PCIE_BPS,
         capability=gpu.capability,

@@ -1,6 +1,6 @@
-"""Hardware as a YAML file describes it, for `--gpus FILE.yaml`: nodes, what is in each, and the network between them.
+"""Hardware files, for `--gpus FILE.yaml`: nodes, their GPUs or CPU, and the network between them.
 
-Sizes and speeds have their unit (24GB, 79.6GiB, 3350GB/s, 400Gb), FLOPS are in 10^12 (docs/hardware.md).
+Sizes and speeds have a unit (24GB, 79.6GiB, 3350GB/s, 400Gb), FLOPS are in 10^12 (docs/hardware.md).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from weft.errors import ConfigError, error_reason
-from weft.formats.yaml_text import dump, load
+from weft.formats.yaml_text import dump_yaml, load_yaml
 from weft.hardware import quantities
-from weft.hardware.cluster import MOST, NETWORK, Cluster, Node, check_size, joined, network_bytes
+from weft.hardware.cluster import MAX_GPUS, NETWORK, Cluster, Link, Node, check_node_size, link_of_gpus, network_bytes
 from weft.hardware.cpu import TOKENS, KernelSpeed, ProductSpeed
 from weft.hardware.gpus import PCIE_BPS, GpuSpec, find_gpu
-from weft.hardware.quantities import Bytes, Capability, Rate, digits
+from weft.hardware.quantities import Bytes, Capability, Rate, six_digits
 
 SUFFIXES = (".yaml", ".yml")
-MOST_FILE_BYTES = 1 << 18  # a description is a page at most; YAML of megabytes takes minutes to read
+MOST_FILE_BYTES = 1 << 18  # a hardware file is a page; YAML of megabytes takes minutes to read
 
-Count = Annotated[int, Meta(ge=1, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MAX_GPUS)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "int8", "fp4"]
 Figure = Annotated[float, Meta(gt=0, le=1e9)]
 Tera = dict[Precision, Figure]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is not known here is a mistake."""
+    """Base of the file's parts; an unknown field is an error."""
 
 
 class _Gpus(_Fields, frozen=True, kw_only=True):
-    """`count` GPUs of a type of the catalogue, those figures changed that are given; of another one they all are."""
+    """`count` GPUs of one type. Given figures replace the catalogue's; a type that it lacks needs all of them."""
 
     count: Count = 1
     name: str
@@ -56,7 +56,7 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
             self.spec()
 
     def spec(self) -> GpuSpec:
-        """Raises ConfigError where the figures are not enough, or cannot be."""
+        """Describe one of these GPUs. Raises ConfigError if figures are missing or impossible."""
         _check_name(self.name)
         try:
             known = find_gpu(self.name)
@@ -72,17 +72,20 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
             "pcie_Bps": self.pcie,
             "peer": self.peer_to_peer,
         }
-        spec = msgspec.structs.replace(known, **{name: it for name, it in given.items() if it is not UNSET})
+        spec = msgspec.structs.replace(known, **{name: value for name, value in given.items() if value is not UNSET})
         if spec.held_bytes >= spec.memory_bytes:
-            raise ConfigError(f"others hold all of the {spec.memory_bytes / 1e9:.1f} GB of {spec.name}")
+            raise ConfigError(
+                f"held is {spec.held_bytes / 1e9:.1f} GB; it must be less than the {spec.memory_bytes / 1e9:.1f} GB of "
+                f"{spec.name}"
+            )
         return spec
 
     def _unknown(self, why: str) -> GpuSpec:
         if isinstance(self.memory, UnsetType) or isinstance(self.bandwidth, UnsetType):
-            raise ConfigError(f"{why}; or give its memory, bandwidth and tflops")
+            raise ConfigError(f"{why}; or give its memory, bandwidth and tflops here")
         flops = _flops(self.tflops)
         if not flops.keys() & {"bf16", "fp16"}:
-            raise ConfigError(f"{self.name} needs tflops of bf16, or of fp16 where it has no bf16")
+            raise ConfigError(f"{self.name} needs tflops for bf16, or for fp16 if it has no bf16")
         return GpuSpec(
             name=self.name,
             memory_bytes=self.memory,
@@ -96,7 +99,7 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
 
 
 class _Product(_Fields, frozen=True, kw_only=True):
-    """As hardware.cpu.ProductSpeed."""
+    """A `hardware.cpu.ProductSpeed`, with 10^12 operations per second."""
 
     bits: Annotated[int, Meta(ge=1, le=64)]
     weights: Annotated[tuple[Rate, ...], Meta(min_length=len(TOKENS), max_length=len(TOKENS))]
@@ -104,7 +107,7 @@ class _Product(_Fields, frozen=True, kw_only=True):
 
 
 class _Kernels(_Fields, frozen=True, kw_only=True):
-    """As hardware.cpu.KernelSpeed."""
+    """A `hardware.cpu.KernelSpeed`, with 10^12 operations per second."""
 
     products: tuple[_Product, ...]
     cache: Rate
@@ -113,14 +116,14 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
     measured: bool = False
 
     def __post_init__(self) -> None:
-        if 16 not in {it.bits for it in self.products}:
+        if 16 not in {product.bits for product in self.products}:
             raise ValueError("products need an entry of 16 bits")
 
     def speed(self) -> KernelSpeed:
         return KernelSpeed(
             products=tuple(
-                ProductSpeed(bits=it.bits, weights_Bps=it.weights, matmul_flops=it.tflops * 1e12)
-                for it in self.products
+                ProductSpeed(bits=product.bits, weights_Bps=product.weights, matmul_flops=product.tflops * 1e12)
+                for product in self.products
             ),
             cache_Bps=self.cache,
             attention_flops=self.attention_tflops * 1e12,
@@ -131,7 +134,7 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
 
 
 class _Cpu(_Fields, frozen=True, kw_only=True):
-    """The CPU of a machine without GPUs; `memory` is what is free of it."""
+    """The CPU of a machine without GPUs; `memory` is the free memory."""
 
     name: str = "CPU"
     memory: Bytes
@@ -158,7 +161,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
 
 
 class _Node(_Fields, frozen=True, kw_only=True):
-    """`count` equal machines."""
+    """`count` equal machines, with GPUs or a CPU."""
 
     count: Count = 1
     link: Literal["nvlink", "pcie"] | None = None
@@ -171,28 +174,33 @@ class _Node(_Fields, frozen=True, kw_only=True):
             self.node()
 
     def node(self) -> Node:
-        """Raises ConfigError for what cannot be in one machine, or cannot be joined."""
+        """Describe one of these machines. Raises ConfigError for what cannot be in one machine, or be joined."""
         if bool(self.cpu) == bool(self.gpus):
-            raise ConfigError("a node has either gpus or a cpu")
+            raise ConfigError("a node needs either gpus or a cpu, not both")
         if self.cpu:
             return Node((self.cpu.spec(),), "memory")
         gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
-        told = "+".join(f"{entry.count}x{entry.name}" for entry in self.gpus)
-        check_size(gpus, told)
-        link = joined(told, gpus, self.link)
-        numbers = sorted(number for group in self.bridged for number in group)
-        if numbers and link != "pcie":
-            raise ConfigError("NVLink joins all of these GPUs already; leave bridged out, or say link: pcie")
-        if len(set(numbers)) < len(numbers) or (numbers and not 0 <= numbers[0] <= numbers[-1] < len(gpus)):
-            raise ConfigError(f"bridged: a GPU is in one group at most, by its number from 0 to {len(gpus) - 1}")
-        for group in self.bridged:
-            if len(group) < 2 or not all(gpus[number].nvlink_Bps for number in group):
-                raise ConfigError(f"bridged: {list(group)} are not two or more GPUs that have NVLink")
+        words = "+".join(f"{entry.count}x{entry.name}" for entry in self.gpus)
+        check_node_size(gpus, words)
+        link = link_of_gpus(words, gpus, self.link)
+        self._check_bridges(gpus, link)
         return Node(tuple(gpus), link, tuple(tuple(sorted(group)) for group in self.bridged))
+
+    def _check_bridges(self, gpus: Sequence[GpuSpec], link: Link) -> None:
+        """Raise ConfigError for groups in `bridged` that cannot be joined by NVLink."""
+        numbers = [number for group in self.bridged for number in group]
+        if numbers and link != "pcie":
+            raise ConfigError("NVLink already joins all of these GPUs; remove bridged, or set link: pcie")
+        if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(gpus))):
+            raise ConfigError(f"bridged: name each GPU in one group at most, by its number from 0 to {len(gpus) - 1}")
+        for group in self.bridged:
+            joined = [number for number in group if gpus[number].nvlink_Bps]
+            if len(group) < 2 or len(joined) < len(group):
+                raise ConfigError(f"bridged: {list(group)} must be two or more GPUs with NVLink")
 
 
 class _File(_Fields, frozen=True, kw_only=True):
-    """The whole file. `price` is dollars for one GPU and hour."""
+    """The whole file; `price` is dollars for one GPU and hour."""
 
     nodes: Annotated[tuple[_Node, ...], Meta(min_length=1)]
     network: Rate | UnsetType = UNSET
@@ -200,15 +208,16 @@ class _File(_Fields, frozen=True, kw_only=True):
 
     def cluster(self) -> Cluster:
         nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
-        if sum(len(node.gpus) for node in nodes) > MOST:
-            raise ConfigError(f"they are more than {MOST:,} GPUs")
+        if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
+            raise ConfigError(f"the nodes have more than {MAX_GPUS:,} GPUs in all")
         if len(nodes) > 1 and any(node.link == "memory" for node in nodes):
-            raise ConfigError("machines without GPUs work alone; describe one of them")
+            raise ConfigError("a machine without GPUs cannot be combined with others; describe one node only")
         network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
         return Cluster(tuple(nodes), network, self.price)
 
 
-WORDS = {
+# msgspec's words and a user's, replaced in this order.
+PLAIN_WORDS = {
     " | null`": "`",
     "Expected": "expected",
     "Object missing": "missing",
@@ -224,91 +233,97 @@ WORDS = {
 FIELDS = sorted({name for kind in (_Product, _Kernels, _Gpus, _Cpu, _Node, _File) for name in kind.__struct_fields__})
 
 
-def is_file(words: str) -> bool:
-    """Whether what was said for --gpus is the name of such a file."""
+def is_hardware_file(words: str) -> bool:
+    """Return True if the argument of --gpus is the name of a hardware file."""
     return words.lower().endswith(SUFFIXES)
 
 
-def read(path: str) -> Cluster:
-    """Raises ConfigError, in one line, for a file that cannot be read or says what cannot be."""
+def read_hardware_file(path: str) -> Cluster:
+    """Read a hardware file. Raises ConfigError of one line if it cannot be read or describes something impossible."""
     try:
         with Path(path).expanduser().open("rb") as file:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB: that is no description of hardware")
+            raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB; a hardware file has at most that")
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
     try:
-        told = load(text)
+        fields = load_yaml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     try:
-        return msgspec.convert(told, _File, dec_hook=quantities.read).cluster()
+        return msgspec.convert(fields, _File, dec_hook=quantities.parse_quantity).cluster()
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {_plain(str(error))}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def write(cluster: Cluster) -> str:
-    """The file of which `read` makes such a cluster."""
-    return dump(as_told(cluster))
+def hardware_yaml(cluster: Cluster) -> str:
+    """Text of a hardware file that `read_hardware_file` reads as this cluster."""
+    return dump_yaml(cluster_fields(cluster))
 
 
-def as_told(cluster: Cluster) -> dict[str, Any]:
-    """What such a file says; figures have six digits."""
+def cluster_fields(cluster: Cluster) -> dict[str, Any]:
+    """Fields of a cluster's hardware file; figures have six digits."""
     file = _File(
-        nodes=tuple(_written(node, count) for node, count in _runs(cluster.nodes)),
+        nodes=tuple(_node_entry(node, count) for node, count in _runs(cluster.nodes)),
         network=Rate(cluster.network_Bps) if len(cluster.nodes) > 1 else UNSET,
         price=cluster.price,
     )
-    told: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.write)
-    return told
+    fields: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.format_quantity)
+    return fields
 
 
-def _written(node: Node, count: int) -> _Node:
+def _node_entry(node: Node, count: int) -> _Node:
     first = node.gpus[0]
     if node.link == "memory":
         memory, bandwidth = Bytes(first.memory_bytes), Rate(first.bandwidth_Bps)
-        own, tera = _kernels(first.kernels) if first.kernels else None, _tera(first)
-        cpu = _Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=tera, kernels=own)
+        kernels, tera = _kernels_entry(first.kernels) if first.kernels else None, _tera(first)
+        cpu = _Cpu(name=first.name, memory=memory, bandwidth=bandwidth, tflops=tera, kernels=kernels)
         return _Node(cpu=cpu, count=count)
     link, bridged = node.link, node.bridged
     if link == "nvlink" and first.bridge and len(node.gpus) > 2:
         link, bridged = "pcie", (tuple(range(len(node.gpus))),)  # a larger bridge than such cards are sold with
-    gpus = tuple(
-        _Gpus(
-            count=alike,
-            name=gpu.name,
-            memory=Bytes(gpu.memory_bytes),
-            held=Bytes(gpu.held_bytes) if gpu.held_bytes else UNSET,
-            bandwidth=Rate(gpu.bandwidth_Bps),
-            tflops=_tera(gpu),
-            capability=Capability(".".join(map(str, gpu.capability))),
-            nvlink=Rate(gpu.nvlink_Bps) if gpu.nvlink_Bps else UNSET,
-            pcie=Rate(gpu.pcie_Bps),
-            peer_to_peer=UNSET if gpu.peer is None else gpu.peer,
-        )
-        for gpu, alike in _runs(node.gpus)
-    )
+    gpus = tuple(_gpus_entry(gpu, equal) for gpu, equal in _runs(node.gpus))
     return _Node(count=count, link=link, bridged=bridged, gpus=gpus)
 
 
-def _kernels(speed: KernelSpeed) -> _Kernels:
+def _gpus_entry(gpu: GpuSpec, count: int) -> _Gpus:
+    return _Gpus(
+        count=count,
+        name=gpu.name,
+        memory=Bytes(gpu.memory_bytes),
+        held=Bytes(gpu.held_bytes) if gpu.held_bytes else UNSET,
+        bandwidth=Rate(gpu.bandwidth_Bps),
+        tflops=_tera(gpu),
+        capability=Capability(".".join(map(str, gpu.capability))),
+        nvlink=Rate(gpu.nvlink_Bps) if gpu.nvlink_Bps else UNSET,
+        pcie=Rate(gpu.pcie_Bps),
+        peer_to_peer=UNSET if gpu.peer is None else gpu.peer,
+    )
+
+
+def _kernels_entry(speed: KernelSpeed) -> _Kernels:
     return _Kernels(
         products=tuple(
-            _Product(bits=it.bits, weights=tuple(map(Rate, it.weights_Bps)), tflops=digits(it.matmul_flops / 1e12))
-            for it in speed.products
+            _Product(
+                bits=product.bits,
+                weights=tuple(map(Rate, product.weights_Bps)),
+                tflops=six_digits(product.matmul_flops / 1e12),
+            )
+            for product in speed.products
         ),
         cache=Rate(speed.cache_Bps),
-        attention_tflops=digits(speed.attention_flops / 1e12),
+        attention_tflops=six_digits(speed.attention_flops / 1e12),
         rows=Rate(speed.rows_Bps),
         measured=speed.measured,
     )
 
 
 def _runs(values: Sequence[Any]) -> Iterator[tuple[Any, int]]:
+    """Each value with the number of equal ones in a row."""
     return ((value, len(list(equal))) for value, equal in groupby(values))
 
 
@@ -317,18 +332,18 @@ def _flops(tera: Tera) -> dict[str, float]:
 
 
 def _tera(gpu: GpuSpec) -> Any:
-    return {precision: digits(flops / 1e12) for precision, flops in gpu.flops.items()}
+    return {precision: six_digits(flops / 1e12) for precision, flops in gpu.flops.items()}
 
 
 def _check_name(name: str) -> None:
-    """Raises ConfigError for one that would spoil what is printed."""
+    """Raise ConfigError for a name that would spoil printed text."""
     if not name.strip() or not name.isprintable():
-        raise ConfigError(f"{name!r} is no name; write letters and figures, as in RTX 4090")
+        raise ConfigError(f"{name!r} is not a name; write printable characters, as in RTX 4090")
 
 
 @contextmanager
 def _located() -> Iterator[None]:
-    """What goes wrong inside is a ValueError, to which msgspec adds the place in the file."""
+    """Turn ConfigError into ValueError, to which msgspec adds the place in the file."""
     try:
         yield
     except ConfigError as error:
@@ -336,18 +351,21 @@ def _located() -> Iterator[None]:
 
 
 def _plain(message: str) -> str:
-    """msgspec's words as a user's, the place before them, and what there is in place of what there is not."""
-    what, _, where = message.partition(" - at ")
+    """msgspec's message in a user's words: the place in the file, the problem, and the nearest known name."""
+    problem, _, where = message.partition(" - at ")
     place = re.sub(r"^(`key` in )?`\$\.?|`$", "", where)
-    unknown = re.search(r"unknown field `(.*)`", what)
+    unknown = re.search(r"unknown field `(.*)`", problem)
     if unknown:
-        near = get_close_matches(unknown[1], FIELDS, n=1)
-        # One that is known belongs to something else in the file.
-        near = near if unknown[1] not in FIELDS else []
-        what = f"unknown field {unknown[1]!r}; " + (f"did you mean {near[0]}?" if near else "see docs/hardware.md")
-    elif what.startswith("Invalid enum value"):
+        problem = f"unknown field {unknown[1]!r}; {_field_hint(unknown[1])}"
+    elif problem.startswith("Invalid enum value"):
         known = get_args(Precision) if place.endswith("tflops") else ("nvlink", "pcie")
-        what = f"unknown {what.removeprefix('Invalid enum value ')}; known: {', '.join(known)}"
-    for word, plain in WORDS.items():
-        what = what.replace(word, plain)
-    return f"{place}: {what}" if place else what
+        problem = f"unknown {problem.removeprefix('Invalid enum value ')}; known: {', '.join(known)}"
+    for word, plain in PLAIN_WORDS.items():
+        problem = problem.replace(word, plain)
+    return f"{place}: {problem}" if place else problem
+
+
+def _field_hint(unknown: str) -> str:
+    """The nearest known field, unless `unknown` is a field of another part of the file."""
+    near = [] if unknown in FIELDS else get_close_matches(unknown, FIELDS, n=1)
+    return f"did you mean {near[0]}?" if near else "see docs/hardware.md"

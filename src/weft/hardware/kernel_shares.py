@@ -1,4 +1,4 @@
-"""Kernels: the share of a GPU's data sheet that matrix products and attention reach, with where it is from."""
+"""Shares of a device's bandwidth and FLOPS that kernels reach, per GPU type, each with its source."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 from weft.hardware.gpus import GpuSpec
 
 
-class Products(msgspec.Struct, frozen=True):
-    """Of matrix products with weights of so many bits: `weights` as in `Kernels`, with so many tokens as
-    hardware.cpu.TOKENS says, and `matmul` of each token beyond."""
+class ProductShares(msgspec.Struct, frozen=True):
+    """Shares of matrix products with weights of `bits` bits: `weights` as in `KernelShares`, one for each number of
+    tokens in hardware.cpu.TOKENS; `matmul` for the tokens beyond these."""
 
     bits: int
     weights: tuple[float, ...]
@@ -21,14 +21,13 @@ class Products(msgspec.Struct, frozen=True):
     source: str
 
 
-class Kernels(msgspec.Struct, frozen=True, kw_only=True):
-    """What kernels reach on the GPUs whose name begins with `gpu`, or else have this compute capability; with `cpu`, on
-    any CPU, of what was measured on it.
+class KernelShares(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares that kernels reach on GPUs whose name begins with `gpu`, or else that have this compute capability; with
+    `cpu`, on any CPU, as shares of its measured speed.
 
-    `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the
-    dense FLOPS; `kernel_us` is what a matrix product takes beyond the bytes that it streams. `products`, where there
-    are any, tell more of those by the bits that a weight has; `rows` is the share of the bandwidth at which activations
-    go through what is computed between products.
+    `weights` and `decode_attention` are shares of the memory bandwidth, `matmul` and `prefill_attention` of the dense
+    FLOPS; `kernel_us` is the time of a matrix product beyond the bytes that it streams. `products` give shares per
+    number of bits, if known. `rows` is the share of the bandwidth for activations in the operations between products.
     """
 
     weights: float
@@ -41,22 +40,30 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     cpu: bool = False
     gpu: str = ""
     capability: tuple[int, int] | None = None
-    products: tuple[Products, ...] = ()
+    products: tuple[ProductShares, ...] = ()
     rows: float = 0.8
 
 
 @cache
-def table() -> tuple[Kernels, ...]:
-    """Every entry, the general one last."""
+def kernel_share_entries() -> tuple[KernelShares, ...]:
+    """All entries of data/kernels.toml, the general one last."""
     text = (files("weft.hardware") / "data/kernels.toml").read_text()
-    return msgspec.convert(tomllib.loads(text)["kernel"], tuple[Kernels, ...])
+    return msgspec.convert(tomllib.loads(text)["kernel"], tuple[KernelShares, ...])
 
 
 @cache
-def kernels_of(gpu: GpuSpec) -> Kernels:
-    """By the GPU's name, else by its capability (NVIDIA's), else the general entry; a CPU has its own."""
+def find_kernel_shares(gpu: GpuSpec) -> KernelShares:
+    """Find the entry by the GPU's name, else by its capability (NVIDIA's), else the general one; a CPU has its own."""
+    entries = kernel_share_entries()
     if gpu.kind == "cpu":
-        return next(entry for entry in table() if entry.cpu)
-    named = [entry for entry in table() if entry.gpu and gpu.name.startswith(entry.gpu)]
-    alike = [entry for entry in table() if entry.capability == gpu.capability and not gpu.gfx]
-    return [*named, *alike, table()[-1]][0]
+        return next(entry for entry in entries if entry.cpu)
+    return max(entries, key=lambda entry: _match(entry, gpu))
+
+
+def _match(entry: KernelShares, gpu: GpuSpec) -> int:
+    """Closeness of an entry to a GPU; the first of the closest entries counts."""
+    if entry.gpu and gpu.name.startswith(entry.gpu):
+        return 3
+    if entry.capability == gpu.capability and not gpu.gfx:
+        return 2
+    return 1 if entry is kernel_share_entries()[-1] else 0

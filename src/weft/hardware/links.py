@@ -1,4 +1,4 @@
-"""Links: how fast the ranks of a layer sum what they hold, over NVLink, PCIe, shared memory or the network."""
+"""Time of an all-reduce and of a transfer between stages, over NVLink, PCIe, shared memory or the network."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 
 from weft.hardware.gpus import GpuSpec
 
-Kind = Literal["nvlink", "pcie", "memory", "network"]
-RANKS = (2, 4, 8)  # that the tables are for
+LinkKind = Literal["nvlink", "pcie", "memory", "network"]
+RANKS = (2, 4, 8)  # numbers of ranks that the tables have figures for
 
 
-class NvLink(msgspec.Struct, frozen=True, kw_only=True):
-    """All-reduce among GPUs of one capability whose NVLink carries `nvlink_GBps` in one direction."""
+class NvLinkFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured all-reduce among GPUs of one capability whose NVLink carries `nvlink_GBps` in one direction."""
 
     capability: tuple[int, int]
     nvlink_GBps: float
@@ -30,8 +30,8 @@ class NvLink(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Pcie(msgspec.Struct, frozen=True, kw_only=True):
-    """All-reduce without NVLink, as a share of the PCIe link. Cards whose name matches `without_peer` go through the
+class PcieFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All-reduce over PCIe, as a share of the link's bandwidth. Cards whose name matches `without_peer` go through the
     host's memory."""
 
     latency_us: tuple[float, float, float]
@@ -41,102 +41,118 @@ class Pcie(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """All-reduce among the ranks of one CPU, through memory that they share, as a share of a rank's bandwidth."""
+class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """All-reduce among the ranks of one CPU through shared memory, as a share of a rank's memory bandwidth."""
 
     latency_us: tuple[float, float, float]
     share: float
     source: str
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """What crosses between two nodes."""
+class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Transfers between two nodes, as a share of the network's bandwidth."""
 
     latency_us: float
     share: float
     source: str
 
 
-class Links(msgspec.Struct, frozen=True):
-    """The whole table."""
+class LinkTable(msgspec.Struct, frozen=True):
+    """The whole of data/links.toml."""
 
-    nvlink: tuple[NvLink, ...]
-    pcie: Pcie
-    memory: Memory
-    network: Network
+    nvlink: tuple[NvLinkFigures, ...]
+    pcie: PcieFigures
+    memory: MemoryFigures
+    network: NetworkFigures
 
 
-class AllReduce(msgspec.Struct, frozen=True):
-    """A sum of b bytes among its ranks takes `latency_s` + b * `s_per_byte`; below the largest of `measured`, which
-    are (bytes, seconds), it is a straight line between those, and above it goes on from there."""
+class LinkCost(msgspec.Struct, frozen=True):
+    """Time of an all-reduce or a transfer: b bytes take `latency_s` + b * `s_per_byte`.
+
+    `measured` are (bytes, seconds) in ascending order. Up to the largest of them the time is interpolated linearly;
+    beyond it, it grows with `s_per_byte`.
+    """
 
     latency_s: float
     s_per_byte: float
     measured: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size: float) -> float:
-        before, took = 0.0, self.latency_s
-        for there, seconds in self.measured:
-            if size < there:
-                return took + (seconds - took) * (size - before) / (there - before)
-            before, took = there, seconds
-        return took + (size - before) * self.s_per_byte
+        """Seconds for `size` bytes."""
+        below, seconds_below = 0.0, self.latency_s
+        for measured_size, seconds in self.measured:
+            if size < measured_size:
+                return seconds_below + (seconds - seconds_below) * (size - below) / (measured_size - below)
+            below, seconds_below = measured_size, seconds
+        return seconds_below + (size - below) * self.s_per_byte
 
 
 @cache
-def table() -> Links:
-    return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), Links)
+def link_table() -> LinkTable:
+    """The table of data/links.toml."""
+    return msgspec.convert(tomllib.loads((files("weft.hardware") / "data/links.toml").read_text()), LinkTable)
 
 
-def nvlink(gpu: GpuSpec) -> NvLink:
-    """The figures of the generation that is nearest."""
-    return min(table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
+def nearest_nvlink(gpu: GpuSpec) -> NvLinkFigures:
+    """Figures of the GPU generation that is nearest to this GPU's."""
+    return min(link_table().nvlink, key=lambda link: abs(link.capability[0] - gpu.capability[0]))
 
 
 @cache
-def all_reduce(gpu: GpuSpec, kind: Kind, ranks: int, network_Bps: float, graphs: bool) -> AllReduce:
-    """Among `ranks` GPUs like `gpu`. `kind` is the slowest link between any two of them; `network_Bps` is what a
-    node sends to another. With `graphs` the sum is a kernel of a CUDA graph, without it a call of NCCL."""
+def all_reduce_cost(gpu: GpuSpec, kind: LinkKind, ranks: int, network_Bps: float, graphs: bool) -> LinkCost:
+    """Time of an all-reduce among `ranks` GPUs like `gpu`.
+
+    `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another. With
+    `graphs` the all-reduce is a kernel in a CUDA graph, without it a call of NCCL.
+    """
     if ranks == 1:
-        return AllReduce(0.0, 0.0)
+        return LinkCost(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
     if kind == "network":
-        network = table().network
-        return AllReduce(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
+        network = link_table().network
+        return LinkCost(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
     if kind == "nvlink":
-        near = nvlink(gpu)
-        speed = gpu.nvlink_Bps / (near.nvlink_GBps * 1e9)
-        latency = (_at(near.latency_us, ranks) + (0.0 if graphs else near.nccl_us)) * 1e-6
-        small = [(1 << 16, near.kib64_us), (1 << 20, near.mib_us)]
-        beyond = [(size, (_at(took, ranks) - _at(near.latency_us, ranks)) * 1e-6 / speed) for size, took in small]
-        measured = tuple((size, latency + more) for size, more in beyond)
-        return AllReduce(latency, passes / (_at(near.busbw_GBps, ranks) * 1e9 * speed), measured)
+        return _nvlink_cost(gpu, ranks, passes, graphs)
     if kind == "memory":
-        memory = table().memory
-        return AllReduce(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
-    pcie = table().pcie
+        memory = link_table().memory
+        return LinkCost(_at(memory.latency_us, ranks) * 1e-6, passes / (gpu.bandwidth_Bps * memory.share))
+    pcie = link_table().pcie
     crossings = 1 if has_peer(gpu) else 2
     latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
-    return AllReduce(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
+    return LinkCost(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
+
+
+def _nvlink_cost(gpu: GpuSpec, ranks: int, passes: float, graphs: bool) -> LinkCost:
+    """Time over NVLink, with the measured times of 64 KiB and 1 MiB scaled to this GPU's links."""
+    nearest = nearest_nvlink(gpu)
+    speed = gpu.nvlink_Bps / (nearest.nvlink_GBps * 1e9)
+    latency = (_at(nearest.latency_us, ranks) + (0.0 if graphs else nearest.nccl_us)) * 1e-6
+    measured = []
+    for size, times_us in ((1 << 16, nearest.kib64_us), (1 << 20, nearest.mib_us)):
+        beyond_latency = (_at(times_us, ranks) - _at(nearest.latency_us, ranks)) * 1e-6 / speed
+        measured.append((size, latency + beyond_latency))
+    return LinkCost(latency, passes / (_at(nearest.busbw_GBps, ranks) * 1e9 * speed), tuple(measured))
 
 
 def has_peer(gpu: GpuSpec) -> bool:
-    """Whether such cards read each other's memory over PCIe: as was seen where they are here, else by their name."""
-    return not re.fullmatch(table().pcie.without_peer, gpu.name) if gpu.peer is None else gpu.peer
+    """Return True if such cards read each other's memory over PCIe: as probed on this machine, else by their name."""
+    if gpu.peer is not None:
+        return gpu.peer
+    return not re.fullmatch(link_table().pcie.without_peer, gpu.name)
 
 
 @cache
-def send(gpu: GpuSpec, kind: Kind, network_Bps: float) -> AllReduce:
-    """From one stage to the next: a sum of two ranks carries every byte over the link once."""
+def send_cost(gpu: GpuSpec, kind: LinkKind, network_Bps: float) -> LinkCost:
+    """Time of a transfer from one stage to the next; an all-reduce of two ranks carries every byte once, too."""
     if kind == "network":
-        network = table().network
-        return AllReduce(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
-    return all_reduce(gpu, kind, 2, network_Bps, graphs=False)
+        network = link_table().network
+        return LinkCost(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
+    return all_reduce_cost(gpu, kind, 2, network_Bps, graphs=False)
 
 
 def _at(figures: tuple[float, float, float], ranks: int) -> float:
-    """Between the tabled ranks in a straight line over log2, beyond them on as between the nearest two."""
-    x = log2(ranks) - 1
-    left = 0 if x < 1 else 1
+    """Interpolate figures for RANKS linearly over log2 of the ranks; extrapolate from the nearest two beyond them."""
+    position = log2(ranks) - 1
+    left = 0 if position < 1 else 1
     slope = figures[left + 1] - figures[left]
-    return max(figures[left] + (x - left) * slope, min(figures) / 2)
+    return max(figures[left] + (position - left) * slope, min(figures) / 2)

@@ -1,4 +1,4 @@
-"""NVML: what NVIDIA's driver tells of the GPUs, without creating a CUDA context."""
+"""NVML: the GPUs as NVIDIA's driver reports them, without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from weft.hardware import cuda
-from weft.hardware.topology import Ancestor, Clocks, Gpu, Holder, NvLinks, Pair, Pcie, Slice, multiprocessors
+from weft.hardware.topology import Ancestor, Clocks, Gpu, GpuPair, Holder, MigSlice, NvLinks, Pcie, multiprocessors
 
 T = TypeVar("T")
 
 logger = logging.getLogger("weft")
 
-# nvmlGpuTopologyLevel_t; two GPUs of one board have its own bridge in common.
+# nvmlGpuTopologyLevel_t; two GPUs of one board share the board's own bridge.
 ANCESTORS: dict[int, Ancestor] = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-# nvmlGpuP2PCapsIndex_t. Plain numbers: pynvml's own name of the first one is a tuple, by a slip.
+# nvmlGpuP2PCapsIndex_t. Plain numbers, because pynvml's constant for the first one is a tuple by mistake.
 P2P_READ, P2P_WRITE = 0, 1
 # nvmlGpuP2PStatus_t
 P2P_OK = 0
@@ -31,7 +31,7 @@ P2P_REASONS = {
     4: "switched off in the driver's settings",
     5: "not supported",
 }
-# nvmlNvlinkVersion_t: its name, and bytes per second of a link in one direction for drivers that do not tell that.
+# nvmlNvlinkVersion_t: its name, and bytes per second of a link in one direction if the driver does not report them.
 NVLINK_VERSIONS = {
     1: ("1.0", 20e9),
     2: ("2.0", 25e9),
@@ -42,85 +42,99 @@ NVLINK_VERSIONS = {
     7: ("5.0", 50e9),
     8: ("6.0", 100e9),
 }
-# The far end of a link where a virtual machine hides it: it leads to a switch.
+# Beginning of the far end's address if a virtual machine hides it: the link leads to a switch.
 HIDDEN = "ffff:ffff:ff"
-NODES = 1024  # NUMA nodes that a bit mask is asked for
+NODES = 1024  # NUMA nodes in the bit mask that the driver is asked for
 
 
-class Driver(msgspec.Struct, frozen=True):
-    """All that it says: its version, the visible GPUs, and how every two of them reach each other."""
+class DriverReport(msgspec.Struct, frozen=True):
+    """The driver's version, the visible GPUs, and the connection of every two of them; empty without a driver."""
 
     version: str = ""
     gpus: tuple[Gpu, ...] = ()
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
 
 
-def look(visible: str | None = None, root: Path = Path("/"), *, otherwise: bool = False) -> Driver:
-    """The GPUs that CUDA would show under CUDA_VISIBLE_DEVICES=`visible` (None: unset), numbered along the PCI bus, or
-    `otherwise` as CUDA in this process does. None without a driver."""
+def probe_driver(visible: str | None = None, root: Path = Path("/"), *, other_order: bool = False) -> DriverReport:
+    """Report the GPUs that CUDA shows under CUDA_VISIBLE_DEVICES=`visible` (None: unset).
+
+    They are numbered along the PCI bus, or with `other_order` as CUDA numbers them in this process. The report is empty
+    without a driver.
+    """
     if visible is not None and not visible.strip():
-        return Driver()
+        return DriverReport()
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver; spare the import
-        return Driver()
+        return DriverReport()
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # as where a library is installed, but no GPU
-            logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
-        return Driver()
+        if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # the library is installed, but there is no GPU
+            _warn_no_driver(error)
+        return DriverReport()
     try:
-        probe = Probe(nvml, root)
-        handles: dict[str, Any] = {}
-        found = []
-        for number in range(nvml.nvmlDeviceGetCount()):
-            try:
-                board = nvml.nvmlDeviceGetHandleByIndex(number)
-                there = list(probe.gpus(number, board))
-            except nvml.NVMLError as error:
-                logger.warning("GPU %d does not answer its driver, and is left out: %s", number, error)
-                continue
-            handles |= {gpu.uuid: board for gpu in there}
-            found += there
-        chosen = (as_cuda_shows(found) if otherwise and len(found) > 1 else None) or choose(found, visible)
-        pairs = tuple(probe.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
-        version = _text(probe.ask(nvml.nvmlSystemGetDriverVersion, default=""))
-        return Driver(version, chosen, pairs) if found else Driver()
+        return NvmlSession(nvml, root).report(visible, other_order)
     except nvml.NVMLError as error:
-        logger.warning("NVIDIA's driver cannot be asked, and no GPU is seen: %s", error)
-        return Driver()
+        _warn_no_driver(error)
+        return DriverReport()
     finally:
         nvml.nvmlShutdown()
 
 
-class Probe:
-    """One session with NVML, `root` as the kernel's files. What a driver or a card does not support is None or empty;
-    without a name, a memory or a compute capability there is no GPU: NVMLError."""
+def _warn_no_driver(error: Exception) -> None:
+    logger.warning("NVIDIA's driver does not answer, so no GPU is used: %s", error)
+
+
+class NvmlSession:
+    """One session with NVML; the kernel's files are read below `root`.
+
+    What a driver or a card does not support is None or empty. A GPU without a name, a memory or a compute capability is
+    not reported: NVMLError.
+    """
 
     def __init__(self, nvml: Any, root: Path) -> None:
         self.nvml, self.root = nvml, root
-        # Far ends of NVLinks by the GPU's bus address: those of GPUs, and None for each that leads to a switch.
+        # Far ends of NVLinks by the GPU's bus address: addresses of GPUs, and None for each link to a switch.
         self.far_ends: dict[str, list[str | None]] = {}
 
+    def report(self, visible: str | None, other_order: bool) -> DriverReport:
+        """The GPUs under CUDA_VISIBLE_DEVICES=`visible`, and their connections."""
+        nvml = self.nvml
+        handles: dict[str, Any] = {}
+        gpus: list[Gpu] = []
+        for number in range(nvml.nvmlDeviceGetCount()):
+            try:
+                board = nvml.nvmlDeviceGetHandleByIndex(number)
+                on_board = list(self.gpus(number, board))
+            except nvml.NVMLError as error:
+                logger.warning("GPU %d does not answer its driver, and is left out: %s", number, error)
+                continue
+            handles |= {gpu.uuid: board for gpu in on_board}
+            gpus += on_board
+        if not gpus:
+            return DriverReport()
+        by_cuda = as_cuda_shows(gpus) if other_order and len(gpus) > 1 else None
+        chosen = by_cuda or visible_gpus(gpus, visible)
+        pairs = tuple(self.pair(a, b, handles[a.uuid], handles[b.uuid]) for a, b in combinations(chosen, 2))
+        version = _text(self.ask(nvml.nvmlSystemGetDriverVersion, default=""))
+        return DriverReport(version, chosen, pairs)
+
     def ask(self, question: Callable[..., T], *arguments: Any, default: T) -> T:
-        """The answer, or the default where the driver or the card has none."""
+        """The driver's answer, or the default if the driver or the card has none."""
         try:
             return question(*arguments)
         except self.nvml.NVMLError:
             return default
 
     def gpus(self, number: int, board: Any) -> Iterator[Gpu]:
-        """The GPU of that number, or the slices that it is cut into under MIG."""
+        """The GPU with this number, or its slices under MIG."""
         nvml = self.nvml
-        sliced = self.ask(nvml.nvmlDeviceGetMigMode, board, default=(0, 0))[0] == nvml.NVML_DEVICE_MIG_ENABLE
-        bus, capability, clocks = (
-            self.bus(board),
-            tuple(nvml.nvmlDeviceGetCudaComputeCapability(board)),
-            self.clocks(board),
-        )
+        is_sliced = self.ask(nvml.nvmlDeviceGetMigMode, board, default=(0, 0))[0] == nvml.NVML_DEVICE_MIG_ENABLE
+        bus, clocks = self.bus(board), self.clocks(board)
+        capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(board))
         common: dict[str, Any] = {
             "index": number,
             "capability": capability,
@@ -128,14 +142,17 @@ class Probe:
             "pcie": self.pcie(board),
             "numa_node": self.numa_node(board, bus),
         }
-        if not sliced:
-            yield Gpu(**common, **self.own(board), clocks=clocks, nvlinks=self.nvlinks(board, bus))
+        if not is_sliced:
+            yield Gpu(**common, **self.own_fields(board), clocks=clocks, nvlinks=self.nvlinks(board, bus))
             return
         for handle in self.slices(board):
-            yield Gpu(**common, **self.own(handle), slice=self.slice(handle, board, clocks, capability))
+            yield Gpu(**common, **self.own_fields(handle), slice=self.slice(handle, board, clocks, capability))
 
-    def own(self, handle: Any) -> dict[str, Any]:
-        """What a board, or a slice, has for itself. The memory of a sliced board only root is told of."""
+    def own_fields(self, handle: Any) -> dict[str, Any]:
+        """Fields that a board and each of its slices have for themselves.
+
+        The memory of a sliced board is reported to root only.
+        """
         memory = self.nvml.nvmlDeviceGetMemoryInfo(handle)
         return {
             "name": _text(self.nvml.nvmlDeviceGetName(handle)),
@@ -146,24 +163,26 @@ class Probe:
         }
 
     def slices(self, board: Any) -> Iterator[Any]:
-        """The handles of a board's slices."""
+        """Handles of a board's slices."""
         for number in range(self.nvml.nvmlDeviceGetMaxMigDeviceCount(board)):
             try:
                 yield self.nvml.nvmlDeviceGetMigDeviceHandleByIndex(board, number)
             except self.nvml.NVMLError:  # numbers have gaps
                 continue
 
-    def slice(self, handle: Any, board: Any, clocks: Clocks | None, capability: tuple[int, int]) -> Slice:
+    def slice(self, handle: Any, board: Any, clocks: Clocks | None, capability: tuple[int, int]) -> MigSlice:
+        """The slice's board and its share of the board's multiprocessors."""
         attributes = self.ask(self.nvml.nvmlDeviceGetAttributes, handle, default=None)
         share = None
         if attributes is not None and clocks is not None:
             share = min(1.0, int(attributes.multiprocessorCount) / multiprocessors(clocks, capability))
-        return Slice(_text(self.nvml.nvmlDeviceGetName(board)), share)
+        return MigSlice(_text(self.nvml.nvmlDeviceGetName(board)), share)
 
     def clocks(self, board: Any) -> Clocks | None:
+        """Highest and current clocks; None if the driver does not report the highest ones."""
         nvml = self.nvml
         try:
-            most = Clocks(
+            highest = Clocks(
                 bus_bits=int(nvml.nvmlDeviceGetMemoryBusWidth(board)),
                 memory_hz=nvml.nvmlDeviceGetMaxClockInfo(board, nvml.NVML_CLOCK_MEM) * 1e6,
                 cores=int(nvml.nvmlDeviceGetNumGpuCores(board)),
@@ -174,9 +193,10 @@ class Probe:
         kinds = (nvml.NVML_CLOCK_MEM, nvml.NVML_CLOCK_SM)
         now = [self.ask(nvml.nvmlDeviceGetClockInfo, board, kind, default=None) for kind in kinds]
         memory, cores = (None if mhz is None else mhz * 1e6 for mhz in now)
-        return msgspec.structs.replace(most, memory_now_hz=memory, cores_now_hz=cores)
+        return msgspec.structs.replace(highest, memory_now_hz=memory, cores_now_hz=cores)
 
     def pcie(self, board: Any) -> Pcie | None:
+        """The PCIe link to the host."""
         nvml = self.nvml
         try:
             return Pcie(
@@ -189,12 +209,12 @@ class Probe:
             return None
 
     def bus(self, board: Any) -> str:
-        """The PCI address as /sys writes it: 0000:3b:00.0."""
+        """PCI address as /sys writes it: 0000:3b:00.0; "" if unknown."""
         info = self.ask(self.nvml.nvmlDeviceGetPciInfo, board, default=None)
         return "" if info is None else address(_text(info.busId))
 
     def numa_node(self, board: Any, bus: str) -> int | None:
-        """As the kernel says; in a container that hides it, the first node that the driver finds near."""
+        """NUMA node from the kernel; in a container that hides it, the first node that the driver reports as near."""
         try:
             node = int((self.root / "sys/bus/pci/devices" / bus / "numa_node").read_text()) if bus else -1
         except (OSError, ValueError):
@@ -208,20 +228,20 @@ class Probe:
         return next(near, None)
 
     def holders(self, handle: Any) -> Iterator[Holder]:
-        """Processes that compute or draw on it, those with most memory first."""
+        """Processes that compute or draw on the GPU, those with the most memory first."""
         nvml = self.nvml
         none: list[Any] = []
-        known: dict[int, int | None] = {}
+        held_by: dict[int, int | None] = {}
         for question in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
             for process in self.ask(question, handle, default=none):
-                # One that does both is told twice, with the same figure.
-                known[int(process.pid)] = process.usedGpuMemory
-        for pid, held in sorted(known.items(), key=lambda it: (-(it[1] or 0), it[0])):
-            # Not from /proc: the number may belong to another process there, outside a container's own ones.
+                # A process that does both is listed twice, with the same figure.
+                held_by[int(process.pid)] = process.usedGpuMemory
+        for pid, held in sorted(held_by.items(), key=lambda entry: (-(entry[1] or 0), entry[0])):
+            # Not from /proc: inside a container the number may belong to another process there.
             yield Holder(pid, _text(self.ask(nvml.nvmlSystemGetProcessName, pid, default="")), held)
 
     def nvlinks(self, board: Any, bus: str) -> NvLinks | None:
-        """Its active links, of which the far ends are kept; None where there are none."""
+        """The GPU's active links, whose far ends are recorded; None if there are none."""
         nvml = self.nvml
         active = []
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -243,7 +263,7 @@ class Probe:
         )
 
     def far_end(self, board: Any, link: int) -> str | None:
-        """The bus address of the GPU at the other end of a link; None for a switch."""
+        """Bus address of the GPU at the other end of a link; None for a switch."""
         nvml = self.nvml
         kind = self.ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, board, link, default=nvml.NVML_NVLINK_DEVICE_TYPE_GPU)
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -253,7 +273,7 @@ class Probe:
         return None if other.startswith(HIDDEN) else other
 
     def nvlink_Bps(self, board: Any, link: int) -> float:
-        """A link's speed in one direction; 0 where the driver does not tell."""
+        """Bytes per second of a link in one direction; 0 if the driver does not report them."""
         nvml = self.nvml
         none: list[Any] = []
         for field in ((nvml.NVML_FI_DEV_NVLINK_GET_SPEED, link), nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON):
@@ -262,11 +282,11 @@ class Probe:
                     return float(value.value.uiVal) * 1e6
         return 0.0
 
-    def pair(self, a: Gpu, b: Gpu, first: Any, second: Any) -> Pair:
-        """How two visible GPUs reach each other."""
+    def pair(self, a: Gpu, b: Gpu, first: Any, second: Any) -> GpuPair:
+        """Connection of two visible GPUs."""
         level = self.ask(self.nvml.nvmlDeviceGetTopologyCommonAncestor, first, second, default=None)
         peer, reason = self.peer(first, second)
-        return Pair(
+        return GpuPair(
             first=a.index,
             second=b.index,
             ancestor=None if level is None else ANCESTORS.get(level),
@@ -276,15 +296,15 @@ class Probe:
         )
 
     def nvlinks_between(self, first: str, second: str) -> int:
-        """Direct links, and those to a switch that both hang on."""
+        """Number of links between two GPUs: direct ones, and those to a switch that both are connected to."""
         ends, others = self.far_ends.get(first, []), self.far_ends.get(second, [])
         return max(ends.count(second), others.count(first)) + min(ends.count(None), others.count(None))
 
     def peer(self, first: Any, second: Any) -> tuple[bool | None, str]:
-        """Whether each may read and write the other's memory, and why not."""
-        for here, there in ((first, second), (second, first)):
+        """Return True if each may read and write the other's memory, else False and the reason, or None if unknown."""
+        for reader, other in ((first, second), (second, first)):
             for index in (P2P_READ, P2P_WRITE):
-                status = self.ask(self.nvml.nvmlDeviceGetP2PStatus, here, there, index, default=None)
+                status = self.ask(self.nvml.nvmlDeviceGetP2PStatus, reader, other, index, default=None)
                 if status is None:
                     return None, ""
                 if status != P2P_OK:
@@ -293,7 +313,7 @@ class Probe:
 
 
 def address(bus: str) -> str:
-    """NVML writes eight digits of the PCI domain where /sys has four: 00000000:3B:00.0 is 0000:3b:00.0."""
+    """PCI address as /sys writes it: NVML has eight digits for the domain, so 00000000:3B:00.0 is 0000:3b:00.0."""
     domain, _, rest = bus.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if rest else ""
 
@@ -302,48 +322,51 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def choose(found: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
-    """Those of `found` (numbered as the driver does) that CUDA_VISIBLE_DEVICES=`visible` leaves, renumbered.
+def visible_gpus(gpus: Iterable[Gpu], visible: str | None) -> tuple[Gpu, ...]:
+    """Select the GPUs that CUDA_VISIBLE_DEVICES=`visible` leaves, and number them anew.
 
-    As CUDA reads it: numbers, or beginnings of UUIDs that fit one GPU; the list ends at the first entry that
-    names none (-1 by custom); an entry given twice leaves nothing. Where there is a MIG slice among them a process has
-    the first one, and nothing else (NVIDIA's MIG user guide, "CUDA Device Enumeration").
+    `gpus` are all GPUs, numbered by the driver. Entries are read as CUDA reads them: numbers, or beginnings of UUIDs
+    that fit one GPU. The list ends at the first entry that names no GPU (-1 by convention), and an entry given twice
+    leaves nothing. If there is a MIG slice among the GPUs, a process gets the first slice and nothing else (NVIDIA's
+    MIG user guide, "CUDA Device Enumeration").
     """
-    chosen = list(found) if visible is None else _named(list(found), visible)
+    chosen = list(gpus) if visible is None else _named_gpus(list(gpus), visible)
     return renumbered([gpu for gpu in chosen if gpu.slice][:1] or chosen)
 
 
-def as_cuda_shows(found: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
-    """Those of `found` that CUDA itself shows this process, in its order; None, and a warning, where it does not
-    say."""
-    shown, known = cuda.shown(), {cuda.digits(gpu.uuid): gpu for gpu in found}
-    if shown is None or not known.keys() >= set(shown):
+def as_cuda_shows(gpus: Iterable[Gpu]) -> tuple[Gpu, ...] | None:
+    """Select the GPUs that CUDA itself shows to this process, in its order; None, with a warning, if it does not
+    answer."""
+    shown = cuda.visible_uuids()
+    by_uuid = {cuda.uuid_digits(gpu.uuid): gpu for gpu in gpus}
+    if shown is None or not by_uuid.keys() >= set(shown):
         logger.warning(
-            "CUDA does not tell its order of the GPUs, and %s leaves that to it: they are taken along the PCI bus; if "
-            "they differ, set %s=%s",
-            cuda.ORDER,
-            cuda.ORDER,
-            cuda.BUS,
+            "CUDA does not report its order of the GPUs, although %s asks for CUDA's own: they are taken along the PCI "
+            "bus; if that is not CUDA's order, set %s=%s",
+            cuda.ORDER_VARIABLE,
+            cuda.ORDER_VARIABLE,
+            cuda.BUS_ORDER,
         )
         return None
-    return renumbered([known[uuid] for uuid in shown])
+    return renumbered([by_uuid[uuid] for uuid in shown])
 
 
 def renumbered(gpus: Iterable[Gpu]) -> tuple[Gpu, ...]:
+    """The same GPUs with indices from 0."""
     return tuple(msgspec.structs.replace(gpu, index=n) for n, gpu in enumerate(gpus))
 
 
-def _named(found: list[Gpu], visible: str) -> list[Gpu]:
+def _named_gpus(gpus: list[Gpu], visible: str) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in visible.split(","):
         entry = entry.strip()
         if entry.isdecimal():
-            fits = [gpu for gpu in found if gpu.index == int(entry)][:1]
+            matches = [gpu for gpu in gpus if gpu.index == int(entry)][:1]
         else:
-            fits = [gpu for gpu in found if entry and gpu.uuid.lower().startswith(entry.lower())]
-        if len(fits) != 1:
+            matches = [gpu for gpu in gpus if entry and gpu.uuid.lower().startswith(entry.lower())]
+        if len(matches) != 1:
             break
-        if fits[0] in chosen:
+        if matches[0] in chosen:
             return []
-        chosen.append(fits[0])
+        chosen.append(matches[0])
     return chosen

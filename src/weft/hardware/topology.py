@@ -1,4 +1,4 @@
-"""Topology: the GPUs of this machine as their driver tells of them, each by itself and every two together."""
+"""Topology: the GPUs of this machine as their driver reports them, each alone and every two together."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Literal
 
 import msgspec
 
-# The closest thing that two GPUs have in common, the nearest first, in the driver's words: one PCIe bridge, several,
-# the host bridge of a CPU, the same NUMA node, or only the link between sockets.
+# Closest common ancestor of two GPUs, the nearest first, in the driver's words: one PCIe bridge, several, the host
+# bridge of a CPU, the same NUMA node, or only the link between sockets.
 Ancestor = Literal["PIX", "PXB", "PHB", "NODE", "SYS"]
-# Bytes per second of one lane in one direction by generation, after its coding. Source: PCI-SIG's rates in GT/s.
+# Bytes per second of one PCIe lane in one direction by generation, after coding. Source: PCI-SIG's rates in GT/s.
 LANE_BPS = {1: 0.25e9, 2: 0.5e9, 3: 1e9, 4: 2e9, 5: 4e9, 6: 8e9, 7: 16e9}
-# CUDA cores of one multiprocessor where they are not 128. Source: CUDA programming guide, compute capabilities.
+# CUDA cores of one multiprocessor, if not 128. Source: CUDA programming guide, compute capabilities.
 CORES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
-# What a driver counts as used on a card that nobody uses: its own tables, ECC, the display.
+# Memory that a driver counts as used on an idle card: its own tables, ECC, the display.
 DRIVER_BYTES = 1 << 30
 
 
 class Clocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What a driver says of a GPU's speed: the width of its memory bus, its CUDA cores, and its highest clocks.
-    Those of this moment fall when a card is idle; None where the driver does not tell."""
+    """Width of a GPU's memory bus, its number of CUDA cores, and its highest clocks, as the driver reports them.
+
+    The current clocks (`*_now_hz`) fall when a card is idle; None if the driver does not report them.
+    """
 
     bus_bits: int
     memory_hz: float
@@ -31,12 +33,12 @@ class Clocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def multiprocessors(clocks: Clocks, capability: tuple[int, int]) -> float:
-    """How many a GPU has."""
+    """Number of multiprocessors of a GPU."""
     return clocks.cores / CORES.get(capability, 128)
 
 
 class Pcie(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU's way to the host. An idle card lowers its generation; what card and slot can do together is `most_*`."""
+    """A GPU's PCIe link to the host. An idle card lowers its generation; `most_*` is the limit of card and slot."""
 
     generation: int
     lanes: int
@@ -45,13 +47,13 @@ class Pcie(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def Bps(self) -> float:
-        """Bytes per second in one direction, under load: the lanes that there are, at the highest generation."""
+        """Bytes per second in one direction under load: the current lanes at the highest generation."""
         return self.lanes * LANE_BPS.get(self.most_generation, LANE_BPS[max(LANE_BPS)])
 
 
 class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU's active NVLinks; `each_Bps` is one link's, in bytes per second and one direction. `switched`: they lead to
-    a switch, and over it to any GPU that hangs on it too."""
+    """A GPU's active NVLinks; `each_Bps` is bytes per second of one link in one direction. `switched`: the links lead
+    to a switch, and through it to every GPU on that switch."""
 
     count: int
     version: str
@@ -60,12 +62,12 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def Bps(self) -> float:
-        """Of all of them."""
+        """Bytes per second of all links in one direction."""
         return self.count * self.each_Bps
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A process that holds a GPU's memory. In a container the driver may tell neither name ("") nor bytes (None)."""
+    """A process that holds a GPU's memory. In a container the driver may hide its name ("") and its bytes (None)."""
 
     pid: int
     name: str
@@ -76,20 +78,22 @@ class Holder(msgspec.Struct, frozen=True):
         return f"{self.name.rpartition('/')[2] or 'a process'} (pid {self.pid}){held}"
 
 
-class Slice(msgspec.Struct, frozen=True):
-    """What a MIG slice is a part of: the board's name, and the share of its multiprocessors, None where the driver
-    does not tell."""
+class MigSlice(msgspec.Struct, frozen=True):
+    """The board that a MIG slice is a part of, and the slice's share of the board's multiprocessors (None if the driver
+    does not report it)."""
 
     board: str
     compute: float | None
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One visible GPU (or the one MIG slice that CUDA shows a process). `index` is N of "cuda:N" in this process: its
-    place in CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus, which workers ask CUDA for too, or in the one
-    that the user asks it for (CUDA_DEVICE_ORDER; `hardware/cuda.py`). `capability` is (major, minor). `bus` is its PCI
-    address as /sys writes it. `clocks` is None for a slice; this and what follows also where the driver does not
-    tell."""
+    """One visible GPU, or the one MIG slice that CUDA shows to a process.
+
+    `index` is N of "cuda:N" in this process: the position in CUDA_VISIBLE_DEVICES, or else in the order of the PCI bus,
+    which workers ask CUDA for too, or in the user's own CUDA_DEVICE_ORDER (`hardware/cuda.py`). `capability` is (major,
+    minor). `bus` is the PCI address as /sys writes it. `clocks` is None for a slice. `clocks` and the fields after it
+    are None or empty if the driver does not report them.
+    """
 
     index: int
     name: str
@@ -103,18 +107,20 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     nvlinks: NvLinks | None = None
     numa_node: int | None = None
     holders: tuple[Holder, ...] = ()
-    slice: Slice | None = None
+    slice: MigSlice | None = None
 
     @property
     def held_bytes(self) -> int:
-        """What others hold of its memory."""
+        """Bytes of its memory that other processes hold."""
         return max(0, self.total_bytes - self.free_bytes - DRIVER_BYTES)
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """How two GPUs (by their index, the lower first) reach each other: their closest common ancestor on the bus, the
-    NVLinks between them, and whether the driver lets one read and write the other's memory; `reason` is why not.
-    None where the driver does not tell."""
+class GpuPair(msgspec.Struct, frozen=True, kw_only=True):
+    """Connection of two GPUs, by their index, the lower first.
+
+    `ancestor` is the closest common one on the bus, `nvlinks` the number of NVLinks between them. `peer`: the driver
+    lets each read and write the other's memory; `reason` says why not. None if the driver does not report it.
+    """
 
     first: int
     second: int
@@ -124,24 +130,27 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def islands(count: int, joined: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """The groups in which each of `count` GPUs is joined to every other, the largest first; a GPU is in one of them."""
-    with_ = {number: {number} for number in range(count)}
+def interconnect_domains(count: int, joined: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Interconnect domains: groups in which each of `count` GPUs is joined to every other, the largest first.
+
+    `joined` are the pairs with a direct link. Each GPU is in exactly one group.
+    """
+    neighbours = {number: {number} for number in range(count)}
     for first, second in joined:
-        with_[first].add(second)
-        with_[second].add(first)
+        neighbours[first].add(second)
+        neighbours[second].add(first)
     groups: list[tuple[int, ...]] = []
-    left = set(range(count))
-    while left:
-        groups.append(max((_grown(number, with_, left) for number in sorted(left)), key=len))
-        left -= set(groups[-1])
+    remaining = set(range(count))
+    while remaining:
+        groups.append(max((_grow_group(number, neighbours, remaining) for number in sorted(remaining)), key=len))
+        remaining -= set(groups[-1])
     return tuple(groups)
 
 
-def _grown(number: int, joined: dict[int, set[int]], left: set[int]) -> tuple[int, ...]:
-    """A group around a GPU, each that fits taken in its order."""
+def _grow_group(number: int, neighbours: dict[int, set[int]], remaining: set[int]) -> tuple[int, ...]:
+    """Grow a group around a GPU greedily: add each remaining GPU that is joined to all members, in order."""
     group = [number]
-    for other in sorted(left - {number}):
-        if all(other in joined[member] for member in group):
+    for other in sorted(remaining - {number}):
+        if all(other in neighbours[member] for member in group):
             group.append(other)
     return tuple(sorted(group))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, ragged_index
 from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
@@ -32,7 +32,7 @@ DECODE, PREFILL = "decode", "prefill"
 
 def installed_version() -> str | None:
     """The installed version of FlashInfer, or None."""
-    return packages().get(backends.FLASHINFER)
+    return kernel_packages().get(backends.FLASHINFER)
 
 
 def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:

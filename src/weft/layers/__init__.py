@@ -1,1 +1,1 @@
-"""The pieces that models are made of, each born with its share."""
+"""Layers of a decoder, each constructed with its rank's share."""

@@ -1,4 +1,4 @@
-"""Tokens in, logits out: the two ends of a model, cut along the vocabulary."""
+"""The embedding and the output head of a model, each cut along the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from weft.kernels.base import EmbeddingTable, Product
 
 
 class Embedding:
-    """Rows `vocab` of the table; ids of other ranks contribute zeros to the sum."""
+    """Embedding of which this rank holds the rows `vocab`; a token of another rank adds zeros to the sum over ranks."""
 
     def __init__(self, table: EmbeddingTable, vocab: Span, comm: Comm) -> None:
         self.table, self.vocab, self.comm = table, vocab, comm
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[T] ids -> [T, hidden]."""
+        """Embed token ids: [T] -> [T, hidden]."""
         if self.comm.size == 1:
             return self.table.rows(tokens.long())
         local = tokens - self.vocab.start
-        mine = (local >= 0) & (local < len(self.vocab))
-        return self.comm.sum(self.table.rows((local * mine).long()) * mine[:, None])
+        is_local = (local >= 0) & (local < len(self.vocab))
+        return self.comm.sum(self.table.rows((local * is_local).long()) * is_local[:, None])
 
 
 class Head:
-    """Logits over the whole vocabulary, gathered where they are sampled."""
+    """Output head: logits over the whole vocabulary, gathered on the rank that samples.
+
+    `widths[r]` is the number of vocabulary rows of rank r.
+    """
 
     def __init__(self, product: Product, widths: Sequence[int], comm: Comm) -> None:
         self.product, self.widths, self.comm = product, widths, comm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """[S, hidden] -> [S, vocab] on the group's rank 0, None on the others."""
+        """Compute logits: [S, hidden] -> [S, vocab] on rank 0 of the group, None on the other ranks."""
         return self.comm.gather(self.product(x), self.widths)

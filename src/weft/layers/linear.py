@@ -1,4 +1,4 @@
-"""Matrix products, born with their share of the rows or of the columns."""
+"""Matrix products constructed with a rank's share of the rows or of the columns."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.quant.quantised import QuantisedWeight
 
 
 def column_linear(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, kernels: Kernels) -> Product:
-    """This rank's output rows of a product whose input every rank has: [T, in] -> [T, rows of this rank]."""
+    """Column-parallel product, whose input every rank has: [T, in] -> [T, output features of this rank]."""
     return kernels.matrix(weight, bias)
 
 
 def row_linear(
     weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, comm: Comm, kernels: Kernels
 ) -> Product:
-    """This rank's input columns: [T, cols of this rank] -> [T, out], to be summed over the ranks."""
-    # Once, not per rank.
+    """Row-parallel product: [T, input features of this rank] -> [T, out], which the caller sums over the ranks."""
+    # Once, not per rank: every rank would add the bias before the sum.
     return kernels.matrix(weight, bias if comm.rank == 0 else None)

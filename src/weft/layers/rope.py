@@ -9,12 +9,12 @@ import torch
 from weft.architectures.shape import Rope
 
 
-def table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
-    """[rows, head_dim] float32: head_dim/2 cosines, then as many sines, of each position.
+def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
+    """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then the sines.
 
-    `max_positions` is the shape's own length, `length` the longest text that will be served. Dynamic
-    scaling depends on the text's length; keys stay in the cache under the base that they were made with, so
-    one base must serve all: that of `length`. Up to the model's own length it equals Transformers' exactly.
+    `max_positions` is the model's own context length, `length` the longest text that will be served. The base of
+    dynamic scaling depends on the length of the text. Keys stay in the cache as they were rotated, so one base serves
+    every text: the base for `length`. Up to the model's own length it equals Transformers' exactly.
     """
     frequencies, magnitude = inverse_frequencies(rope, head_dim, max_positions, length)
     angles = torch.outer(torch.arange(rows, dtype=torch.float32), frequencies)
@@ -27,7 +27,7 @@ def table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: int) -> tuple[torch.Tensor, float]:
-    """[head_dim/2] radians per position, and the factor on cosine and sine (other than 1 for yarn only)."""
+    """Radians per position, [head_dim/2] float32, and the factor on cosine and sine, which is 1 except for yarn."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     match rope.kind:
@@ -46,7 +46,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: i
 
 
 def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
+    """Inverse frequencies of Llama 3.1: divided by `factor` for long wavelengths, kept for short ones, interpolated
+    between."""
     if rope.factors is not None:
         return plain / torch.tensor(rope.factors, dtype=torch.float32)
     original = rope.original_max_positions or max_positions
@@ -57,7 +58,7 @@ def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor
 
 
 def _yarn(rope: Rope, plain: torch.Tensor, head_dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
-    """A ramp between interpolation and extrapolation over the dims (Peng et al. 2023, arXiv 2309.00071)."""
+    """YaRN: a ramp over the dims between interpolation and extrapolation (Peng et al. 2023, arXiv 2309.00071)."""
     original = rope.original_max_positions or max_positions
 
     def dim_of(turns: float) -> float:

@@ -1,1 +1,1 @@
-"""Architectures, written once."""
+"""Model architectures, composed of `weft.layers`."""

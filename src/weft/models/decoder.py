@@ -1,4 +1,4 @@
-"""The dense decoder, written once: Llama, Mistral, Qwen2, Qwen3 and SmolLM2 differ in data only."""
+"""The dense decoder: one implementation, since Llama, Mistral, Qwen2, Qwen3 and SmolLM2 differ in data only."""
 
 from __future__ import annotations
 
@@ -9,45 +9,55 @@ import torch
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.comm import Comm
-from weft.kernels.base import DenseLayer, HeadNorm, Kernels, KVCache, Product
+from weft.kernels.base import DenseLayer, EmbeddingTable, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
 from weft.layers.linear import column_linear, row_linear
 from weft.quant.quantised import QuantisedWeight
 
-# By name. Matrices are taken out as their layer is made: one that is packed for its product is then held once, not
-# twice until the whole model is built.
+# Parameters by name. Each matrix is taken out when its layer is constructed: a matrix that is packed for its product is
+# then held once, not twice until the whole model is built.
 Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 
 
-class Decoder:
-    """One rank's part of a model: the layers of its stage, the embedding on the first, the head on the last."""
+class DecoderModel:
+    """One rank's part of a model: the layers of its stage, the embedding on the first stage, the head on the last.
+
+    Matrices are removed from `tensors`.
+    """
 
     def __init__(
         self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Comm, kernels: Kernels
     ) -> None:
         place = places[rank]
-        peers = [p for p in places if p.stage == place.stage]
         self.comm, self.kernels, self.eps = comm, kernels, shape.norm_eps
-        table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
-        self.embed = Embedding(table, place.vocab, comm) if table is not None else None
+        embedding_table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
+        self.embed = None if embedding_table is None else Embedding(embedding_table, place.vocab, comm)
         self.layers = [
-            dense_layer(shape, place, layer, tensors, comm, kernels)
+            create_dense_layer(shape, place, layer, tensors, comm, kernels)
             for layer in range(place.layers.start, place.layers.stop)
         ]
         self.fused = kernels.fuse_layers(self.layers, comm)
         self.head = None
         if place.last:
-            # A tied head beside its embedding is no tensor of its own.
-            tied = table if "head.weight" not in tensors else None
-            product = kernels.matrix(tensors.pop("head.weight"), None) if tied is None else tied
-            self.head = Head(product, [len(p.vocab) for p in peers], comm)
+            widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
+            self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
             self.norm = plain_tensor(tensors, "norm.weight")
+
+    def _head_product(self, tensors: Tensors, table: EmbeddingTable | None) -> Product:
+        """Product with the head's weight; `table` is the embedding if this rank has it."""
+        # A tied head on the same rank as the embedding has no tensor of its own.
+        if table is not None and "head.weight" not in tensors:
+            return table
+        return self.kernels.matrix(tensors.pop("head.weight"), None)
 
     def hidden(
         self, incoming: torch.Tensor | None, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
     ) -> torch.Tensor:
-        """[T, hidden] after this stage's layers, from the batch's tokens or from the stage before."""
+        """Run this stage's layers: [T, hidden], from the batch's tokens on the first stage, else from `incoming`.
+
+        `rope` is the table of `rope_table`; `caches` has one KV cache per layer. `incoming` may be overwritten.
+        """
         residual = incoming
         if self.embed is not None:
             residual = self.embed(batch.tokens)
@@ -56,12 +66,13 @@ class Decoder:
             return self.fused(residual, rope, caches, batch)
         x = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = self._run(layer, x, residual, rope, cache, batch)
+            x = self._run_layer(layer, x, residual, rope, cache, batch)
         assert x is not None
-        # Without a norm: that is of the rows to be sampled. So each step ends with a sum of its own (comm/parts.py).
+        # Without the final norm, which is for the rows to be sampled. So each step ends with a sum of its own
+        # (comm/parts.py).
         return residual.add_(self.comm.sum(x))
 
-    def _run(
+    def _run_layer(
         self,
         layer: DenseLayer,
         x: torch.Tensor | None,
@@ -70,8 +81,10 @@ class Decoder:
         cache: KVCache,
         batch: Batch,
     ) -> torch.Tensor:
-        """One layer. `x` is this rank's part of what the layer before has still to add to `residual`, None at the start
-        of a stage; what comes out is the same of this layer."""
+        """Run one layer; return its output on this rank, still to be summed over the ranks and added to `residual`.
+
+        `x` is the previous layer's output in the same form, or None at the start of a stage.
+        """
         kernels, comm, eps = self.kernels, self.comm, self.eps
         if x is None:
             x = kernels.norm(residual, layer.attention_norm, eps)
@@ -83,22 +96,22 @@ class Decoder:
         return layer.down(kernels.silu_mul(layer.gate_up(x)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """[S, hidden] -> [S, vocab] on the output rank, None on the other ranks of the last stage."""
+        """Compute logits: [S, hidden] -> [S, vocab] on the output rank, None on the other ranks of the last stage."""
         assert self.head is not None
         return self.head(self.kernels.norm(hidden, self.norm, self.eps))
 
 
 def plain_tensor(tensors: Tensors, name: str) -> torch.Tensor:
-    """A parameter that no scheme quantises: a norm's weight or a bias."""
+    """Parameter that is never quantised: a norm's weight or a bias."""
     tensor = tensors[name]
     assert isinstance(tensor, torch.Tensor), name
     return tensor
 
 
-def dense_layer(
+def create_dense_layer(
     shape: ModelShape, place: Place, layer: int, tensors: Tensors, comm: Comm, kernels: Kernels
 ) -> DenseLayer:
-    """A layer with this rank's heads and columns, its matrices taken out of `tensors`."""
+    """Construct a layer with this rank's heads and columns, and remove its matrices from `tensors`."""
     attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
 
     def bias(name: str) -> torch.Tensor | None:

@@ -77,7 +77,7 @@ class RoundingDescriptor(ctypes.Structure):
 
 
 class SamplingSettings(ctypes.Structure):
-    """`SamplingSettings` of settings.h: a request's, as a row of `worker.chooser.Settings.columns`."""
+    """`SamplingSettings` of settings.h: a request's, as a row of `worker.token_sampler.SamplingSettings.columns`."""
 
     _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
 

@@ -1,4 +1,4 @@
-"""Attention backends: their names, and why one cannot run a model on the devices of a plan."""
+"""Attention backends: their names, and the checks that one can run a model on the devices of a plan."""
 
 from __future__ import annotations
 
@@ -19,54 +19,58 @@ logger = logging.getLogger("weft")
 
 GPU_BACKENDS = ("triton", "flashinfer", "varlen")
 ATTENTION_BACKENDS = ("auto", "torch", "cpu", *GPU_BACKENDS)
+# vLLM's names of attention backends that Weft has under another name.
 VLLM_BACKENDS = {
     "torch_sdpa": "torch",
     "cpu_attn": "cpu",
     "triton_attn": "triton",
     "flash_attn": "varlen",
-}  # of its names for attention backends, those that we have under another
+}
+# Each backend's kernels, as messages name them.
 KERNELS = {
     "cpu": "the compiled CPU kernels",
     "triton": "the Triton kernels",
     "flashinfer": "FlashInfer's kernels",
     "varlen": "torch's varlen kernels",
 }
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are one
-FP8_BACKENDS = ("auto", "triton", "flashinfer")  # that read an FP8 cache
-FLASH_CAPABILITY = (8, 0)  # of a GPU that FlashAttention's second version, in torch as in FlashInfer, is written for
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
+FP8_BACKENDS = ("auto", "triton", "flashinfer")  # these read an FP8 cache
+FLASH_CAPABILITY = (8, 0)  # oldest GPUs that FlashAttention 2 supports, in torch and in FlashInfer
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASHINFER, OLDEST_FLASHINFER = "flashinfer-python", (0, 5)
-FLASHINFER_HEADS = (64, 128, 256)  # dims that its kernels are tested with
+FLASHINFER_HEADS = (64, 128, 256)  # head dims that its kernels are tested with
 WIDEST_FLASH_HEAD, FLASH_HEAD_UNIT = 256, 8
 NO_TRITON = "the package triton is not installed"
-TRITON_CAPABILITY = (7, 5)  # of the oldest GPU that Triton compiles for
-WIDEST_HEAD = 256  # dims whose tiles fit the memory of a multiprocessor
+TRITON_CAPABILITY = (7, 5)  # oldest GPUs that Triton compiles for
+WIDEST_HEAD = 256  # head dims; wider tiles do not fit the shared memory of a multiprocessor
 
 Card = tuple[str, tuple[int, int]]  # a GPU's name and compute capability
 
 
-def own_backend(name: str) -> str:
-    """An attention backend in our words, from those or from vLLM's, which are upper case."""
+def weft_backend(name: str) -> str:
+    """Weft's name of an attention backend, given that name or vLLM's, in any case."""
     word = name.lower().removesuffix("_vllm_v1")
     return VLLM_BACKENDS.get(word, word)
 
 
-def with_backend(
+def with_attention_backend(
     config: EngineConfig, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]
 ) -> EngineConfig:
-    """The config with its attention backend in our words, the environment's where it leaves that open. Raises
-    ConfigError for one that cannot run this model on these devices, before anything is read."""
+    """Set the config's attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the config says auto.
+
+    Raises ConfigError for a configured backend that cannot run this model on these devices, before any weight is read.
+    """
 
     def obstacle(backend: str) -> str | None:
-        return misplaced(backend, host, devices) or unusable(backend, shape, dtype, host, devices)
+        return _wrong_device(backend, host, devices) or _unsupported(backend, shape, dtype, host, devices)
 
     wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "")
-    backend = own_backend(config.attention_backend)
+    backend = weft_backend(config.attention_backend)
     if wanted and backend == "auto":
-        theirs, fp8 = own_backend(wanted), config.kv_cache_dtype != "auto"
+        theirs, fp8 = weft_backend(wanted), config.kv_cache_dtype != "auto"
         if theirs in (FP8_BACKENDS if fp8 else ATTENTION_BACKENDS) and obstacle(theirs) is None:
             return replace(config, attention_backend=theirs)
-        # It is set for vLLM, which may well run beside us: no reason to stop.
+        # The variable is set for vLLM, which may well run beside us: no reason to stop.
         logger.warning(
             "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
         )
@@ -75,46 +79,49 @@ def with_backend(
     return replace(config, attention_backend=backend)
 
 
-def misplaced(backend: str, host: Host, devices: Sequence[str]) -> str | None:
-    """Why kernels of GPUs do not run on a CPU, unless Triton's interpreter is on, nor those of a CPU on GPUs."""
-    on_cpu, interprets = devices[0] == "cpu", host.environment.get("TRITON_INTERPRET") == "1"
-    if (backend not in GPU_BACKENDS if on_cpu else backend != "cpu") or (interprets and on_cpu):
+def _wrong_device(backend: str, host: Host, devices: Sequence[str]) -> str | None:
+    """Message for a GPU backend on a CPU, unless Triton's interpreter is on, or the CPU backend on GPUs; else None."""
+    if devices[0] != "cpu":
+        if backend != "cpu":
+            return None
+        return f"attention_backend is cpu, which runs on a CPU; on GPUs it is auto, {', '.join(GPU_BACKENDS)} or torch"
+    if backend not in GPU_BACKENDS or host.environment.get("TRITON_INTERPRET") == "1":
         return None
-    there, here, known = "GPUs", "a CPU", "auto, cpu or torch"
-    if not on_cpu:
-        there, here, known = here, there, f"auto, {', '.join(GPU_BACKENDS)} or torch"
-    return f"attention_backend is {backend}, which runs on {there}; on {here} it is {known}"
+    return f"attention_backend is {backend}, which runs on GPUs; on a CPU it is auto, cpu or torch"
 
 
-def unusable(backend: str, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]) -> str | None:
-    """What a backend that was asked for lacks, as far as it is known before it is tried: not whether it compiles."""
-    gpus = host.named(devices)  # none: Triton's interpreter is any GPU
+def _unsupported(backend: str, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]) -> str | None:
+    """Message for a backend that lacks a package or cannot run the model; None if nothing is known against it.
+
+    The check tries nothing: kernels may still fail to compile.
+    """
     if backend == "cpu":
-        reason = build.native_obstacle(dtype, shape.head_dim, shape.q_heads // shape.kv_heads)
-    elif backend not in GPU_BACKENDS:
+        reason = build.native_obstacle(dtype, shape.head_dim, shape.group)
+        return None if reason is None else refusal(KERNELS["cpu"], reason)
+    if backend not in GPU_BACKENDS:
         return None
-    elif "triton" not in host.packages:  # which does the rest for all of them
-        backend, reason = "triton", NO_TRITON
-    elif reason := no_triton(shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus]):
-        backend = "triton"
-    elif backend == "triton" or not gpus:
+    cards = [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]  # empty: Triton's interpreter is any GPU
+    # Triton kernels do all but the attention for every GPU backend.
+    reason = no_triton(shape.head_dim, cards) if "triton" in host.packages else NO_TRITON
+    if reason is not None:
+        return refusal(KERNELS["triton"], reason)
+    if backend == "triton" or not cards:
         return None
-    elif backend == "flashinfer":
+    if backend == "flashinfer":
         reason = no_flashinfer(host.packages.get(FLASHINFER), shape.head_dim)
     else:
         reason = no_varlen(shape.head_dim)
-    if reason is None and gpus:
-        reason = no_flash(dtype, [(gpu.name, gpu.capability) for gpu in gpus])
+    reason = reason or no_flash(dtype, cards)
     return None if reason is None else refusal(KERNELS[backend], reason)
 
 
 def refusal(kernels: str, obstacle: str) -> str:
-    """Of kernels that the user asked for."""
+    """Message for kernels that the user chose and that cannot be used."""
     return f"{kernels} cannot be used: {obstacle}; --attention-backend torch always works"
 
 
 def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
-    """Why the Triton kernels do not run a model on these GPUs."""
+    """Reason that the Triton kernels cannot run a model on these GPUs; None if they can."""
     if head_dim > WIDEST_HEAD:
         return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
     for name, capability in cards:
@@ -125,7 +132,7 @@ def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
 
 
 def no_flashinfer(version: str | None, head_dim: int) -> str | None:
-    """Why FlashInfer, of which this version is installed, cannot be used for a model."""
+    """Reason that FlashInfer cannot be used, given its installed version (None: not installed); None if it can."""
     if version is None:
         return f"the package {FLASHINFER} is not installed (pip install weft[cuda])"
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_FLASHINFER:
@@ -136,7 +143,7 @@ def no_flashinfer(version: str | None, head_dim: int) -> str | None:
 
 
 def no_varlen(head_dim: int) -> str | None:
-    """Why torch's varlen attention cannot be used for a model."""
+    """Reason that torch's varlen attention cannot be used for a model; None if it can."""
     if head_dim <= WIDEST_FLASH_HEAD and head_dim % FLASH_HEAD_UNIT == 0:
         return None
     most, unit = WIDEST_FLASH_HEAD, FLASH_HEAD_UNIT
@@ -144,7 +151,7 @@ def no_varlen(head_dim: int) -> str | None:
 
 
 def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
-    """Why FlashAttention does not run on these GPUs."""
+    """Reason that FlashAttention cannot run on these GPUs; None if it can."""
     if dtype not in FLASH_DTYPES:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
     for name, capability in cards:
@@ -155,7 +162,7 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
 
 
 def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
-    """Why our own engine keeps no KV cache of 8 bits on these GPUs, or on a CPU where there are none."""
+    """Reason that Weft's engine has no 8-bit KV cache on these GPUs (none given: on a CPU); None if it has."""
     if not cards:
         return f"weft keeps no {dtype} KV cache on a CPU; leave --kv-cache-dtype out"
     for name, capability in cards:
@@ -168,15 +175,15 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
 
 
 def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """auto, or fp8 where the GPUs and the attention backend have it."""
-    asked, backend = config.kv_cache_dtype, config.attention_backend
-    if asked == "auto":
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the GPUs or the backend have no FP8 cache."""
+    requested, backend = config.kv_cache_dtype, config.attention_backend
+    if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(asked, [(gpu.name, gpu.capability) for gpu in host.named(devices)]):
+    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
         raise ConfigError(reason)
     if backend not in FP8_BACKENDS:
         raise ConfigError(
-            f"--attention-backend {backend} reads no {asked} KV cache; {', '.join(FP8_BACKENDS)} do, or leave "
+            f"--attention-backend {backend} reads no {requested} KV cache; {', '.join(FP8_BACKENDS)} do, or leave "
             "--kv-cache-dtype out"
         )
     return "fp8"

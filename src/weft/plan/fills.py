@@ -1,4 +1,4 @@
-"""Fills: which piece of which checkpoint tensor goes where in one rank's parameters."""
+"""Fills: the pieces of checkpoint tensors that make up one rank's parameters, and the bytes of those parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
-from weft.formats.schemes import ALL
+from weft.formats.schemes import ALL_SCHEMES
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Copy source[rows, cols] (cols None: one-dimensional) to parameter `param` from its row `at` on.
+    """One copy: source[rows, cols] to parameter `param`, from its row `at` on; cols None: one-dimensional.
 
-    `expert` is the block of a stack of experts to copy to, `index` the one of a source that is such a stack
-    itself. `transposed`: the source has rows and columns the other way round.
+    - `expert`: block of a parameter with several experts to copy to.
+    - `index`: block of the source to copy from, if the source is a stack of experts itself.
+    - `transposed`: the source is stored as [cols, rows].
     """
 
     param: str
@@ -31,23 +32,23 @@ class Fill(msgspec.Struct, frozen=True):
     transposed: bool = False
 
 
-def fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
-    """Everything that a rank reads, and nothing else, in the order of its parameters."""
+def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
+    """Yield all that a rank reads of a checkpoint, and nothing else, in the order of its parameters."""
     for name, parameter, layer in rank_parameters(shape, place):
         experts = range(place.experts.start, place.experts.stop) if parameter.role == "expert" else (None,)
         for expert in experts:
             at = 0
             for part in parameter.parts:
                 rows = owned(shape, place, part.rows)
-                yield _fill(shape, place, name, part, layer, expert, rows, at)
+                yield _part_fill(shape, place, name, part, layer, expert, rows, at)
                 at += len(rows)
 
 
-def _fill(
+def _part_fill(
     shape: ModelShape, place: Place, name: str, part: Part, layer: int | None, expert: int | None, rows: Span, at: int
 ) -> Fill:
     before = sum(axis_length(shape, axis) for axis in part.after)
-    own = "{expert}" in part.source
+    tensor_per_expert = "{expert}" in part.source
     return Fill(
         name,
         part.source.format(layer=layer, expert=expert),
@@ -55,25 +56,28 @@ def _fill(
         None if part.cols is None else owned(shape, place, part.cols),
         at,
         expert=None if expert is None else expert - place.experts.start,
-        index=None if own else expert,
+        index=None if tensor_per_expert else expert,
         transposed=part.transposed,
     )
 
 
-def scheme_of(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
-    """The scheme of a parameter, given those of the checkpoint's tensors; all its parts have the same."""
+def checkpoint_scheme(parameter: Parameter, layer: int | None, schemes: Mapping[str, str]) -> str | None:
+    """Scheme of a parameter, given the schemes of the checkpoint's tensors; None if it is not quantised.
+
+    All parts of a parameter have the same scheme, so its first tensor decides.
+    """
     return schemes.get(parameter.parts[0].source.format(layer=layer, expert=0))
 
 
-def weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
-    """Bytes of a rank's parameters: those of tensors that `schemes` names as these say, the others in `dtype`."""
+def rank_weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapping[str, str] | None = None) -> int:
+    """Bytes of a rank's parameters: tensors that `schemes` names in that scheme, all others in `dtype`."""
     total = 0
     for _, parameter, layer in rank_parameters(shape, place):
         dims, scheme, cols = parameter_dims(shape, place, parameter), None, parameter.parts[0].cols
         if schemes and cols is not None:
-            scheme = scheme_of(parameter, layer, schemes)
+            scheme = checkpoint_scheme(parameter, layer, schemes)
         if scheme is None or cols is None:
             total += DTYPE_BYTES[dtype] * prod(dims)
         else:
-            total += ALL[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
+            total += ALL_SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
     return total

@@ -1,4 +1,4 @@
-"""KV blocks: how many every rank can hold, and what that means for the lengths that are served."""
+"""KV-cache blocks that every rank can hold, and the request length that they allow."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
 
 CPU_KV_BYTES = 4_000_000_000  # per host, at most, without --kv-cache-memory-bytes
-CPU_KV_SHARE = 4  # and at most one part in so many of the free memory
+CPU_KV_SHARE = 4  # the KV cache on a CPU gets at most 1/CPU_KV_SHARE of the free memory
 HIDDEN_COPIES = 3  # residual, norm and output
 FFN_COPIES = 3  # gate, up and their product
-LOGITS_BYTES = 2 * 4  # float32, twice: as they come and as they are sampled from
+LOGITS_BYTES = 2 * 4  # float32, twice: as computed and as sampled from
 CPU_RUNTIME_BYTES = 500 << 20  # resident memory of torch and its libraries in a rank: 0.4 to 0.6 GB measured
-SCORED = 64  # positions of a prompt whose logits are held at once, where a request wants its prompt's logprobs
+SCORED_POSITIONS = 64  # positions whose logits are held at once for a request that wants its prompt's logprobs
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says once its weights are loaded and its peak is measured. All in bytes.
+    """Report of a rank that has loaded its weights and measured its peak memory. All sizes in bytes.
 
-    `device` names the memory that it draws on ("cpu" of one host, "cuda:0"), `host` the machine; ranks with
-    equal (host, device) share `free_bytes`. `block_bytes` is the cost of one KV block on this rank. On a GPU
-    `free_bytes` is what gpu_memory_utilization leaves for KV; on a CPU it is the host's free memory.
+    - `device`: the memory that the rank uses ("cpu" of one host, "cuda:0"); `host`: the machine. Ranks with equal
+      (host, device) share `free_bytes`.
+    - `free_bytes`: on a GPU, what gpu_memory_utilization leaves for the KV cache; on a CPU, the host's free memory.
+    - `block_bytes`: bytes of one KV block on this rank.
     """
 
     rank: int
@@ -41,70 +42,77 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_bytes(
-    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, guesses: int = 0
+    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, draft_tokens: int = 0
 ) -> int:
-    """What our own step of `tokens` tokens takes beside weights and KV, where it cannot be measured: the widest
-    moment of a layer for each token, and on the rank that samples the logits that it holds at once: after the last
-    token of each of `sequences` and after each of its `guesses`, or after SCORED tokens of a prompt."""
+    """Estimate the bytes that a step of our engine needs beside weights and KV cache, if they cannot be measured.
+
+    Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
+    once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt.
+    """
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
     width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
-    rows = min(tokens, max(SCORED, sequences * (1 + guesses))) if place.samples else 0
+    rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
 
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
-    """The blocks that every rank has: the minimum over the devices of budget ÷ bytes per block of its ranks.
+    """Number of KV blocks that every rank can hold: the minimum over all devices of budget / bytes per block.
 
-    With `plan.kv_cache_bytes` each rank's budget is that. Else the ranks of a device share what the poorest
-    report says is free, and a CPU gives min(4 GB, a quarter of it); with `plan.max_memory` no more than that leaves
-    beside weights, activations and what every rank takes of a CPU's for itself (of a GPU's, the reports know that:
-    `gpu_memory_utilization` is no more than that share). Raises PlanError where a device has no room for one block, or
-    where the two contradict each other.
+    The budget is `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest
+    free memory that they report, of which a CPU gives min(4 GB, a quarter). `plan.max_memory` limits the budget to what
+    it leaves beside weights, activations and, on a CPU, the engine's own memory; on a GPU the reports include that
+    memory, since `gpu_memory_utilization` is at most that share.
+
+    Raises PlanError if a device has no room for one block, or if kv_cache_bytes and max_memory contradict each other.
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:
         devices[capacity.host, capacity.device].append(capacity)
-    rooms = []
-    for (host, device), ranks in devices.items():
-        if plan.kv_cache_bytes is not None:
-            cost, budget = max(rank.block_bytes for rank in ranks), plan.kv_cache_bytes
-        else:
-            # Reports are made one after the other: the lowest has seen the most of the others' weights.
-            cost, budget = sum(rank.block_bytes for rank in ranks), min(rank.free_bytes for rank in ranks)
-            if device == "cpu":
-                budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
-        if device in plan.max_memory:
-            own = CPU_RUNTIME_BYTES if device == "cpu" else 0
-            left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes + own for rank in ranks)
-            if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
-                raise PlanError(
-                    f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
-                    f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out"
-                )
-            budget = min(budget, left)
-        if budget < cost:
-            raise PlanError(_no_room(plan, host, device, budget, cost))
-        rooms.append(budget // cost)
-    return min(rooms)
+    return min(_device_blocks(plan, host, device, ranks) for (host, device), ranks in devices.items())
+
+
+def _device_blocks(plan: Plan, host: str, device: str, ranks: Sequence[Capacity]) -> int:
+    """Number of blocks that each rank of one device can hold. Raises PlanError as `kv_blocks` does."""
+    if plan.kv_cache_bytes is not None:
+        cost, budget = max(rank.block_bytes for rank in ranks), plan.kv_cache_bytes
+    else:
+        # Ranks report one after the other: the lowest report has seen the most of the others' weights.
+        cost, budget = sum(rank.block_bytes for rank in ranks), min(rank.free_bytes for rank in ranks)
+        if device == "cpu":
+            budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
+    if device in plan.max_memory:
+        budget = min(budget, _capped_budget(plan, device, ranks))
+    if budget < cost:
+        raise PlanError(_no_room(plan, host, device, budget, cost))
+    return budget // cost
+
+
+def _capped_budget(plan: Plan, device: str, ranks: Sequence[Capacity]) -> int:
+    """Bytes that --max-memory leaves of a device for the KV cache. Raises PlanError if the user gave the cache more."""
+    own = CPU_RUNTIME_BYTES if device == "cpu" else 0
+    left = plan.max_memory[device] - sum(rank.weight_bytes + rank.activation_bytes + own for rank in ranks)
+    if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
+        raise PlanError(
+            f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
+            f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out"
+        )
+    return left
 
 
 def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
-    gpu = device != "cpu"
-    ways = [
-        "raise --kv-cache-memory-bytes"
-        if plan.kv_cache_bytes is not None
-        else ("raise --gpu-memory-utilization" if gpu else "free memory or give --kv-cache-memory-bytes"),
-        "cut the model across more ranks (--tensor-parallel-size, --pipeline-parallel-size)",
-    ]
-    if gpu and plan.kv_cache_bytes is None:
-        ways.append("lower --max-num-batched-tokens")
+    """Message for a device whose budget does not hold one block of `cost` bytes: the source of the budget, ways out."""
+    more_ranks = "cut the model across more ranks (--tensor-parallel-size, --pipeline-parallel-size)"
+    fewer_tokens = "lower --max-num-batched-tokens"
     if plan.kv_cache_bytes is not None:
-        source = "--kv-cache-memory-bytes gives"
+        source, ways = "--kv-cache-memory-bytes gives", ["raise --kv-cache-memory-bytes", more_ranks]
+    elif device in plan.max_memory:
+        source = "--max-memory leaves beside weights, activations and the engine itself"
+        ways = ["raise it", fewer_tokens] if device == "cpu" else ["raise it", more_ranks, fewer_tokens]
+    elif device == "cpu":
+        source = "a quarter of the free memory, at most 4 GB, is"
+        ways = ["free memory or give --kv-cache-memory-bytes", more_ranks]
     else:
-        source = "the weights leave" if gpu else "a quarter of the free memory, at most 4 GB, is"
-    if device in plan.max_memory and plan.kv_cache_bytes is None:
-        source, ways[0] = "--max-memory leaves beside weights, activations and the engine itself", "raise it"
-        ways[1:] = ways[1:] if gpu else ["lower --max-num-batched-tokens"]
+        source, ways = "the weights leave", ["raise --gpu-memory-utilization", more_ranks, fewer_tokens]
     return (
         f"no room for the KV cache on {device} of {host}: one block of {plan.block_size} tokens takes {cost:,} bytes, "
         f"{source} {max(0, budget):,}; {', or '.join(ways)}"
@@ -112,32 +120,34 @@ def _no_room(plan: Plan, host: str, device: str, budget: int, cost: int) -> str:
 
 
 def fit_length(plan: Plan, num_blocks: int) -> int:
-    """The max_model_len that is served, in tokens: the plan's, or what the KV cache holds where that is less.
+    """The max_model_len that is served, in tokens: the plan's, or the length that the KV cache holds if that is less.
 
-    A length that the user asked for is never shortened: PlanError with the largest that fits.
+    A length that the user gave is never shortened: raises PlanError with the largest that fits.
     """
     held = num_blocks * plan.block_size
     if plan.max_model_len <= held:
         return plan.max_model_len
     if plan.max_model_len_given:
         need = -(-plan.max_model_len // plan.block_size)
-        most = max(plan.block_bytes(place.rank) for place in plan.places)
+        block_bytes = max(plan.block_bytes(place.rank) for place in plan.places)
         if plan.speculation and plan.speculation.draft:
-            most = max(most, plan.block_bytes(plan.output_rank) + draft_plan(plan).block_bytes(0))
-        # What is not asked cannot help: a CPU has no such share, and a figure for the cache takes its place.
+            block_bytes = max(block_bytes, plan.block_bytes(plan.output_rank) + draft_plan(plan).block_bytes(0))
+        # Advice only if it can help: a CPU has no such share, and kv_cache_bytes takes the share's place.
         measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
         share = " (or a higher --gpu-memory-utilization)" if measured else ""
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
-            f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * most} per rank"
+            f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * block_bytes} per rank"
             f"{share}, or more ranks"
         )
     return held
 
 
 def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
-    """Log lines for the allocated cache: the two that scripts read, in vLLM's words (which say GPU; of a CPU the first
-    says CPU), and one more where the model's length had to be fitted down."""
+    """Log lines for the allocated cache: the two that scripts read, and a third if max_model_len is fitted down.
+
+    The two are vLLM's, which say GPU; on a CPU the first one says CPU.
+    """
     length = fit_length(plan, num_blocks)
     per_request = -(-length // plan.block_size)
     kind = "CPU" if all(device == "cpu" for device in plan.devices) else "GPU"

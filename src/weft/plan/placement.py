@@ -1,14 +1,14 @@
-"""Placement: what --device-map comes to, beside the other flags that say how to cut a model."""
+"""--device-map: its layers per stage and devices, checked against the other flags that cut a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from weft.architectures.modules import Unit
+from weft.architectures.modules import PipelineUnit
 from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
@@ -17,91 +17,90 @@ from weft.formats.precision import weight_bytes
 from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan import max_memory
-from weft.plan.device_map import SPREADS, Room, Spread, Stages, pipeline
+from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
 
 DeviceMap = str | Mapping[str, Any]
 
 
-def spread_of(device_map: DeviceMap) -> Spread | None:
-    """The word that it is, in place of a map."""
+def spread_word(device_map: DeviceMap) -> Spread | None:
+    """The word in place of a map ("auto", "balanced", ...); None for a map or a device."""
     return next((word for word in SPREADS if word == device_map), None)
 
 
-def modules_of(device_map: DeviceMap) -> Mapping[str, Any]:
-    """The map that it is; a device is one for the whole model. Raises ConfigError for another word."""
+def module_devices(device_map: DeviceMap) -> Mapping[str, Any]:
+    """Device of each module; a device alone is that of the whole model. Raises ConfigError for another word."""
     if not isinstance(device_map, str):
         return device_map
-    plain = device_map.isdigit() or device_map in ("cpu", "disk") or device_map.startswith("cuda")
-    if not plain:
+    is_device = device_map.isdigit() or device_map in ("cpu", "disk") or device_map.startswith("cuda")
+    if not is_device:
         raise ConfigError(f"--device-map {device_map} is none of {', '.join(SPREADS)}, no device and no file")
     return {"": device_map}
 
 
-def check_flags(device_map: DeviceMap, said: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first flag that contradicts any map. `said` has flags by their fields' names."""
-    tensor, replicas = said.get("tensor_parallel_size") or 1, said.get("data_parallel_size") or 1
-    if said.get("tensor_split") and len(said["tensor_split"]) > 1:
-        raise ConfigError(_both(f"--tensor-split {join_commas(said['tensor_split'])} cuts each layer among several"))
-    if tensor > 1:
-        raise ConfigError(_both(f"--tensor-parallel-size {tensor} cuts each layer among several"))
-    if replicas > 1:
-        raise ConfigError(_both(f"--data-parallel-size {replicas} makes copies of the whole model"))
-    if said.get("enable_expert_parallel"):
-        raise ConfigError(_both("--enable-expert-parallel deals the experts of each layer out to several"))
-    if said.get("device_ids") is not None:
+def check_flags(device_map: DeviceMap, flags: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first of `flags` (by field name) that contradicts every device map."""
+    _check_tensor_flags(flags)
+    if flags.get("device_ids") is not None:
         raise ConfigError("--device-map says on which GPU each stage runs, and so does --device-ids: leave one out")
-    if spread_of(device_map):
+    if spread_word(device_map):
         for name in ("pipeline_split", "pipeline_parallel_size"):
-            if said.get(name) is not None:
+            if flags.get(name) is not None:
                 raise ConfigError(
                     f"--device-map {device_map} makes the stages itself, of the GPUs that --max-memory names or of "
                     f"all: leave --{name.replace('_', '-')} out"
                 )
 
 
-def _both(other: str) -> str:
-    return f"--device-map puts whole layers on one device each, once; {other}: leave one of them out"
+def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a flag that cuts layers or copies the model."""
+    tensor, replicas = flags.get("tensor_parallel_size") or 1, flags.get("data_parallel_size") or 1
+    other = None
+    if flags.get("tensor_split") and len(flags["tensor_split"]) > 1:
+        other = f"--tensor-split {join_commas(flags['tensor_split'])} cuts each layer among several"
+    elif tensor > 1:
+        other = f"--tensor-parallel-size {tensor} cuts each layer among several"
+    elif replicas > 1:
+        other = f"--data-parallel-size {replicas} makes copies of the whole model"
+    elif flags.get("enable_expert_parallel"):
+        other = "--enable-expert-parallel deals the experts of each layer out to several"
+    if other is not None:
+        raise ConfigError(f"--device-map puts whole layers on one device each, once; {other}: leave one of them out")
 
 
-def check_stages(stages: Stages, said: Mapping[str, Any]) -> None:
-    """Raises ConfigError where other flags divide the layers in another way than the map."""
-    layers, sizes = said.get("pipeline_split"), said.get("pipeline_parallel_size")
+def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `flags` (by field name) divide the layers otherwise than the device map does."""
+    layers, count = flags.get("pipeline_split"), flags.get("pipeline_parallel_size")
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
             f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
             f"{join_commas(stages.layers)}: leave one of them out"
         )
-    if sizes is not None and sizes != len(stages.layers):
+    if count is not None and count != len(stages.layers):
         raise ConfigError(
-            f"--pipeline-parallel-size {sizes} contradicts --device-map, which makes {len(stages.layers)} "
-            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one of "
-            "them out"
+            f"--pipeline-parallel-size {count} contradicts --device-map, which makes {len(stages.layers)} "
+            f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one "
+            "of them out"
         )
 
 
-def placed(config: EngineConfig, shape: ModelShape, host: Host, precision: str) -> EngineConfig:
-    """The config with the layers per stage and the devices that its device map comes to in this model; a word for a
-    map is left to the search, but where there is only a CPU to spread over. `precision` is what it weighs it in.
+def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precision: str) -> EngineConfig:
+    """Replace the config's device map by the layers per stage and the devices that it gives this model.
 
-    Raises ConfigError for a map that is no pipeline of the model on this machine.
+    A word in place of a map is left to the planner's search, except without GPUs: then all layers are on the CPU.
+    `precision` is that of the weights, for the sizes in messages. Raises ConfigError for a map that is no pipeline of
+    the model on this machine.
     """
     if config.device_map is None:
         return config
-    caps = max_memory.read(config.max_memory) if config.max_memory else None
-    there = () if config.device == "cpu" else tuple(gpu.index for gpu in host.gpus)
-    if spread_of(config.device_map):
-        if there:
+    gpus = () if config.device == "cpu" else tuple(gpu.index for gpu in host.gpus)
+    if spread_word(config.device_map):
+        if gpus:
             return config
         return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))
-    left_out = [number for number in there if caps and not caps.gpus.get(number)]
-    room = Room(
-        gpus=[number for number in there if number not in left_out],
-        left_out=left_out,
-        nbytes=lambda unit: unit_bytes(shape, precision, unit),
-    )
-    stages = pipeline(shape, modules_of(config.device_map), room)
+    available = _available_devices(config, gpus, lambda unit: unit_bytes(shape, precision, unit))
+    stages = map_to_stages(shape, module_devices(config.device_map), available)
     check_stages(stages, vars(config))
-    numbers = tuple(it for it in stages.devices if isinstance(it, int))
+    numbers = tuple(device for device in stages.devices if isinstance(device, int))
     if not numbers and config.device == "cuda":
         raise ConfigError("--device-map puts the whole model on cpu, and --device is cuda: leave one of them out")
     return replace(
@@ -113,9 +112,22 @@ def placed(config: EngineConfig, shape: ModelShape, host: Host, precision: str) 
     )
 
 
-def unit_bytes(shape: ModelShape, precision: str, unit: Unit) -> int:
-    """Bytes of a part of the model as it is stored in this precision; the last norm counts with the head, and a tied
-    head with the embedding."""
+def _available_devices(
+    config: EngineConfig, gpus: Sequence[int], nbytes: Callable[[PipelineUnit], int]
+) -> AvailableDevices:
+    """The GPUs that --max-memory leaves for a device map; all of them without --max-memory."""
+    caps = max_memory.parse_max_memory(config.max_memory) if config.max_memory else None
+    left_out = [number for number in gpus if caps and not caps.gpus.get(number)]
+    return AvailableDevices(
+        gpus=[number for number in gpus if number not in left_out], left_out=left_out, nbytes=nbytes
+    )
+
+
+def unit_bytes(shape: ModelShape, precision: str, unit: PipelineUnit) -> int:
+    """Bytes of a part of the model as stored in this precision.
+
+    The final norm counts with the head, and a tied head with the embedding.
+    """
     if unit.kind == "norm" or (unit.kind == "head" and shape.tied):
         return 0
     layers = Span(0, 0) if unit.layer is None else Span(unit.layer, unit.layer + 1)

@@ -1,4 +1,4 @@
-"""Plan: what is executed. JSON in, JSON out; every rank gets the same one and finds itself in it."""
+"""Plan: a model laid out on devices, as every rank executes it. JSON in, JSON out; all ranks get the same plan."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from weft.architectures.kv import number_bytes
 from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
-from weft.plan.fills import weight_bytes
+from weft.plan.fills import rank_weight_bytes
 
 
-class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A small model that guesses for the large one, whole on the output rank. `checkpoint` as in `Plan`."""
+class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A small model that drafts tokens for the large one, whole on the output rank. Fields as in `Plan`."""
 
     model: str
     checkpoint: str
@@ -22,26 +22,31 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """At most `tokens` guesses of a request's next tokens in a step: a draft model's, or else what followed its last
-    `lookup_max` to `lookup_min` tokens where they came before."""
+    """Speculative decoding with at most `tokens` draft tokens per request and step.
+
+    The draft tokens come from the `draft` model, or without one from prompt lookup: the tokens that followed an earlier
+    occurrence of the request's last `lookup_max` to `lookup_min` tokens.
+    """
 
     tokens: int
     lookup_min: int = 2
     lookup_max: int = 4
-    draft: Draft | None = None
+    draft: DraftModel | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, cut across ranks, with the limits that it runs under. Sizes are bytes, lengths tokens.
+    """A model cut across ranks, with the limits that it runs under. Sizes are in bytes, lengths in tokens.
 
-    `places`, `devices` and `cores` have one entry per rank, in rank order; a device is "cpu" or "cuda:N", and `uuids`
-    are what the driver calls those GPUs (none for a CPU);
-    `cores` are the CPU numbers that the rank's threads may use, `max_threads` the most that they may be
-    (OMP_NUM_THREADS), None for one per core. `peer_to_peer` is False where GPUs were found not to reach each other's
-    memory as they should: all that passes between them goes through the host's. `checkpoint` is a directory or a
-    GGUF file, empty with `load_format` "dummy". With `lookahead` a step is scheduled before the tokens of the one
-    before are known. `kv_cache_bytes` is the user's figure per rank, None to measure. `schemes` are those tensors of
-    the checkpoint that are held quantised, with how (`formats.schemes`); the others are in `dtype`.
+    - `checkpoint`: a directory or a GGUF file; the engine reads no weights from it if `load_format` is "dummy".
+    - `schemes`: scheme (`formats.schemes`) of each checkpoint tensor that is held quantised; all others are in `dtype`.
+    - `places`, `devices`, `cores`: one entry per rank, in rank order. A device is "cpu" or "cuda:N"; `cores` are the
+      CPU numbers that the rank's threads may use.
+    - `uuids`: the driver's ids of the GPUs, in rank order; empty on a CPU.
+    - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
+    - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
+      between them then goes through the host's memory.
+    - `lookahead`: each step is scheduled before the tokens of the previous one are known.
+    - `kv_cache_bytes`: the user's figure per rank; None to measure the free memory.
     """
 
     model: str
@@ -49,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["safetensors", "gguf", "dummy"]
     shape: ModelShape
     dtype: DType
-    kv_cache_dtype: str = "auto"  # in the planner's words, architectures.kv; auto: as `dtype`
+    kv_cache_dtype: str = "auto"  # a name of architectures.kv; auto: as `dtype`
     quantization: str = "none"
     schemes: dict[str, str] = {}
     places: tuple[Place, ...]
@@ -63,13 +68,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     block_size: int
     kv_cache_bytes: int | None = None
-    gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; a CPU needs none
-    max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, where the user says so
+    gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; unused on a CPU
+    max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by device
     attention_backend: str = "auto"
     peer_to_peer: bool = True
     lookahead: bool = False
     speculation: Speculation | None = None
-    graphs: bool = False  # decode steps as CUDA graphs
+    graphs: bool = False  # decode steps run as CUDA graphs
     seed: int = 0
 
     @property
@@ -82,21 +87,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output_rank(self) -> int:
-        """The rank that samples: the first of the last stage."""
+        """Number of the rank that samples: the first rank of the last stage."""
         return (self.stages - 1) * self.tensor_parallel
 
     def weight_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights."""
-        return weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)
+        return rank_weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)
 
     def threads(self, rank: int) -> int:
-        """How many threads a rank computes with."""
+        """Number of threads that a rank computes with."""
         cores = len(self.cores[rank])
         return min(cores, self.max_threads or cores)
 
     @property
     def kv_dtype(self) -> str:
-        """What a number of the KV cache is kept in, a name of `architectures.kv`."""
+        """Dtype of the KV cache, a name of `architectures.kv`."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def block_bytes(self, rank: int) -> int:

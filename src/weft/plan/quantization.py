@@ -1,22 +1,22 @@
-"""Quantization: which of a model's tensors an engine holds quantised, and in which scheme."""
+"""Quantised weights of a plan: the scheme of each tensor that an engine holds quantised."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, layers_of, parameters
+from weft.architectures.parameters import Parameter, layers_of, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.published import ORDERED
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formats.gguf_types import MIXES, type_of
-from weft.formats.precision import BF16, OF_DTYPE, as_held, part_format
-from weft.formats.schemes import MADE, METHODS, UNIT, held_as, scheme_of
+from weft.formats.gguf_types import MIXES, gguf_type
+from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
+from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
 from weft.plan.backends import GPU_BACKENDS
 
 if TYPE_CHECKING:
@@ -25,146 +25,204 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 
-def quantised_tensors(
+class Matrix(NamedTuple):
+    """A parameter of one layer that is a matrix. `sources` are the names of its tensors in the checkpoint."""
+
+    sources: list[str]
+    parameter: Parameter
+    layer: int
+
+
+def tensor_schemes(
     config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]
 ) -> dict[str, str]:
-    """The scheme of each tensor of the checkpoint that is held quantised, by its name there.
+    """Scheme of each tensor that the engine holds quantised, by the tensor's name in the checkpoint.
 
-    "auto" holds a file's quantised tensors in the schemes that `formats.schemes` names for their types, where there are
-    kernels for that and 16 bits are computed in. Raises ConfigError where what is asked for cannot be.
+    Quantization "auto" holds a file's quantised tensors in the schemes of `formats.schemes` for their types, if the
+    device has kernels for quantised weights in `dtype` and `dtype` has 16 bits. Raises ConfigError for a quantization
+    that this checkpoint or device cannot have.
     """
-    asked, computed = config.quantization, _computed_in(config.attention_backend, devices)
-    _check_method(asked, checkpoint.shape)
-    if asked in MADE:
-        _check_made(asked, dtype, computed)
-    if makes(asked, checkpoint.shape):
-        return _made(checkpoint.shape, asked)
-    wide = DTYPE_BYTES[dtype] > 2 and asked not in MADE
-    if asked == "none" or dtype not in computed or wide:
+    quantization = config.quantization
+    dtypes = _kernel_dtypes(config.attention_backend, devices)
+    _check_method(quantization, checkpoint.shape)
+    if quantization in ONLINE_QUANTIZATIONS:
+        _check_online(quantization, dtype, dtypes)
+    if quantises_online(quantization, checkpoint.shape):
+        return _online_schemes(checkpoint.shape, quantization)
+    wide = DTYPE_BYTES[dtype] > 2 and quantization not in ONLINE_QUANTIZATIONS
+    if quantization == "none" or dtype not in dtypes or wide:
         return {}
     return held_tensors(checkpoint.shape, checkpoint.quantised)
 
 
-def makes(asked: str, shape: ModelShape) -> bool:
-    """Whether weights are rounded anew: not where the checkpoint has been quantised to what is asked for."""
-    return asked in MADE and (shape.published is None or shape.published.precision != MADE[asked])
+def quantises_online(quantization: str, shape: ModelShape) -> bool:
+    """Return True if weights are quantised as they are loaded.
+
+    Weights that the checkpoint already has in the precision of this `quantization` stay as they are.
+    """
+    if quantization not in ONLINE_QUANTIZATIONS:
+        return False
+    return shape.published is None or shape.published.precision != ONLINE_QUANTIZATIONS[quantization]
 
 
-def cut_as(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """A precision whose groups of columns are cut where the weights' are."""
-    if makes(config.quantization, shape):
-        return MADE[config.quantization]
+def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
+    """A precision whose column groups are those of the weights that are held, for `places.column_unit`."""
+    if quantises_online(config.quantization, shape):
+        return ONLINE_QUANTIZATIONS[config.quantization]
     return shape.published.precision if shape.published and schemes else "bf16"
 
 
-def tell_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, kept: Mapping[str, str]) -> None:
-    """Say what a file's quantised tensors are held as, where that is not what they are and nobody asked for it."""
-    shape, kinds = checkpoint.shape, checkpoint.quantised
-    if config.quantization == "none" or makes(config.quantization, shape):
+def log_dequantised(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
+    """Log the file's quantised tensors that are held in another scheme or in `dtype`, unless the user chose that."""
+    if config.quantization == "none" or quantises_online(config.quantization, checkpoint.shape):
         return
-    if kept and shape.published and config.dtype == "auto" and dtype != shape.dtype:
-        kind = shape.published.precision
+    _log_dtype(config, checkpoint.shape, dtype, schemes)
+    _log_changed(checkpoint.quantised, schemes)
+    _log_lost(config, checkpoint, dtype, schemes)
+
+
+def _log_dtype(config: EngineConfig, shape: ModelShape, dtype: DType, schemes: Mapping[str, str]) -> None:
+    if schemes and shape.published and config.dtype == "auto" and dtype != shape.dtype:
         logger.info(
-            "Computing in %s: what multiplies %s weights here does not in the checkpoint's %s", dtype, kind, shape.dtype
+            "Computing in %s: the kernels for %s weights on this device do not compute in the checkpoint's %s",
+            dtype,
+            shape.published.precision,
+            shape.dtype,
         )
-    others = Counter((kind, kept[name]) for name, kind in kinds.items() if kept.get(name, kind) != kind)
-    if others:
-        told = ", ".join(f"{count} of {kind} as {scheme}" for (kind, scheme), count in sorted(others.items()))
-        logger.info("Of %d quantised tensors these are held otherwise: %s", len(kinds), told)
-    lost = {name: kind for name, kind in kinds.items() if name not in kept}
-    if config.attention_backend == "torch" or (not kept and held_tensors(shape, lost)):
-        if lost:
-            why = "with --attention-backend torch" if config.attention_backend == "torch" else f"in {dtype}"
-            logger.info("Quantised weights are not multiplied as they are %s: they are held in %s", why, dtype)
-        return
-    uneven = {name for names, parameter, _ in _matrices(shape) if not _is_even(shape, parameter) for name in names}
-    reasons = Counter((_why(kind, name in uneven), kind.removesuffix(ORDERED)) for name, kind in lost.items())
-    for why in sorted({why for why, _ in reasons}):
-        told = ", ".join(f"{count} of {kind}" for (other, kind), count in sorted(reasons.items()) if other == why)
-        logger.warning("Of %d quantised tensors these are held in %s, %s: %s", len(kinds), dtype, why, told)
 
 
-def _why(kind: str, uneven: bool) -> str:
-    """Why a tensor of a type is not held quantised."""
-    if kind.endswith(ORDERED):
-        return "since the columns of a group lie apart (desc_act), for which there are no kernels"
+def _log_changed(types: Mapping[str, str], schemes: Mapping[str, str]) -> None:
+    """Log the tensors that are held in another scheme than their type in the file."""
+    changed = Counter((type, schemes[name]) for name, type in types.items() if schemes.get(name, type) != type)
+    if changed:
+        listed = ", ".join(f"{count} of {type} as {scheme}" for (type, scheme), count in sorted(changed.items()))
+        count = sum(changed.values())
+        logger.info("%d of %d quantised tensors are held in another type: %s", count, len(types), listed)
+
+
+def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
+    """Log the tensors that are held in `dtype`."""
+    shape, types = checkpoint.shape, checkpoint.quantised
+    lost = {name: type for name, type in types.items() if name not in schemes}
+    on_torch = config.attention_backend == "torch"
+    if not on_torch and (schemes or not held_tensors(shape, lost)):
+        _warn_dequantised(shape, lost, len(types), dtype)
+    elif lost:
+        why = "with --attention-backend torch" if on_torch else f"in {dtype}"
+        logger.info("Quantised weights are held in %s: there are no kernels for them %s", dtype, why)
+
+
+def _warn_dequantised(shape: ModelShape, lost: Mapping[str, str], total: int, dtype: DType) -> None:
+    """Warn of the tensors in `lost` (name -> type) that no scheme can hold, reason by reason."""
+    uneven = {name for matrix in _matrices(shape) if not _is_even(shape, matrix.parameter) for name in matrix.sources}
+    by_reason: dict[str, Counter[str]] = {}
+    for name, type in lost.items():
+        types = by_reason.setdefault(_dequantised_reason(type, name in uneven), Counter())
+        types[type.removesuffix(ORDERED)] += 1
+    for reason, types in sorted(by_reason.items()):
+        listed = ", ".join(f"{count} of {type}" for type, count in sorted(types.items()))
+        logger.warning(
+            "%d of %d quantised tensors are held in %s, %s: %s", sum(types.values()), total, dtype, reason, listed
+        )
+
+
+def _dequantised_reason(type: str, uneven: bool) -> str:
+    """The reason, for a log line, that a tensor of this type is not held quantised."""
+    if type.endswith(ORDERED):
+        return "since there are no kernels for columns of a group that lie apart (desc_act)"
     if uneven:
-        return f"since their columns are no multiple of {UNIT}, as kernels need them"
-    return "as others are that they are multiplied together with" if held_as([kind]) else "for lack of kernels"
+        return f"since kernels need columns in multiples of {UNIT}"
+    if scheme_for_types([type]):
+        return "like the tensors that they are multiplied together with"
+    return "for lack of kernels"
 
 
-def quantization_of(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """What a plan says of its weights: "none", what was asked for, or who quantised them, as "gguf" or "gptq"."""
+def quantization_name(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
+    """The plan's `quantization`: "none", the user's choice, or the origin of the quantised weights ("gguf", "gptq")."""
     if not schemes:
         return "none"
-    if makes(config.quantization, shape):
+    if quantises_online(config.quantization, shape):
         return config.quantization
     return shape.published.method if shape.published else "gguf"
 
 
 def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
-    """What the planner calls such weights; of a GGUF file, the mix that is held most like it."""
-    if quantization in MADE:
-        return MADE[quantization]
+    """The planner's name for the precision of a plan's weights; for a GGUF file, the mix that is held most alike."""
+    if quantization in ONLINE_QUANTIZATIONS:
+        return ONLINE_QUANTIZATIONS[quantization]
     if not schemes:
         return OF_DTYPE[dtype]
     if shape.published:
         return shape.published.precision
-    return _mix(shape, schemes, scheme_of)
+    return _nearest_mix(shape, schemes, scheme_for_parameter)
 
 
-def precision_held(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
-    """The same of what an engine would hold; a GGUF file's own mix."""
-    shape, schemes = checkpoint.shape, quantised_tensors(config, checkpoint, dtype, devices)
-    quantization = quantization_of(config, shape, schemes)
+def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
+    """The planner's name for the precision in which an engine would hold a checkpoint; for a GGUF file, its own mix."""
+    shape, schemes = checkpoint.shape, tensor_schemes(config, checkpoint, dtype, devices)
+    quantization = quantization_name(config, shape, schemes)
     if quantization == "gguf":
-        return _mix(shape, checkpoint.quantised, _type_of)
+        return _nearest_mix(shape, checkpoint.quantised, _last_part_type)
     return precision_of(shape, quantization, schemes, dtype)
 
 
-def _type_of(shape: ModelShape, mix: str, parameter: Parameter, layer: int) -> str:
-    return type_of(shape, mix, parameter, parameter.parts[-1], layer)
+def _last_part_type(shape: ModelShape, mix: str, parameter: Parameter, layer: int) -> str:
+    return gguf_type(shape, mix, parameter, parameter.parts[-1], layer)
 
 
-def _mix(
-    shape: ModelShape, found: Mapping[str, str], of: Callable[[ModelShape, str, Parameter, int], str | None]
+def _nearest_mix(
+    shape: ModelShape,
+    types: Mapping[str, str],
+    expected: Callable[[ModelShape, str, Parameter, int], str | None],
 ) -> str:
-    """The mix in which most tensors are `of` what was found; the last part of a parameter stands for it."""
-    tensors = [(parameter, layer, found.get(names[-1])) for names, parameter, layer in _matrices(shape)]
-    return max(MIXES, key=lambda mix: sum(of(shape, mix, it, layer) == kind for it, layer, kind in tensors))
+    """The mix whose `expected` types agree with `types` for most matrices; a matrix counts by its last tensor."""
+    actual = [(matrix, types.get(matrix.sources[-1])) for matrix in _matrices(shape)]
+
+    def agreements(mix: str) -> int:
+        return sum(expected(shape, mix, matrix.parameter, matrix.layer) == type for matrix, type in actual)
+
+    return max(MIXES, key=agreements)
 
 
 def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str, str]) -> None:
-    """Raises PlanError where a rank's columns of a quantised matrix begin or end within what a kernel multiplies at
-    once."""
-    for (name, *_), parameter, _ in _matrices(shape):
-        if name in schemes and (found := _parted(shape, places, parameter)):
-            raise _wrongly_cut(*found, name, schemes[name], "--quantization none")
+    """Raise PlanError if a rank's columns of a quantised matrix are not whole units of UNIT columns."""
+    for matrix in _matrices(shape):
+        name = matrix.sources[0]
+        if name not in schemes:
+            continue
+        uneven = _uneven_cut(shape, places, matrix.parameter)
+        if uneven is not None:
+            raise _cut_error(*uneven, name, schemes[name], "--quantization none")
 
 
 def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: str) -> None:
-    """The same for a plan of our own engine, of weights in a precision in the planner's words."""
-    held = as_held(precision)
-    for parameter in parameters(shape) if held != precision else ():
-        part, found = parameter.parts[0], _parted(shape, places, parameter)
-        if found is None:
+    """`check_cuts` for a layout that is only planned, with weights in this precision."""
+    held = held_precision(precision)
+    if held == precision:
+        return
+    for parameter in model_parameters(shape):
+        part, uneven = parameter.parts[0], _uneven_cut(shape, places, parameter)
+        if uneven is None:
             continue
         for layer in layers_of(shape, parameter):
             if part_format(shape, held, parameter, part, layer).bits < BF16.bits:
                 name = part.source.format(layer=layer, expert=0)
-                raise _wrongly_cut(*found, name, precision, "--precision bf16")
+                raise _cut_error(*uneven, name, precision, "--precision bf16")
 
 
-def _parted(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
-    """The first rank whose columns of a matrix are not whole units, and these."""
+def _uneven_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
+    """The first rank whose columns of a matrix are not whole units, and these columns; None if all are."""
     axis = parameter.parts[0].cols
     if axis is None:
         return None
-    each = ((place, owned(shape, place, axis)) for place in places)
-    return next(((place, cols) for place, cols in each if cols.start % UNIT or cols.stop % UNIT), None)
+    for place in places:
+        cols = owned(shape, place, axis)
+        if cols.start % UNIT or cols.stop % UNIT:
+            return place, cols
+    return None
 
 
-def _wrongly_cut(place: Place, cols: Span, name: str, held: str, otherwise: str) -> PlanError:
+def _cut_error(place: Place, cols: Span, name: str, held: str, otherwise: str) -> PlanError:
     return PlanError(
         f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
         f"cut in multiples of {UNIT}; use another --tensor-parallel-size or --tensor-split, pipeline parallel, or "
@@ -172,8 +230,8 @@ def _wrongly_cut(place: Place, cols: Span, name: str, held: str, otherwise: str)
     )
 
 
-def _computed_in(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
-    """What the kernels compute in that multiply quantised weights; nothing where there are none."""
+def _kernel_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
+    """Dtypes that the kernels for quantised weights compute in; none if there are no such kernels."""
     if backend == "torch":
         return ()
     if backend in GPU_BACKENDS or any(device != "cpu" for device in devices):
@@ -181,53 +239,61 @@ def _computed_in(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
     return "bfloat16", "float32"
 
 
-def _check_method(asked: str, shape: ModelShape) -> None:
-    """Raises ConfigError for the name of a method that the checkpoint was not quantised with."""
+def _check_method(quantization: str, shape: ModelShape) -> None:
+    """Raise ConfigError for the name of a method that the checkpoint was not quantised with."""
     own = shape.published.method if shape.published else "none of these"
-    if METHODS.get(asked, own) != own:
+    if METHODS.get(quantization, own) != own:
         raise ConfigError(
-            f"quantization is {asked}, and the checkpoint was quantised with {own}; leave it out, or give int8 or int4 "
-            "to have its weights rounded as they are read"
+            f"quantization is {quantization}, and the checkpoint was quantised with {own}; leave it out, or give int8 "
+            "or int4 to have its weights rounded as they are read"
         )
 
 
-def _check_made(asked: str, dtype: DType, computed: Sequence[str]) -> None:
-    if not computed:
+def _check_online(quantization: str, dtype: DType, dtypes: Sequence[str]) -> None:
+    """Raise ConfigError if there are no kernels for this quantization, or none that compute in `dtype`."""
+    if not dtypes:
         raise ConfigError(
-            f"quantization is {asked}, for which --attention-backend torch has no kernels; leave one of them out"
+            f"quantization is {quantization}, for which --attention-backend torch has no kernels; leave one of them out"
         )
-    if dtype not in computed:
+    if dtype not in dtypes:
         raise ConfigError(
-            f"quantization {asked} computes in {' or '.join(computed)} on a CPU, not in {dtype}; give another --dtype"
+            f"quantization {quantization} computes in {' or '.join(dtypes)} on a CPU, not in {dtype}; give another "
+            "--dtype"
         )
 
 
-def _made(shape: ModelShape, asked: str) -> dict[str, str]:
-    """What `asked` makes of a model, whatever it is stored in."""
-    found = ((names, scheme_of(shape, MADE[asked], parameter, layer)) for names, parameter, layer in _matrices(shape))
-    return {name: scheme for names, scheme in found if scheme is not None for name in names}
+def _online_schemes(shape: ModelShape, quantization: str) -> dict[str, str]:
+    """Scheme of each tensor that an online quantization makes, whatever the tensor is stored in."""
+    schemes: dict[str, str] = {}
+    for matrix in _matrices(shape):
+        scheme = scheme_for_parameter(shape, ONLINE_QUANTIZATIONS[quantization], matrix.parameter, matrix.layer)
+        if scheme is not None:
+            schemes |= dict.fromkeys(matrix.sources, scheme)
+    return schemes
 
 
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
-    """What stored tensors are held as, those of one parameter alike."""
-    found = (
-        (names, held_as(stored.get(name, "") for name in names))
-        for names, parameter, _ in _matrices(shape)
-        if _is_even(shape, parameter)
-    )
-    return {name: scheme for names, scheme in found if scheme is not None for name in names}
+    """Scheme of each tensor that can be held quantised, given the stored types; one scheme for all of a parameter."""
+    schemes: dict[str, str] = {}
+    for matrix in _matrices(shape):
+        if not _is_even(shape, matrix.parameter):
+            continue
+        scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
+        if scheme is not None:
+            schemes |= dict.fromkeys(matrix.sources, scheme)
+    return schemes
 
 
 def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
-    """Whether a matrix has columns that kernels can multiply: a multiple of UNIT."""
+    """Return True if a matrix has a multiple of UNIT columns, as kernels need them."""
     cols = parameter.parts[0].cols
     return cols is not None and axis_length(shape, cols) % UNIT == 0
 
 
-def _matrices(shape: ModelShape) -> Iterator[tuple[list[str], Parameter, int]]:
-    """Each parameter of a layer that is a matrix, with the tensors of a checkpoint that are its parts."""
-    for parameter in parameters(shape):
+def _matrices(shape: ModelShape) -> Iterator[Matrix]:
+    """Yield the matrices of all layers, the embedding and the head, parameter by parameter."""
+    for parameter in model_parameters(shape):
         if parameter.parts[0].cols is None:
             continue
         for layer in layers_of(shape, parameter):
-            yield [part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer
+            yield Matrix([part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer)

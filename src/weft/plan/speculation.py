@@ -1,4 +1,4 @@
-"""Speculation as a user asks for it (vLLM's --speculative-config), and the plan of a draft model."""
+"""Speculative decoding as a user configures it (vLLM's --speculative-config), and the plan of a draft model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from msgspec.structs import replace
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats import checkpoint
-from weft.plan.places import places
-from weft.plan.plan import Draft, Plan, Speculation
+from weft.plan.places import cut_places
+from weft.plan.plan import DraftModel, Plan, Speculation
 
-USUAL = Speculation(tokens=4)  # guesses of a step
+DEFAULT_SPECULATION = Speculation(tokens=4)
 MOST_TOKENS, MOST_LOOKUP = 16, 32
-KNOWN = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+FIELDS = ("method", "model", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 METHODS = ("ngram", "draft_model")
 
 
-def speculation(said: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], Draft]) -> Speculation:
-    """What `said` means for a model of this name and shape: {"method": "ngram"}, or {"model": NAME} for a draft model,
-    which `find` looks up. Raises ConfigError, and what `find` raises."""
-    speculation, name = read(said)
+def resolve_speculation(
+    config: Mapping[str, Any], model: str, shape: ModelShape, find: Callable[[str], DraftModel]
+) -> Speculation:
+    """Parse a speculative config for a model of this name and shape; `find` looks up its draft model by name.
+
+    `config` is as in {"method": "ngram"}, or {"model": NAME} for a draft model. Raises ConfigError, also for a draft
+    model of another vocabulary, and the errors of `find`.
+    """
+    speculation, name = parse_speculative_config(config)
     if name is None:
         return speculation
     draft = find(name)
@@ -34,13 +39,25 @@ def speculation(said: Mapping[str, Any], model: str, shape: ModelShape, find: Ca
     return replace(speculation, draft=draft)
 
 
-def read(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
-    """The figures, and the name of a draft model. Raises ConfigError."""
-    unknown = sorted(set(said) - set(KNOWN))
+def parse_speculative_config(config: Mapping[str, Any]) -> tuple[Speculation, str | None]:
+    """Parse a speculative config into its figures and the name of its draft model, if any. Raises ConfigError."""
+    unknown = sorted(set(config) - set(FIELDS))
     if unknown:
-        raise ConfigError(f"speculative_config has no {unknown[0]!r}; it has {', '.join(KNOWN)}")
-    model = said.get("model")
-    method = said.get("method", "draft_model" if model else "ngram")
+        raise ConfigError(f"speculative_config has no {unknown[0]!r}; it has {', '.join(FIELDS)}")
+    model = config.get("model")
+    _check_method(config, model)
+    tokens = _count(config, "num_speculative_tokens", DEFAULT_SPECULATION.tokens, MOST_TOKENS)
+    shortest = _count(config, "prompt_lookup_min", DEFAULT_SPECULATION.lookup_min, MOST_LOOKUP)
+    longest = _count(config, "prompt_lookup_max", max(DEFAULT_SPECULATION.lookup_max, shortest), MOST_LOOKUP)
+    if config.get("prompt_lookup_min") is None:
+        shortest = min(shortest, longest)
+    if shortest > longest:
+        raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+    return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None
+
+
+def _check_method(config: Mapping[str, Any], model: object) -> None:
+    method = config.get("method", "draft_model" if model else "ngram")
     if method not in METHODS:
         raise ConfigError(f"speculative_config: the method {method!r} is none of {', '.join(METHODS)}")
     if (method == "draft_model") != bool(model):
@@ -48,26 +65,10 @@ def read(said: Mapping[str, Any]) -> tuple[Speculation, str | None]:
             f"speculative_config: the method {method} {'needs' if not model else 'has no'} model; "
             'give {"method": "ngram"} or {"model": "NAME"}'
         )
-    tokens = count(said, "num_speculative_tokens", USUAL.tokens, MOST_TOKENS)
-    shortest = count(said, "prompt_lookup_min", USUAL.lookup_min, MOST_LOOKUP)
-    longest = count(said, "prompt_lookup_max", max(USUAL.lookup_max, shortest), MOST_LOOKUP)
-    if said.get("prompt_lookup_min") is None:
-        shortest = min(shortest, longest)
-    if shortest > longest:
-        raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
-    return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None
 
 
-def write(how: Speculation) -> dict[str, Any]:
-    """As `read` takes it."""
-    tokens = {"num_speculative_tokens": how.tokens}
-    if how.draft:
-        return {"model": how.draft.model, **tokens}
-    return {"method": "ngram", **tokens, "prompt_lookup_min": how.lookup_min, "prompt_lookup_max": how.lookup_max}
-
-
-def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
-    value = said.get(name)
+def _count(config: Mapping[str, Any], name: str, default: int, most: int) -> int:
+    value = config.get(name)
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= most:
@@ -75,14 +76,23 @@ def count(said: Mapping[str, Any], name: str, default: int, most: int) -> int:
     return value
 
 
-def fetched(model: str, load_format: str) -> Draft:
-    """A draft model whose weights are fetched like any other's; `load_format` is that of the large one."""
-    found = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
-    return Draft(model=model, checkpoint=str(found.path), load_format=found.format, shape=found.shape)
+def to_speculative_config(speculation: Speculation) -> dict[str, Any]:
+    """The config that `parse_speculative_config` turns into this speculation."""
+    tokens = {"num_speculative_tokens": speculation.tokens}
+    if speculation.draft:
+        return {"model": speculation.draft.model, **tokens}
+    lookup = {"prompt_lookup_min": speculation.lookup_min, "prompt_lookup_max": speculation.lookup_max}
+    return {"method": "ngram", **tokens, **lookup}
+
+
+def fetch_draft(model: str, load_format: str) -> DraftModel:
+    """Fetch a draft model by name, like any other model; `load_format` is that of the large model."""
+    source = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
+    return DraftModel(model=model, checkpoint=str(source.path), load_format=source.format, shape=source.shape)
 
 
 def draft_plan(plan: Plan) -> Plan:
-    """How the draft model of `plan` runs: whole, beside the output rank's part of the large one."""
+    """Plan of the draft model of `plan`: whole, on the output rank's device, beside its part of the large model."""
     assert plan.speculation and plan.speculation.draft
     draft, rank = plan.speculation.draft, plan.output_rank
     return replace(
@@ -92,7 +102,7 @@ def draft_plan(plan: Plan) -> Plan:
         shape=draft.shape,
         quantization="none",
         schemes={},
-        places=places(draft.shape, (1.0,), (draft.shape.layers,)),
+        places=cut_places(draft.shape, (1.0,), (draft.shape.layers,)),
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
         cores=(plan.cores[rank],),

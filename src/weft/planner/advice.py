@@ -9,20 +9,22 @@ import msgspec
 
 from weft.formats import gguf_types
 from weft.formats.precision import weight_bytes
-from weft.formats.schemes import MADE
-from weft.formatting import format_bytes, format_factor, weft_command
-from weft.hardware.cluster import Cluster, Node, usual_link
-from weft.hardware.gpus import gpus
-from weft.planner.binding import MEASURES, WORTH
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import weft_command
+from weft.hardware.cluster import Cluster
+from weft.hardware.gpus import GpuSpec, known_gpus
+from weft.planner.binding import MEASURES, MIN_GAIN
 from weft.planner.cuts import Cut
-from weft.planner.domains import usable
+from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
-from weft.planner.objections import runs
-from weft.planner.question import Question, Wish
-from weft.planner.ranking import Candidate, worth
-from weft.planner.search import Answer, closest, engine_profile, fitting, search
+from weft.planner.note import Note, create_note
+from weft.planner.objections import computes_in
+from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, unlimited, with_gpu
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.ranking import Candidate, objective_value
+from weft.planner.search import SearchResult, closest_miss, engine_profile, fitting_layouts, search
 
-# What weights of another precision are called, those closest to the original first.
+# Names of checkpoints in another precision, the closest to the original first.
 CHECKPOINTS = {
     "fp8": "an FP8 checkpoint",
     "int8": "a GPTQ int8 checkpoint",
@@ -30,117 +32,151 @@ CHECKPOINTS = {
 }
 PUBLISHED = {"GptOssForCausalLM": {"mxfp4": "the published MXFP4 checkpoint"}}
 GGUF_CHECKPOINTS = {"q8_0": "a Q8_0 GGUF checkpoint", "q4_k_m": "a Q4_K_M GGUF checkpoint"}
-OWN = {MADE[word]: word for word in ("int8", "int4")}  # what Weft makes of 16-bit weights, by its precision
+# The -q of each precision to which Weft compresses 16-bit weights while it loads them.
+WEFT_SCHEMES = {ONLINE_QUANTIZATIONS[word]: word for word in ("int8", "int4")}
 PRECISION_FLAGS = ("--precision", "-q")
-LIMITS = {  # of a question, which may leave no room
+LIMITS = {  # limits of a question that may leave no room for a model, with their flags
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "speculation": "--speculative-config",
 }
 FP8_CACHE = ("weft", "vllm", "sglang", "trtllm")  # engines that can keep KV in FP8
-NOT_YET = "; Weft does not run it yet"
-MOST_NODES = 64  # of a cluster that is tried
+Fit = tuple[Cut, Footprint]
 
 
-def advice(answer: Answer) -> list[str]:
-    """The next changes, the cheapest first: those of the request, of the checkpoint, of the hardware."""
-    return list(_to_fit(answer) if answer.best is None else _to_improve(answer, answer.best))
+def advice(result: SearchResult) -> list[Note]:
+    """The next changes, the cheapest first: to the request, to the checkpoint, to the hardware."""
+    return list(_to_fit(result) if result.best is None else _to_improve(result, result.best))
 
 
-def _to_fit(answer: Answer) -> Iterator[str]:
-    question, lacking = answer.question, closest(answer.rejected)
-    if lacking is None or not lacking.short_bytes:
-        # Not for want of memory: what was asked for is in the way.
-        if question.wish != Wish():
-            free = search(msgspec.structs.replace(question, wish=Wish()))
-            if free.best:
-                yield f"left to itself the plan is {free.best.cut}"
+# --- if nothing fits ---
+
+
+def _to_fit(result: SearchResult) -> Iterator[Note]:
+    question, miss = result.question, closest_miss(result.rejected)
+    if miss is None or not miss.short_bytes:
+        # Memory is not the reason: the constraints are in the way.
+        yield from _without_constraints(question)
         return
-    length = _longest_that_fits(question)
-    if length:
-        if question.workload.max_model_len:
-            yield f"with --max-model-len {length} it fits: that many tokens of KV are left"
-        else:
-            yield f"prompt and answer of up to {length:,} tokens together fit: that much KV is left"
+    yield from _shorter_request(question)
     for name, flag in LIMITS.items():
         if getattr(question, name) is not None:
-            found = _roomiest(msgspec.structs.replace(question, **{name: None}))
-            if found:
-                yield f"without {flag} it fits as {found[0]} with {_to_spare(*found)}"
+            yield from _without_limit(msgspec.structs.replace(question, **{name: None}), flag)
     yield from _with_fewer_bits(question)
-    if question.wish != Wish():
-        found = _roomiest(msgspec.structs.replace(question, wish=Wish()))
-        if found:
-            yield f"cut as {found[0]} it fits with {_to_spare(*found)}"
-    if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        found = _roomiest(msgspec.structs.replace(question, cluster=_unlimited(question.cluster)))
-        if found:
-            yield f"without --max-memory it fits as {found[0]} with {_to_spare(*found)}"
+    if question.constraints != LayoutConstraints():
+        fit = _roomiest(msgspec.structs.replace(question, constraints=LayoutConstraints()))
+        if fit:
+            yield create_note("other_cut", cut=str(fit[0]), spare=_to_spare(*fit))
+    if is_limited(question.cluster):
+        free = msgspec.structs.replace(question, cluster=unlimited(question.cluster))
+        without = list(_without_limit(free, "--max-memory"))
+        if without:
+            yield from without
             return
-    more = _with_more_memory(question, lacking.short_bytes) if question.cluster.on_cpu else _with_more(question)
-    if more:
-        yield more
-    larger = _with_larger(question)
-    if larger:
-        yield larger
+    if question.cluster.on_cpu:
+        yield from _more_memory(question, miss.short_bytes)
+    else:
+        yield from _more_gpus(question)
+    yield from _larger_gpu(question)
 
 
-def _with_fewer_bits(question: Question) -> Iterator[str]:
-    """What Weft makes of the weights by itself, the fastest first; then checkpoints that are to be had: one that the
-    engine runs, the closest to the original, and the smallest. What it does not run yet comes last."""
+def _without_constraints(question: Question) -> Iterator[Note]:
+    if question.constraints != LayoutConstraints():
+        free = search(msgspec.structs.replace(question, constraints=LayoutConstraints()))
+        if free.best:
+            yield create_note("free_layout", cut=str(free.best.cut), gain=0.0, measure="")
+
+
+def _shorter_request(question: Question) -> Iterator[Note]:
+    length = _longest_that_fits(question)
+    if length:
+        code = "shorter_max_model_len" if question.workload.max_model_len else "shorter_request"
+        yield create_note(code, tokens=length)
+
+
+def _without_limit(free: Question, flag: str) -> Iterator[Note]:
+    fit = _roomiest(free)
+    if fit:
+        yield create_note("without_limit", flag=flag, cut=str(fit[0]), spare=_to_spare(*fit))
+
+
+def _with_fewer_bits(question: Question) -> Iterator[Note]:
+    """Compression while loading, by Weft itself, the fastest first; then checkpoints that may be found: one that the
+    engine runs, the closest to the original, and the smallest. Those that Weft does not run yet come last."""
     smaller = dict(_smaller_checkpoints(question))
-    made = []
-    for precision in [it for it in smaller if it in OWN]:
+    compressed = []
+    for precision in WEFT_SCHEMES.keys() & smaller:
         best = search(msgspec.structs.replace(question, precisions=(precision,))).best
         if best:
-            made.append((best.predicted.single_tok_s, _made(question, best)))
+            compressed.append((best.predicted.single_tok_s, _compressed(question, best)))
         del smaller[precision]
-    yield from (line for _, line in sorted(made, reverse=True))
+    compressed.sort(key=lambda row: (row[0], str(row[1])), reverse=True)
+    yield from (note for _, note in compressed)
+    yield from _with_smaller_checkpoint(question, smaller)
+
+
+def _with_smaller_checkpoint(question: Question, names: dict[str, str]) -> Iterator[Note]:
+    """A checkpoint for each of three orders of the precisions in `names`, if any fits."""
 
     @cache
-    def fits(precision: str) -> str | None:
-        found = _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
-        if found is None:
-            return None
-        told = f"{smaller[precision]} fits as {found[0]} with {_to_spare(*found)}{_yet(question, precision)}"
-        return f"try: {_asked(question, '--precision', precision)} ({told})"
+    def fits(precision: str) -> Fit | None:
+        return _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
 
-    running = [it for it in smaller if not _yet(question, it)]
-    orders = (running, smaller, sorted(smaller, key=lambda it: weight_bytes(question.shape, it)))
-    # No more are tried than that takes.
-    told = dict.fromkeys(next(filter(None, map(fits, order)), None) for order in orders)
-    yield from sorted(filter(None, told), key=lambda line: NOT_YET in line)
+    running = [precision for precision in names if _runs(question, precision)]
+    smallest = sorted(names, key=lambda precision: weight_bytes(question.shape, precision))
+    # `next` tries no more of them than necessary.
+    chosen = [next(filter(fits, order), None) for order in (running, names, smallest)]
+    for precision in sorted(filter(None, dict.fromkeys(chosen)), key=lambda name: not _runs(question, name)):
+        fit = fits(precision)
+        assert fit is not None
+        yield create_note(
+            "smaller_checkpoint",
+            command=_plan_command(question, "--precision", precision),
+            checkpoint=names[precision],
+            cut=str(fit[0]),
+            spare=_to_spare(*fit),
+            runs=_runs(question, precision),
+        )
 
 
-def _made(question: Question, best: Candidate) -> str:
-    """The command that plans with what Weft makes of the weights."""
-    word, tokens = OWN[best.layout.precision], best.memory.kv_tokens
-    told = f"{best.cut}: {tokens:,} tokens of context, {best.predicted.single_tok_s:,.0f} tok/s for one user"
-    return f"try: {_asked(question, '-q', word)} ({told})"
+def _compressed(question: Question, best: Candidate) -> Note:
+    """The command that plans with the weights that Weft compresses while it loads them."""
+    return create_note(
+        "compress_on_load",
+        command=_plan_command(question, "-q", WEFT_SCHEMES[best.layout.precision]),
+        cut=str(best.cut),
+        kv_tokens=best.memory.kv_tokens,
+        tok_s=best.predicted.single_tok_s,
+    )
 
 
-def _asked(question: Question, *more: str) -> str:
-    """The command that asks the same in another precision."""
+def _plan_command(question: Question, *precision: str) -> str:
+    """The command that plans the same in another precision."""
     flags = question.flags or (("", question.model),)
-    return weft_command("plan", flags, *more, without=PRECISION_FLAGS)
+    return weft_command("plan", flags, *precision, without=PRECISION_FLAGS)
 
 
 def _longest_that_fits(question: Question) -> int | None:
-    """The longest request that some cut has room for, which holds the weights but not what was asked for."""
+    """The longest request that some cut has room for, if the weights fit but not the request that was asked for."""
     least = question.workload.input_len + 1 if question.workload.max_model_len else 1
     if least >= question.workload.longest:
         return None
     most = engine_profile(question).utilization_most.value
     workload = msgspec.structs.replace(question.workload, max_model_len=least)
-    asked = msgspec.structs.replace(question, workload=workload, gpu_memory_utilization=most)
-    return max((memory.longest for it in fitting(asked, []) for _, memory in it.layouts), default=None)
+    shorter = msgspec.structs.replace(question, workload=workload, gpu_memory_utilization=most)
+    return max((memory.longest for _, memory in _fits(shorter)), default=None)
 
 
-def _roomiest(question: Question) -> tuple[Cut, Footprint] | None:
-    """Of all that fit, the cut that leaves the fullest GPU most."""
-    found = [(it.cut, memory) for it in fitting(question, []) for _, memory in it.layouts]
-    return max(found, key=lambda it: _spare(it[1]), default=None)
+def _fits(question: Question) -> Iterator[Fit]:
+    """Every cut that fits, in each way of dividing the model."""
+    for fitting in fitting_layouts(question, []):
+        yield from ((fitting.cut, memory) for _, memory in fitting.divided)
+
+
+def _roomiest(question: Question) -> Fit | None:
+    """The cut that leaves most on its fullest GPU, or None if none fits."""
+    return max(_fits(question), key=lambda fit: _spare(fit[1]), default=None)
 
 
 def _spare(memory: Footprint) -> float:
@@ -155,168 +191,204 @@ def _spare(memory: Footprint) -> float:
     )
 
 
-def _to_spare(cut: Cut, memory: Footprint) -> str:
-    return f"{format_bytes(_spare(memory))} to spare" + (" on the fullest GPU" if cut.device == "GPU" else "")
+def _to_spare(cut: Cut, memory: Footprint) -> Note:
+    return create_note("to_spare", spare_bytes=_spare(memory), per_gpu=cut.device == "GPU")
 
 
 def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
-    """(precision, name) of those that take fewer bytes than what was asked for, in its own kind of file; Weft reads
-    GGUF for any, and makes some itself."""
-    in_gguf = question.engine == "llama.cpp" or any(it in gguf_types.MIXES for it in question.precisions)
-    now = min(weight_bytes(question.shape, it) for it in question.precisions)
-    both = question.engine == "weft" and not in_gguf
-    published = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
-    for precision, name in (
-        GGUF_CHECKPOINTS if in_gguf else published | (GGUF_CHECKPOINTS | OWN if both else {})
-    ).items():
-        if weight_bytes(question.shape, precision) < now:
-            yield precision, name
+    """(precision, name) of checkpoints with fewer bytes than those of the question, in the same kind of file. Weft
+    reads GGUF in place of any, and compresses to some precisions itself."""
+    in_gguf = question.engine == "llama.cpp" or any(name in gguf_types.MIXES for name in question.precisions)
+    if in_gguf:
+        names = GGUF_CHECKPOINTS
+    else:
+        names = PUBLISHED.get(question.shape.architecture, CHECKPOINTS)
+        if question.engine == "weft":
+            names = names | GGUF_CHECKPOINTS | WEFT_SCHEMES
+    now = min(weight_bytes(question.shape, precision) for precision in question.precisions)
+    yield from ((precision, name) for precision, name in names.items() if weight_bytes(question.shape, precision) < now)
 
 
-def _yet(question: Question, precision: str) -> str:
-    """A warning, where the engine is our own and does not run what it plans."""
-    run = question.engine != "weft" or runs(precision)
-    return "" if run else NOT_YET
+def _runs(question: Question, precision: str) -> bool:
+    """Return False if the engine is our own and does not run this precision, which it plans all the same."""
+    return question.engine != "weft" or computes_in(precision)
 
 
-def _grown(cluster: Cluster, by: int) -> Cluster | None:
-    """With `by` more GPUs like the last one in its last node, in nodes of at most eight; None where that is no
-    cluster that can be, or for a CPU."""
-    last = cluster.nodes[-1]
-    if cluster.on_cpu:
-        return None
-    if len(cluster.nodes) == 1 and len(last.gpus) + by <= 8:
-        grown = (*last.gpus, *[last.gpus[-1]] * by)
-        link = usual_link(grown) if len(last.gpus) == 1 else last.link
-        return Cluster((Node(grown, link, last.bridged),), cluster.network_Bps)
-    nodes, rest = divmod(by, len(last.gpus))
-    if rest or len(cluster.nodes) + nodes > MOST_NODES:
-        return None
-    return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps)
+# --- other hardware ---
 
 
-def _with_more(question: Question) -> str | None:
-    """The fewest more GPUs of this type with which it fits."""
-    present, gpu = len(question.cluster.gpus), question.cluster.gpus[-1]
+def _more_gpus(question: Question) -> Iterator[Note]:
+    """The fewest more GPUs of this type with which the model fits."""
+    cluster = question.cluster
+    present, gpu = len(cluster.gpus), cluster.gpus[-1]
     # Fewer cannot even hold the weights.
     total = min(weight_bytes(question.shape, precision) for precision in question.precisions)
-    held = sum(it.memory_bytes for it in question.cluster.gpus)
+    held = sum(other.memory_bytes for other in cluster.gpus)
     least = max(1, -int(-(total - held) // gpu.memory_bytes))
-    node = len(question.cluster.nodes[-1].gpus)
+    node = len(cluster.nodes[-1].gpus)
     counts = [*range(least, max(least, 9 - present)), *range(-(-least // node) * node, node * MOST_NODES, node)]
-    for by in dict.fromkeys(counts):
-        cluster = _grown(question.cluster, by)
-        if cluster is None:
+    for count in dict.fromkeys(counts):
+        grown = grown_cluster(cluster, count)
+        if grown is None:
             continue
-        found = _roomiest(msgspec.structs.replace(question, cluster=cluster, wish=Wish()))
-        if found:
-            more = f"{by} more {gpu.name} {'makes' if by == 1 else 'make'} it fit"
-            return f"{more}: {found[0]} with {_to_spare(*found)}"
-        if by > least + 4 * node:
+        fit = _roomiest(msgspec.structs.replace(question, cluster=grown, constraints=LayoutConstraints()))
+        if fit:
+            yield create_note("more_gpus", count=count, gpu=gpu.name, cut=str(fit[0]), spare=_to_spare(*fit))
+        if fit or count > least + 4 * node:
             break
-    return None
 
 
-def _with_more_memory(question: Question, short_bytes: int) -> str | None:
-    """How much more free memory a CPU's machine needs, a little over what is lacking."""
-    more, cluster = int(short_bytes * WORTH), question.cluster
-    roomier = cluster.changed(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + more))
-    found = _roomiest(msgspec.structs.replace(question, cluster=roomier))
-    return f"{format_bytes(more * len(cluster.gpus))} more free memory make it fit: {found[0]}" if found else None
+def _more_memory(question: Question, short_bytes: int) -> Iterator[Note]:
+    """The free memory that a CPU's machine needs in addition, a little over what is lacking."""
+    added, cluster = int(short_bytes * MIN_GAIN), question.cluster
+    roomier = cluster.map_gpus(lambda gpu: msgspec.structs.replace(gpu, memory_bytes=gpu.memory_bytes + added))
+    fit = _roomiest(msgspec.structs.replace(question, cluster=roomier))
+    if fit:
+        yield create_note("more_memory", more_bytes=added * len(cluster.gpus), cut=str(fit[0]))
 
 
-def _with_larger(question: Question) -> str | None:
-    """The smallest GPU of the catalogue of which as many are enough; in place of a CPU one."""
-    present = question.cluster.gpus
-    if len(set(present)) > 1:
-        return None
-    on_cpu = question.cluster.on_cpu
-    if on_cpu:  # which its ranks share
-        question = msgspec.structs.replace(question, wish=Wish())
-    for gpu in sorted(gpus(), key=lambda it: (it.memory_bytes, it.bandwidth_Bps)):
-        small = gpu.memory_bytes <= present[0].memory_bytes or gpu.capability < present[0].capability
-        if gpu.gfx or (small and not on_cpu):
-            continue
-        rows = [(gpu,) * len(node.gpus) for node in question.cluster.nodes]
-        nodes = tuple(Node(row, usual_link(row)) for row in rows)
-        found = _roomiest(msgspec.structs.replace(question, cluster=Cluster(nodes, question.cluster.network_Bps)))
-        if found:
-            count = 1 if on_cpu else len(present)
-            return f"on {count} x {gpu.name} it fits: {found[0]} with {_to_spare(*found)}"
-    return None
-
-
-def _to_improve(answer: Answer, best: Candidate) -> Iterator[str]:
-    question = answer.question
-    now = worth(question, best)
-    free, there = best, len(usable(question.cluster))
-    faster = max(answer.candidates, key=lambda it: worth(question, it))
-    gains = worth(question, faster) >= WORTH * now
-    idle = there - len(set(best.layout.gpus))
-    if question.wish != Wish():
-        # Who asked for nothing but dealing experts out has seen that half of all layouts.
-        other = Wish(expert_parallel=False) if question.wish == Wish(expert_parallel=True) else Wish()
-        free = search(msgspec.structs.replace(question, wish=other)).best or best
-        if worth(question, free) >= WORTH * now:
-            gain = f"{format_factor(worth(question, free) / now)} the {MEASURES[question.objective]}"
-            yield f"left to itself the plan is {free.cut}, with {gain}"
-    elif idle:
-        are, better = "is" if idle == 1 else "are", "cheaper" if question.objective == "cost" else "faster"
-        no_use = "" if gains else f"; no other use of them is {better}"
-        yield f"{idle} of {there} GPUs {are} idle in this layout{no_use}"
-    wide = best.layout.kv_dtype in ("bf16", "fp16")
-    if wide and question.engine in FP8_CACHE and not question.cluster.on_cpu:
-        changed = search(_as(question, best, kv_dtype="fp8"))
-        yield from _gain("an FP8 KV cache (--kv-cache-dtype fp8)", question, best, changed, now)
-    # What the engine runs comes first.
-    for precision, checkpoint in sorted(_smaller_checkpoints(question), key=lambda it: bool(_yet(question, it[0]))):
-        name = f"-q {OWN[precision]}" if precision in OWN else checkpoint
-        changed = search(_as(question, best, precisions=(precision,)))
-        if changed.best and worth(question, changed.best) >= WORTH * now:
-            yield from (line + _yet(question, precision) for line in _gain(name, question, best, changed, now))
-            break
-    # What other hardware gives is no merit of letting go of a layout or a limit that was dictated.
-    most = max(best, free, key=lambda it: worth(question, it))
-    if any(gpu.limit_bytes is not None for gpu in question.cluster.gpus):
-        changed = search(msgspec.structs.replace(question, cluster=_unlimited(question.cluster), wish=Wish()))
-        yield from _gain("without --max-memory", question, most, changed, worth(question, most))
+def _larger_gpu(question: Question) -> Iterator[Note]:
+    """The smallest GPU of the catalogue of which an equal number is enough; one in place of a CPU."""
+    cluster, on_cpu = question.cluster, question.cluster.on_cpu
+    if len(set(cluster.gpus)) > 1:
         return
-    grown = _grown(question.cluster, 1) or _grown(question.cluster, len(question.cluster.nodes[-1].gpus))
-    if grown:
-        by = len(grown.gpus) - len(question.cluster.gpus)
-        # Another node is used as those that are there.
-        same = Wish(tensor_parallel=most.layout.tensor_parallel, expert_parallel=most.layout.expert_parallel > 1)
-        wish = same if len(grown.nodes) > 1 else Wish()
-        changed = search(msgspec.structs.replace(question, cluster=grown, wish=wish))
-        name = f"+{by} {question.cluster.gpus[-1].name}"
-        yield from _gain(name, question, most, changed, worth(question, most))
+    if on_cpu:  # which its ranks share
+        question = msgspec.structs.replace(question, constraints=LayoutConstraints())
+    for gpu in _larger_gpus(cluster):
+        fit = _roomiest(msgspec.structs.replace(question, cluster=with_gpu(cluster, gpu)))
+        if fit:
+            count = 1 if on_cpu else len(cluster.gpus)
+            yield create_note("larger_gpu", count=count, gpu=gpu.name, cut=str(fit[0]), spare=_to_spare(*fit))
+            return
 
 
-def _as(question: Question, best: Candidate, **changes: object) -> Question:
-    """The same cut, with something else changed."""
+def _larger_gpus(cluster: Cluster) -> list[GpuSpec]:
+    """GPUs of the catalogue with more memory than those of the cluster and at least their capability, the smallest
+    first; for a CPU all of them."""
+    present = cluster.gpus[0]
+
+    def suits(gpu: GpuSpec) -> bool:
+        larger = gpu.memory_bytes > present.memory_bytes and gpu.capability >= present.capability
+        return not gpu.gfx and (cluster.on_cpu or larger)
+
+    return sorted(filter(suits, known_gpus()), key=lambda gpu: (gpu.memory_bytes, gpu.bandwidth_Bps))
+
+
+# --- if something fits ---
+
+
+def _to_improve(result: SearchResult, best: Candidate) -> Iterator[Note]:
+    question = result.question
+    free = best
+    if question.constraints != LayoutConstraints():
+        free = _free_candidate(question, best)
+        yield from _gain_without_constraints(question, best, free)
+    else:
+        yield from _idle_gpus(result, best)
+    if best.layout.kv_dtype in ("bf16", "fp16") and question.engine in FP8_CACHE and not question.cluster.on_cpu:
+        changed = search(_with_same_cut(question, best, kv_dtype="fp8"))
+        gains = _gains(question, best, changed)
+        if gains:
+            yield create_note("fp8_kv_cache", gains=gains)
+    yield from _gain_of_fewer_bits(question, best)
+    # The gain of other hardware must not count the gain of dropping a constraint.
+    most = max(best, free, key=lambda candidate: objective_value(question, candidate))
+    yield from _gain_of_hardware(question, most)
+
+
+def _free_candidate(question: Question, best: Candidate) -> Candidate:
+    """The best candidate without the constraints."""
+    constraints = LayoutConstraints()
+    # The only constraint was to divide experts: half of all layouts have been searched already.
+    if question.constraints == LayoutConstraints(expert_parallel=True):
+        constraints = LayoutConstraints(expert_parallel=False)
+    return search(msgspec.structs.replace(question, constraints=constraints)).best or best
+
+
+def _gain_without_constraints(question: Question, best: Candidate, free: Candidate) -> Iterator[Note]:
+    gain = objective_value(question, free) / objective_value(question, best)
+    if gain >= MIN_GAIN:
+        yield create_note("free_layout", cut=str(free.cut), gain=gain, measure=MEASURES[question.objective])
+
+
+def _idle_gpus(result: SearchResult, best: Candidate) -> Iterator[Note]:
+    question = result.question
+    usable = len(usable_devices(question.cluster))
+    idle = usable - len(set(best.layout.gpus))
+    if not idle:
+        return
+    highest = max(objective_value(question, candidate) for candidate in result.candidates)
+    gains = highest >= MIN_GAIN * objective_value(question, best)
+    better = "cheaper" if question.objective == "cost" else "faster"
+    yield create_note("idle_gpus", idle=idle, usable=usable, no_better=not gains, better=better)
+
+
+def _gain_of_fewer_bits(question: Question, best: Candidate) -> Iterator[Note]:
+    """The first smaller precision that helps; those that the engine runs are tried first."""
+    smaller = sorted(_smaller_checkpoints(question), key=lambda row: not _runs(question, row[0]))
+    for precision, checkpoint in smaller:
+        changed = search(_with_same_cut(question, best, precisions=(precision,)))
+        if changed.best and objective_value(question, changed.best) >= MIN_GAIN * objective_value(question, best):
+            name = f"-q {WEFT_SCHEMES[precision]}" if precision in WEFT_SCHEMES else checkpoint
+            runs = _runs(question, precision)
+            yield create_note("fewer_bits", name=name, gains=_gains(question, best, changed), runs=runs)
+            return
+
+
+def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
+    """All of the memory, if --max-memory limits it; else one more GPU, or one more node."""
+    if is_limited(question.cluster):
+        free = msgspec.structs.replace(question, cluster=unlimited(question.cluster), constraints=LayoutConstraints())
+        gains = _gains(question, best, search(free))
+        if gains:
+            yield create_note("unlimited_memory", gains=gains)
+        return
+    cluster = question.cluster
+    grown = grown_cluster(cluster, 1) or grown_cluster(cluster, len(cluster.nodes[-1].gpus))
+    if grown is None:
+        return
+    constraints = LayoutConstraints()
+    if len(grown.nodes) > 1:  # another node is used as those that are present
+        layout = best.layout
+        constraints = LayoutConstraints(
+            tensor_parallel=layout.tensor_parallel, expert_parallel=layout.expert_parallel > 1
+        )
+    changed = search(msgspec.structs.replace(question, cluster=grown, constraints=constraints))
+    gains = _gains(question, best, changed)
+    if gains:
+        count = len(grown.gpus) - len(cluster.gpus)
+        yield create_note("added_gpus", count=count, gpu=cluster.gpus[-1].name, gains=gains)
+
+
+def _with_same_cut(question: Question, best: Candidate, **changes: object) -> Question:
+    """The question with the cut of the best candidate, and something else changed."""
     layout = best.layout
-    wish = msgspec.structs.replace(
-        question.wish,
+    constraints = msgspec.structs.replace(
+        question.constraints,
         tensor_parallel=layout.tensor_parallel,
         pipeline_parallel=layout.pipeline_parallel,
         data_parallel=layout.data_parallel,
         expert_parallel=layout.expert_parallel > 1,
     )
-    return msgspec.structs.replace(question, wish=wish, **{"precisions": (layout.precision,), **changes})
+    return msgspec.structs.replace(question, constraints=constraints, **{"precisions": (layout.precision,), **changes})
 
 
-def _gain(name: str, question: Question, best: Candidate, changed: Answer, now: float) -> Iterator[str]:
-    """A line where the change is worth it."""
-    found = changed.best
-    if found is None:
-        return
-    tokens, speed = found.memory.kv_tokens / best.memory.kv_tokens, worth(question, found) / now
-    parts = [f"{format_factor(tokens)} the context"] * (tokens >= WORTH)
-    parts += [f"{format_factor(speed)} the {MEASURES[question.objective]}"] * (speed >= WORTH)
-    if parts:
-        yield f"{name}: {', '.join(parts)} (as {found.cut}: {found.memory.kv_tokens:,} tokens)"
-
-
-def _unlimited(cluster: Cluster) -> Cluster:
-    """Without --max-memory."""
-    return cluster.changed(lambda gpu: msgspec.structs.replace(gpu, limit_bytes=None))
+def _gains(question: Question, best: Candidate, changed: SearchResult) -> Note | None:
+    """The factors by which a change improves the best candidate, or None if it is not worth a line."""
+    after = changed.best
+    if after is None:
+        return None
+    context = after.memory.kv_tokens / best.memory.kv_tokens
+    speed = objective_value(question, after) / objective_value(question, best)
+    more_context, faster = context >= MIN_GAIN, speed >= MIN_GAIN
+    if not more_context and not faster:
+        return None
+    return create_note(
+        "gains",
+        context=context if more_context else 0.0,
+        speed=speed if faster else 0.0,
+        both=more_context and faster,
+        measure=MEASURES[question.objective],
+        cut=str(after.cut),
+        kv_tokens=after.memory.kv_tokens,
+    )

@@ -1,11 +1,12 @@
-"""API prices: what providers take for a request, from the genai-prices library or from the user.
+"""API prices: the price of a request at a provider, from the genai-prices library or from the user.
 
-The library brings its table along (github.com/pydantic/genai-prices); nothing is fetched.
+The library includes its table (github.com/pydantic/genai-prices); nothing is fetched.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
@@ -22,8 +23,8 @@ MILLION = 1e6
 
 
 class Quote(msgspec.Struct, frozen=True, kw_only=True):
-    """What one request costs at a provider, in dollars: the part of its prompt that is read anew, the part that
-    comes from a cache, and its answer."""
+    """The price of one request at a provider, in dollars: for the uncached part of its prompt, for the cached part, and
+    for its answer."""
 
     name: str
     provider: str
@@ -38,17 +39,17 @@ class Quote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request; `cached` of the input come from the provider's prompt cache."""
+    """Tokens of one request; `cached` of the input are in the provider's prompt cache."""
 
     input: int
     cached: int
     output: int
 
 
-def stated(prices: tuple[float, ...], usage: Usage) -> Quote:
-    """A quote from dollars per million tokens: input, output and, where it differs from input, cached input."""
-    dollars_in, dollars_out, *rest = prices
-    cached = rest[0] if rest else dollars_in
+def stated_quote(prices: tuple[float, ...], usage: Usage) -> Quote:
+    """A quote from dollars per million tokens: input, output and, if it differs from input, cached input."""
+    dollars_in, dollars_out, *dollars_cached = prices
+    cached = dollars_cached[0] if dollars_cached else dollars_in
     return Quote(
         name="as stated",
         provider="",
@@ -59,47 +60,61 @@ def stated(prices: tuple[float, ...], usage: Usage) -> Quote:
     )
 
 
-def quote(name: str, usage: Usage) -> Quote:
+def find_quote(name: str, usage: Usage) -> Quote:
     """The quote for `model` or `provider/model`. Raises ConfigError with the nearest names for one that is unknown."""
     for provider, model in _named(name):
-        found = _quote(provider, model, usage)
-        if found:
-            return found
+        priced = _quote(provider, model, usage)
+        if priced:
+            return priced
     known = [f"{provider.id}/{model.id}" for provider in _providers() for model in provider.models]
     bare = {_bare(each): each for each in reversed(known)}
     close = [bare[each] for each in get_close_matches(_bare(name), bare, n=3, cutoff=0.5)]
     hint = f"; nearest: {', '.join(close)}" if close else ""
-    raise ConfigError(f"no price is known of {name!r}{hint}; or give --api-price IN/OUT in dollars per million tokens")
+    raise ConfigError(f"no price is known for {name!r}{hint}; or give --api-price IN/OUT in dollars per million tokens")
 
 
-def quotes(name: str, usage: Usage) -> list[Quote]:
-    """Of every provider that sells the model of this name, whatever its spelling; the cheapest first."""
-    wanted, found = _bare(name), {}
+def find_quotes(name: str, usage: Usage) -> list[Quote]:
+    """The quote of every provider that sells the model of this name, in any spelling; the cheapest first."""
+    quotes: dict[str, Quote] = {}
     for provider in _providers():
         for model in provider.models:
-            if _bare(model.id) == wanted and provider.id not in found and (priced := _quote(provider, model, usage)):
-                found[provider.id] = priced
-    return sorted(found.values(), key=lambda it: it.dollars)
+            if _bare(model.id) != _bare(name) or provider.id in quotes:
+                continue
+            priced = _quote(provider, model, usage)
+            if priced:
+                quotes[provider.id] = priced
+    return sorted(quotes.values(), key=lambda quote: quote.dollars)
 
 
-def _named(name: str) -> list[tuple[Provider, ModelInfo]]:
-    """Every model that answers to the name; a provider may be said before it."""
-    first, slash, rest = name.partition("/")
+def _named(name: str) -> Iterator[tuple[Provider, ModelInfo]]:
+    """Every model that has the name; the name may begin with a provider."""
     providers = _providers()
-    chosen = [provider for provider in providers if slash and provider.id == first.lower()]
-    found = [(provider, provider.find_model(rest)) for provider in chosen]
-    # As weft cost prints it, without who made the model.
-    found += [(provider, model) for provider in chosen for model in provider.models if _bare(model.id) == _bare(rest)]
-    found += [(provider, provider.find_model(ref)) for ref in (name, name.lower()) for provider in providers]
-    return [(provider, model) for provider, model in found if model is not None]
+    maker, slash, short = name.partition("/")
+    if slash:
+        for provider in providers:
+            if provider.id == maker.lower():
+                yield from _of_provider(provider, short)
+    for spelling in (name, name.lower()):
+        for provider in providers:
+            model = provider.find_model(spelling)
+            if model is not None:
+                yield provider, model
+
+
+def _of_provider(provider: Provider, name: str) -> Iterator[tuple[Provider, ModelInfo]]:
+    model = provider.find_model(name)
+    if model is not None:
+        yield provider, model
+    # Names as weft cost prints them, without the organisation that made the model.
+    yield from ((provider, other) for other in provider.models if _bare(other.id) == _bare(name))
 
 
 def _quote(provider: Provider, model: ModelInfo, usage: Usage) -> Quote | None:
-    """None where the model is not priced by tokens in and out, or costs nothing (a trial, not an offer)."""
+    """None if the model is not priced by tokens in and out, or is free (a trial, not an offer)."""
     from genai_prices import Usage as Tokens
 
     def priced(**tokens: int) -> float:
-        # The tier follows the whole prompt, whichever part of it is asked for.
+        # The tier depends on the whole prompt, whichever part of it is priced.
         return float(model.calc_price(Tokens(**tokens), provider).total_price)
 
     whole = priced(input_tokens=usage.input, cache_read_tokens=usage.cached, output_tokens=usage.output)
@@ -107,8 +122,8 @@ def _quote(provider: Provider, model: ModelInfo, usage: Usage) -> Quote | None:
     answer = whole - prompt
     if prompt <= 0 or answer <= 0:
         return None
-    fresh = priced(input_tokens=usage.input, cache_read_tokens=0, output_tokens=0)
-    read = fresh * (usage.input - usage.cached) / usage.input
+    uncached = priced(input_tokens=usage.input, cache_read_tokens=0, output_tokens=0)
+    read = uncached * (usage.input - usage.cached) / usage.input
     return Quote(
         name=model.id,
         provider=provider.id,

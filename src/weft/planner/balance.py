@@ -1,13 +1,13 @@
-"""Spread: whole layers over devices in order, by Transformers' words for it.
+"""Whole layers over devices in order, by Transformers' strategies for `device_map`.
 
-`balanced` makes the bytes of weights on the fullest device as few as can be; `balanced_low_0` does so without the
-first device, which gets only what the others have no room for; `sequential` fills one device after the other. `auto`
-is `balanced`, as in Transformers.
+`balanced` makes the bytes of weights on the fullest device as few as possible. `balanced_low_0` does so without the
+first device, which gets only the layers that the others have no room for. `sequential` fills one device after another.
+`auto` is `balanced`, as in Transformers.
 
-Where accelerate (1.15) does otherwise: it counts weights only, and here a device's room is what the engine and one
-request leave; it fills each device up to the mean and a quarter more than the largest block, so that the last one gets
-less; it keeps the room of the largest layer free on the first device; and it may put a head alone on the last device,
-where a stage of a pipeline has a layer at least.
+accelerate (1.15) differs: it counts weights only, while here a device's room is what the engine and one request leave.
+It fills each device up to the mean and a quarter more than the largest block, so that the last device gets less. It
+keeps room for the largest layer free on the first device. It may put a head alone on the last device, while a stage of
+a pipeline has at least one layer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.formats.precision import weight_bytes
 from weft.plan.device_map import Spread
-from weft.planner.partition import Stage, partition
+from weft.planner.partition import StageBudget, partition_layers
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of a model: of each layer the weights, and with them the KV of one request (`sizes`); of the embedding on
-    a first stage, of norm and head on a last one, and of all of these together where one stage is both (a tied head
-    is then the embedding); of what an engine keeps beside them where it samples."""
+class ModelBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a model by part.
+
+    `weights` are those of each layer, `sizes` with the KV of one request added. `first` is the embedding of a first
+    stage, `last` the norm and head of a last one, and `both` all of these if one stage is first and last (a tied head
+    is then the embedding). `sampling` is what an engine holds in addition on the rank that samples.
+    """
 
     weights: Sequence[float]
     sizes: Sequence[float]
@@ -40,9 +43,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     sampling: float = 0.0
 
 
-def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> Load:
-    """What a model weighs, with requests of `tokens` tokens. With `window_cache` a layer keeps no more of one than its
-    window. `precision` as `formats.precision.canonical` gives it."""
+def model_bytes(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, window_cache: bool) -> ModelBytes:
+    """Bytes of a model with requests of `tokens` tokens.
+
+    With `window_cache` a layer keeps at most its window. `precision` is a result of `formats.precision.canonical`.
+    """
     place, nothing = whole(shape), Span(0, 0)
     layers = [
         weight_bytes(shape, precision, replace(place, layers=Span(layer, layer + 1), stage=1, stages=3))
@@ -52,7 +57,7 @@ def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, wi
     kept = [min(tokens, (window_cache and shape.window(layer)) or tokens) for layer in range(shape.layers)]
     ends = [replace(place, layers=nothing, stage=stage, stages=2) for stage in range(2)]
     first, last = (weight_bytes(shape, precision, end) for end in ends)
-    return Load(
+    return ModelBytes(
         weights=layers,
         sizes=[weights + each * count for weights, count in zip(layers, kept, strict=True)],
         first=first,
@@ -61,83 +66,91 @@ def load_of(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *, wi
     )
 
 
-def spread(load: Load, rooms: Sequence[float], mode: Spread) -> tuple[int, ...]:
-    """Layers on each device, 0 on one that is left out; `rooms` are what each can hold, in bytes.
+def balance_layers(model: ModelBytes, rooms: Sequence[float], strategy: Spread) -> tuple[int, ...]:
+    """Layers on each device, 0 on one that is left out; `rooms` are the bytes that each can hold.
 
-    Where there is not enough room it is what comes closest: the devices' footprint then says what is missing.
+    If there is not enough room, the result is the closest one: the devices' footprint then says what is missing.
     """
-    if mode == "sequential":
-        return sequential(load, rooms)
-    if mode == "balanced_low_0" and len(rooms) > 1:
-        return balanced_low_0(load, rooms)
-    return balanced(load, rooms)
+    if strategy == "sequential":
+        return sequential(model, rooms)
+    if strategy == "balanced_low_0" and len(rooms) > 1:
+        return balanced_low_0(model, rooms)
+    return balanced(model, rooms)
 
 
-def balanced(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
-    """As even as whole layers allow, on every device that has the room for one, as far as there are layers."""
-    found = _evenly(load, rooms, load.first) or _evenly(load, [inf] * len(rooms), load.first)
-    assert found is not None, "there is room for everything"
-    return found
+def balanced(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
+    """Layers as even as possible, on every device with room for one, as far as there are layers."""
+    layers = _evenly(model, rooms, model.first) or _evenly(model, [inf] * len(rooms), model.first)
+    assert layers is not None, "there is room for everything"
+    return layers
 
 
-def balanced_low_0(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
-    """The fewest layers on the first device with which the others have room for the rest."""
+def balanced_low_0(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
+    """The fewest layers on the first device with which the others have room for all other layers."""
     others = rooms[1:]
-    found = _evenly(load, others, load.first)
-    if found:
-        return (0, *found)
-    sizes = [0.0, *accumulate(load.sizes)]
-    for count in range(1, len(load.sizes)):
-        if load.first + sizes[count] > rooms[0]:
+    without_first = _evenly(model, others, model.first)
+    if without_first:
+        return (0, *without_first)
+    sizes = [0.0, *accumulate(model.sizes)]
+    for count in range(1, len(model.sizes)):
+        if model.first + sizes[count] > rooms[0]:
             break
-        rest = _evenly(replace(load, weights=load.weights[count:], sizes=load.sizes[count:]), others, 0.0)
-        if rest:
-            return (count, *rest)
-    return balanced(load, rooms)
+        remaining = replace(model, weights=model.weights[count:], sizes=model.sizes[count:])
+        on_others = _evenly(remaining, others, 0.0)
+        if on_others:
+            return (count, *on_others)
+    return balanced(model, rooms)
 
 
-def sequential(load: Load, rooms: Sequence[float]) -> tuple[int, ...]:
-    """As much on each device as it has room for; a device without the room for a layer is left out."""
-    sizes, layers = [0.0, *accumulate(load.sizes)], len(load.sizes)
-    found: list[int] = []
-    at = 0
+def sequential(model: ModelBytes, rooms: Sequence[float]) -> tuple[int, ...]:
+    """The layers that each device has room for; a device without room for one is left out."""
+    counts: list[int] = []
+    start = 0
     for number, room in enumerate(rooms):
-        last = number == len(rooms) - 1
-        ends = (load.last if at else load.both) + load.sampling
-        if at < layers and (last or sizes[layers] - sizes[at] + ends <= room):
-            found.append(layers - at)
-        else:
-            held = 0.0 if at else load.first
-            # The head stays with the last layer.
-            most = layers - 1
-            fits = [end for end in range(at, most + 1) if held + sizes[end] - sizes[at] <= room]
-            found.append((fits[-1] if fits else at) - at if at < layers else 0)
-        at += found[-1]
-    return tuple(found)
+        counts.append(_sequential_count(model, start, room, last=number == len(rooms) - 1))
+        start += counts[-1]
+    return tuple(counts)
 
 
-def _evenly(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
-    """Layers on each device, with those left out that have the least room, as many as have to be; None where there is
-    not enough of it. `first` are the bytes of an embedding on the first of them."""
+def _sequential_count(model: ModelBytes, start: int, room: float, *, last: bool) -> int:
+    """Number of layers from layer `start` on for a device with this room; the last device takes all that are left."""
+    layers = len(model.sizes)
+    if start == layers:
+        return 0
+    sizes = [0.0, *accumulate(model.sizes)]
+    ends = (model.last if start else model.both) + model.sampling
+    if last or sizes[layers] - sizes[start] + ends <= room:
+        return layers - start
+    held = 0.0 if start else model.first
+    # The head stays with the last layer.
+    fitting = [end for end in range(start, layers) if held + sizes[end] - sizes[start] <= room]
+    return fitting[-1] - start if fitting else 0
+
+
+def _evenly(model: ModelBytes, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
+    """Layers on each device, without the devices that have the least room, as many of them as necessary.
+
+    `first` are the bytes of an embedding on the first device used. None if there is not enough room.
+    """
     used = list(range(len(rooms)))
     while used:
-        # There are none for more devices than layers.
-        found = _stages(load, [rooms[number] for number in used], first)
-        if found:
-            layers = dict(zip(used, found, strict=True))
+        # None for more devices than layers, too.
+        counts = _one_stage_each(model, [rooms[number] for number in used], first)
+        if counts:
+            layers = dict(zip(used, counts, strict=True))
             return tuple(layers.get(number, 0) for number in range(len(rooms)))
         used.remove(min(used, key=lambda number: (rooms[number], -number)))
     return None
 
 
-def _stages(load: Load, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
-    """The same with a layer on each of the devices."""
+def _one_stage_each(model: ModelBytes, rooms: Sequence[float], first: float) -> tuple[int, ...] | None:
+    """Layers on each device, at least one on each, or None."""
     if len(rooms) == 1:
-        ends = (load.both if first else load.last) + load.sampling
-        return (len(load.sizes),) if sum(load.sizes) + ends <= rooms[0] else None
+        ends = (model.both if first else model.last) + model.sampling
+        return (len(model.sizes),) if sum(model.sizes) + ends <= rooms[0] else None
     stages = []
     for number, room in enumerate(rooms):
         end = number == len(rooms) - 1
-        held = first * (number == 0) + load.last * end
-        stages.append(Stage(speed=1.0, room=room, work=held, size=held + load.sampling * end))
-    return partition(load.weights, load.sizes, stages)
+        held = first * (number == 0) + model.last * end
+        stages.append(StageBudget(speed=1.0, room=room, work=held, size=held + model.sampling * end))
+    return partition_layers(model.weights, model.sizes, stages)

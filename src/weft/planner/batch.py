@@ -1,4 +1,4 @@
-"""Batch: how many tokens a step has at most, chosen for a model on its devices."""
+"""TokenBudget: the maximum number of tokens of a step (`max_num_batched_tokens`), chosen per model and devices."""
 
 from __future__ import annotations
 
@@ -10,78 +10,87 @@ import msgspec
 from weft.planner.profiles import Constant, Profile
 from weft.planner.replica import Replica
 
-FULL = 0.1  # of each token's time: a step whose double would save less has the multipliers busy
-KV_SHARE = 0.03  # of the KV cache that the smallest step leaves: so much may go to the activations of a larger one
+FULL = 0.1  # of each token's time: a step keeps the multipliers busy if doubling its tokens would save less than this
+KV_SHARE_FOR_STEP = 0.03  # of the KV cache beside the smallest step: the activations of a larger one may take this much
 
 
-class Choice(NamedTuple):
-    """The tokens of a step, and why."""
+class TokenBudget(NamedTuple):
+    """Maximum number of tokens of a step, and the reason for it, as the end of a sentence."""
 
     tokens: int
     reason: str
 
 
-def chosen(profile: Profile, choice: Choice) -> Profile:
-    """The profile with this choice, whatever the memory."""
-    figure = Constant(choice.tokens, choice.reason)
+def with_token_budget(profile: Profile, budget: TokenBudget) -> Profile:
+    """The profile with this token budget on cards of any memory size."""
+    figure = Constant(budget.tokens, budget.reason)
     return msgspec.structs.replace(
         profile, max_num_batched_tokens=figure, small_num_batched_tokens=figure, hold_up_ms=Constant(0.0, "chosen")
     )
 
 
-def shortest(profile: Profile) -> Profile:
-    """The profile with the fewest tokens that a step is ever given, where there is a choice."""
+def with_smallest_budget(profile: Profile) -> Profile:
+    """The profile with the smallest token budget that it allows, if it leaves a choice."""
+    if not profile.hold_up_ms.value:
+        return profile
     least = profile.small_num_batched_tokens
-    return chosen(profile, Choice(int(least.value), least.source)) if profile.hold_up_ms.value else profile
+    return with_token_budget(profile, TokenBudget(int(least.value), least.source))
 
 
-def choices(replica: Replica, profile: Profile, longest: int) -> Iterator[Choice]:
-    """What a step of this replica may have, the best choice first; the caller takes the first whose activations leave
-    the KV cache all but KV_SHARE of what it has beside the smallest, which comes last.
+def token_budgets(replica: Replica, profile: Profile, longest: int) -> Iterator[TokenBudget]:
+    """Token budgets for the steps of this replica, the best first and the smallest last.
 
-    A step reads prompts beside the next tokens of everybody who is being answered, and those wait for all of it. So
-    the best is the largest power of two with which a step that is full of one prompt takes `hold_up_ms` at most.
-    Smaller ones gain nobody anything: each streams the weights again, and launches its kernels one by one where steps
-    without prompts replay a graph. Larger ones stop answers for a time that their readers notice. In a pipeline the
-    best is the smallest that keeps the multipliers busy, since the steps behind a long one wait for it in every stage.
+    The caller takes the first whose activations leave the KV cache all but KV_SHARE_FOR_STEP of the size that it has
+    beside the smallest budget. `longest` is the longest request in tokens.
 
-    They are busy where twice the tokens save less than FULL of each token's time: below that, weights (of experts, of
-    which a token meets a few only) are streamed faster than they are multiplied with, and prompts in smaller steps
-    would hold answers up for longer in all; so it is never less. It is at least `small_num_batched_tokens`, and twice
-    `max_num_seqs`, so that everybody's next token leaves room for prompts; and at most `max_num_batched_tokens`, or
-    what `max_num_seqs` requests of the `longest` length bring.
+    A step reads prompts beside the next token of every running request, and all those requests wait for the whole step.
+    So the best budget is the largest power of two with which a step full of one prompt takes at most `hold_up_ms`.
+    Smaller ones help nobody: each streams the weights again, and launches its kernels one by one, while steps without
+    prompts replay a graph. Larger ones pause answers long enough for their readers to notice. In a pipeline the best
+    budget is the smallest that keeps the multipliers busy, since steps behind a long one wait for it in every stage.
 
-    One figure for everything: who waits for all answers alone loses nothing by it, since beside a step as long as
-    that its launches are less than a hundredth.
+    The multipliers are busy if twice the tokens save less than FULL of each token's time. Below that, weights (of
+    experts, of which a token meets only a few) are streamed faster than they are multiplied, and prompts in smaller
+    steps would delay answers longer in total. So the budget is never below that point. It is at least
+    `small_num_batched_tokens`, and at least twice `max_num_seqs`, so that the next tokens of all requests leave room
+    for prompts. It is at most `max_num_batched_tokens`, or all tokens of `max_num_seqs` requests of the `longest`
+    length.
+
+    One figure serves every use: offline runs lose nothing by it, since the launches of a step this long are less than
+    a hundredth of it.
     """
     limit_s, sequences = profile.hold_up_ms.value * 1e-3, int(profile.max_num_seqs.value)
     piped = len(replica.stages) > 1
-    least = max(int(profile.small_num_batched_tokens.value), _power(2 * sequences))
-    most = max(least, min(int(profile.max_num_batched_tokens.value), _power(sequences * longest)))
-    found = [(least, replica.read_s(least, longest))]
+    least = max(int(profile.small_num_batched_tokens.value), _power_of_two(2 * sequences))
+    most = max(least, min(int(profile.max_num_batched_tokens.value), _power_of_two(sequences * longest)))
+    timed = [(least, replica.full_step_s(least, longest))]
     why = "no larger piece is taken"
-    while 2 * found[-1][0] <= most:
-        tokens, took_s = found[-1]
-        twice_s = replica.read_s(2 * tokens, longest)
-        if (piped or twice_s > limit_s) and twice_s > 2 * (1 - FULL) * took_s:
-            why = f"running answers pause that long; the goal is {_told(limit_s)} at most"
-            if piped:
-                why = "larger pieces would leave GPUs of the pipeline idle"
-            elif took_s > limit_s:
-                why = (
-                    f"running answers pause that long; the goal is {_told(limit_s)}, but smaller pieces would be slower"
-                )
+    while 2 * timed[-1][0] <= most:
+        tokens, took_s = timed[-1]
+        twice_s = replica.full_step_s(2 * tokens, longest)
+        busy = twice_s > 2 * (1 - FULL) * took_s
+        if busy and (piped or twice_s > limit_s):
+            why = _reason_to_stop(piped, took_s, limit_s)
             break
-        found.append((2 * tokens, twice_s))
-    for tokens, took_s in reversed(found):
-        yield Choice(tokens, f"a piece of that size takes {_told(took_s)}, and {why}")
-        why = f"a larger one would take more than {KV_SHARE:.0%} of the KV cache"
+        timed.append((2 * tokens, twice_s))
+    for tokens, took_s in reversed(timed):
+        yield TokenBudget(tokens, f"a piece of that size takes {_milliseconds(took_s)}, and {why}")
+        why = f"a larger one would take more than {KV_SHARE_FOR_STEP:.0%} of the KV cache"
 
 
-def _told(seconds: float) -> str:
+def _reason_to_stop(piped: bool, took_s: float, limit_s: float) -> str:
+    if piped:
+        return "larger pieces would leave GPUs of the pipeline idle"
+    limit = _milliseconds(limit_s)
+    if took_s > limit_s:
+        return f"running answers pause that long; the goal is {limit}, but smaller pieces would be slower"
+    return f"running answers pause that long; the goal is {limit} at most"
+
+
+def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.0f} ms"
 
 
-def _power(count: int) -> int:
-    """The least power of two that is not below."""
+def _power_of_two(count: int) -> int:
+    """The least power of two that is not below `count`."""
     return 1 << max(0, count - 1).bit_length()

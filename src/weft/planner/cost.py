@@ -1,34 +1,39 @@
-"""Cost: how fast a layout will be. Formulas: docs/planner-accuracy.md; constants: planner.profiles, facts/data.
+"""Predicted speed of a layout. Formulas: docs/planner-accuracy.md; constants: planner.profiles, hardware/data.
 
-A request's token takes one round of all stages, and its share of the prompts that are read meanwhile.
+A token of a request takes one round through all stages, plus its share of the prompts that are read meanwhile.
 """
 
 from __future__ import annotations
 
 from math import inf
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from weft.architectures.shape import ModelShape
 from weft.hardware.cluster import Cluster
-from weft.planner.deployment import Layout, Workload
-from weft.planner.footprint import Footprint, footprint
+from weft.planner.deployment import DeploymentLayout, Workload
+from weft.planner.footprint import Footprint, ReplicaMemory, footprint
 from weft.planner.profiles import Profile
-from weft.planner.replica import replicas
+from weft.planner.replica import Replica, build_replicas
 from weft.planner.roofline import Seconds
 
-SEEN = 0.6  # of its answer is in the cache, on average over requests that run together and end at different times
-Limit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurrency"]
+# Share of its answer that a request has in the cache, on average over requests that run together and end at different
+# times.
+MEAN_ANSWER_SHARE = 0.6
+ConcurrencyLimit = Literal["kv_cache", "max_num_seqs", "max_num_batched_tokens", "concurrency"]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed of a deployment. `single_tok_s` is one request alone, `ttft_s` its first token; `tpot_s` is the mean
-    time per token of a request with `concurrency` requests at once, which get `output_tok_s` all together, their
-    prompts read in between; `saturated_tok_s` is what the whole deployment answers with `saturated_concurrency`, which
-    `limit` limits. `step` is where a round of the slowest replica goes at `concurrency`; `prefill_s` is the reading of
-    one prompt on its slowest stage. The error band is relative: 0.2 is 20 % up or down; `error_source` says where it is
-    from."""
+    """The speed of a deployment.
+
+    `single_tok_s` is the speed of one request alone, `ttft_s` the time to its first token. `tpot_s` is the mean time
+    per token of a request with `concurrency` requests at once, and `output_tok_s` the speed of all of these together,
+    with their prompts read in between. `saturated_tok_s` is the speed of the whole deployment with
+    `saturated_concurrency` requests, a number that `limit` limits. `step` is the time of a round of the slowest replica
+    at `concurrency` by what it is spent on. `prefill_s` is the time to read one prompt on its slowest stage.
+    `error_band` is relative (0.2 is 20 % up or down), and `error_source` says where it is from.
+    """
 
     single_tok_s: float
     ttft_s: float
@@ -37,77 +42,109 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     output_tok_s: float
     saturated_tok_s: float
     saturated_concurrency: float
-    limit: Limit
+    limit: ConcurrencyLimit
     step: Seconds
     prefill_s: float
     error_band: float
     error_source: str
 
 
+class _Load(NamedTuple):
+    """One replica with the number of requests that it runs at once. A large cluster has many equal ones: as keys of a
+    dict they are computed once."""
+
+    replica: Replica
+    batch: float
+    step_tokens: int
+
+    def tpot_s(self, workload: Workload) -> float:
+        return self.replica.tpot_s(self.batch, workload, self.step_tokens)
+
+    def throughput(self, workload: Workload) -> float:
+        return self.replica.throughput(self.batch, workload, self.step_tokens)
+
+
 def predict(
     shape: ModelShape,
-    layout: Layout,
+    layout: DeploymentLayout,
     cluster: Cluster,
     workload: Workload,
     profile: Profile,
     memory: Footprint | None = None,
 ) -> Prediction:
-    """The speed of `layout` under `workload`; `memory` is its footprint where the caller has it already."""
+    """The speed of `layout` under `workload`; `memory` is its footprint, if the caller has computed it already."""
     memory = memory or footprint(shape, layout, cluster, profile, workload)
-    runs = replicas(shape, layout, cluster, profile)
+    replicas = build_replicas(shape, layout, cluster, profile)
     limits = _limits(memory, profile, workload)
     full = [room for room, _ in limits]
-    # Least connections give every replica as many, whatever its speed: a faster one answers more of them.
-    share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(runs))
-    asked = [min(room, share) for room in full]
-    # A large cluster has many equal replicas: each is reckoned once.
+    # Least-connections routing gives every replica an equal number, whatever its speed: a faster one answers more.
+    share = inf if workload.concurrency is None else max(1.0, workload.concurrency / len(replicas))
+    batches = [min(room, share) for room in full]
     steps = [replica.batched_tokens for replica in memory.replicas]
-    at_once, saturated = list(zip(runs, asked, steps, strict=True)), list(zip(runs, full, steps, strict=True))
-    tpots = {it: it[0].tpot_s(it[1], workload, it[2]) for it in set(at_once)}
-    rates = {it: it[0].throughput(it[1], workload, it[2]) for it in {*at_once, *saturated}}
-    alone = {run: run.round_s(1, workload).total for run in set(runs)}
-    fastest = min(alone, key=lambda run: (alone[run], runs.index(run)))
-    # Of fewer requests than replicas some have none.
-    concurrency = sum(asked) if workload.concurrency is None else min(sum(asked), workload.concurrency)
-    error = profile.error_of(shape, layout.precision)
-    slowest, batch, most = max(tpots, key=lambda it: (tpots[it], -runs.index(it[0])))
+    running, saturated = _loads(replicas, batches, steps), _loads(replicas, full, steps)
+    tpots = {load: load.tpot_s(workload) for load in set(running)}
+    rates = {load: load.throughput(workload) for load in {*running, *saturated}}
+    fastest, round_s = _fastest_alone(replicas, workload)
+    # With fewer requests than replicas some replicas have none.
+    concurrency = min(sum(batches), workload.concurrency or inf)
+    error = profile.error_for(shape, layout.precision)
+    slowest = max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
     return Prediction(
-        single_tok_s=1 / alone[fastest],
-        ttft_s=fastest.prompt_s(workload, steps[runs.index(fastest)]),
-        tpot_s=sum(asked) / sum(it[1] / tpots[it] for it in at_once),
+        single_tok_s=1 / round_s,
+        ttft_s=replicas[fastest].prompt_s(workload, steps[fastest]),
+        tpot_s=sum(batches) / sum(load.batch / tpots[load] for load in running),
         concurrency=concurrency,
-        output_tok_s=sum(rates[it] for it in at_once) * (concurrency / sum(asked)),
-        saturated_tok_s=sum(rates[it] for it in saturated),
+        output_tok_s=sum(rates[load] for load in running) * (concurrency / sum(batches)),
+        saturated_tok_s=sum(rates[load] for load in saturated),
         saturated_concurrency=sum(full),
-        limit=limits[0][1] if asked == full else "concurrency",
-        step=slowest.round_s(batch, workload),
-        prefill_s=slowest.prefill_s(workload, most),
+        limit=limits[0][1] if batches == full else "concurrency",
+        step=slowest.replica.round_s(slowest.batch, workload),
+        prefill_s=slowest.replica.prefill_s(workload, slowest.step_tokens),
         error_band=error.value,
         error_source=error.source,
     )
 
 
-def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, Limit]]:
-    """The most requests that each replica runs at once, and why. A step has the next token of each, and beside them
-    what is to be read of prompts in the meantime for as many to stay under way."""
+def _loads(replicas: list[Replica], batches: list[float], steps: list[int]) -> list[_Load]:
+    return [_Load(*load) for load in zip(replicas, batches, steps, strict=True)]
+
+
+def _fastest_alone(replicas: list[Replica], workload: Workload) -> tuple[int, float]:
+    """(number, seconds of a round) of the replica that is fastest with one request; the first of equal ones."""
+    seconds = {replica: replica.round_s(1, workload).total for replica in set(replicas)}
+    fastest = min(range(len(replicas)), key=lambda number: seconds[replicas[number]])
+    return fastest, seconds[replicas[fastest]]
+
+
+def _limits(memory: Footprint, profile: Profile, workload: Workload) -> list[tuple[float, ConcurrencyLimit]]:
+    """(most requests at once, the limit that sets it) for each replica."""
     stages = memory.layout.pipeline_parallel
-    steps = stages if profile.pipelined.value else 1
-    known: dict[int, tuple[float, Limit]] = {}
+    known: dict[int, tuple[float, ConcurrencyLimit]] = {}
     for replica in memory.replicas:
         if id(replica) not in known:
-            most = min(profile.batch(rank.memory_bytes)[1] for rank in replica.ranks)
-            told = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
-            found: list[tuple[float, Limit]] = [
-                (_held(replica.kv_tokens, workload), "kv_cache"),
-                (most * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
-                (max(1.0, told), "max_num_batched_tokens"),
-            ]
-            known[id(replica)] = min(found, key=lambda it: it[0])
+            known[id(replica)] = _limit(replica, stages, profile, workload)
     return [known[id(replica)] for replica in memory.replicas]
 
 
-def _held(kv_tokens: int, workload: Workload) -> float:
-    """How many requests a KV cache has room for, with others always waiting. Of few it counts that they are whole: they
-    run evenly behind each other, and the first is at its end when the others have half of their answers on average."""
-    usual, half = workload.context(SEEN), workload.context(0.5)
+def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Workload) -> tuple[float, ConcurrencyLimit]:
+    """The limit of one replica. A step holds the next token of each request, and beside them the parts of prompts that
+    have to be read meanwhile so that as many requests stay in flight."""
+    sequences = min(profile.batch_limits(rank.memory_bytes)[1] for rank in replica.ranks)
+    steps = stages if profile.pipelined.value else 1
+    by_tokens = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
+    limits: list[tuple[float, ConcurrencyLimit]] = [
+        (_requests_in_cache(replica.kv_tokens, workload), "kv_cache"),
+        (sequences * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
+        (max(1.0, by_tokens), "max_num_batched_tokens"),
+    ]
+    return min(limits, key=lambda limit: limit[0])
+
+
+def _requests_in_cache(kv_tokens: int, workload: Workload) -> float:
+    """Number of requests that a KV cache has room for, with others always waiting.
+
+    A small number of requests counts as whole ones: they run evenly spaced, and the first is at its end when the others
+    have half of their answers on average.
+    """
+    usual, half = workload.context(MEAN_ANSWER_SHARE), workload.context(0.5)
     return max(1.0, min(kv_tokens / usual, (kv_tokens - (half - workload.input_len)) / half))

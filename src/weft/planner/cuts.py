@@ -1,4 +1,4 @@
-"""Cuts: the layouts worth trying on a cluster, before it is known whether they fit."""
+"""Candidate layouts: the cuts worth trying on a cluster, before it is known if they fit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from itertools import permutations
 
 import msgspec
 
-from weft.planner.deployment import Layout
-from weft.planner.domains import Device, devices, groups, islands, nodes, replicas, sort, tensor_sizes
-from weft.planner.question import Question
+from weft.planner.deployment import DeploymentLayout
+from weft.planner.domains import (
+    Device,
+    cluster_devices,
+    gpu_type,
+    interconnect_domains,
+    node_devices,
+    place_replicas,
+    tensor_groups,
+    tensor_sizes,
+)
+from weft.planner.question import LayoutConstraints, Question
 
-MOST_SORTS = 3  # of GPUs whose orders are all tried
+MOST_TYPES = 3  # of GPUs of which all orders are tried
+
+Group = tuple[Device, ...]  # the GPUs of one stage
+ReplicaGroups = tuple[Group, ...]  # the groups of one replica, stage by stage
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How many ways a model is cut and copied; `expert_parallel` is 1 where experts are cut like the rest. `device` is
-    what a single rank is called to run on."""
+    """The sizes of a layout: ranks, stages and replicas. `expert_parallel` is 1 if experts are cut like all else.
+    `device` is the word for the device of a single rank."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -34,8 +46,8 @@ class Cut(msgspec.Struct, frozen=True):
         return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
 
 
-def cut_of(layout: Layout) -> Cut:
-    """What a layout comes down to."""
+def cut_of(layout: DeploymentLayout) -> Cut:
+    """The sizes of a layout."""
     return Cut(
         layout.tensor_parallel,
         layout.pipeline_parallel,
@@ -45,11 +57,11 @@ def cut_of(layout: Layout) -> Cut:
     )
 
 
-class Draft(msgspec.Struct, frozen=True, dict=True):
-    """A cut, and the GPUs of each stage of each replica."""
+class CandidateLayout(msgspec.Struct, frozen=True, dict=True):
+    """A cut, and the GPUs of each stage of each replica. The shares of layers and tensors are still open."""
 
     cut: Cut
-    replicas: tuple[tuple[tuple[Device, ...], ...], ...]
+    replicas: tuple[ReplicaGroups, ...]
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -58,147 +70,179 @@ class Draft(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
-        """The number of each rank's GPU, as `Layout.gpus`."""
+        """The number of each rank's GPU, as `DeploymentLayout.gpus`."""
         return tuple([device.number for device in self.devices])
 
 
-def drafts(question: Question) -> Iterator[Draft]:
-    """Every draft that the cluster has the GPUs for, within what the user has decided.
+def candidate_layouts(question: Question) -> Iterator[CandidateLayout]:
+    """Every candidate layout that the cluster has the GPUs for, within the user's constraints.
 
-    Tensor parallelism stays on an island; a node with several types of GPU is also tried as a whole, cut unevenly,
-    and each type also without the others. Across nodes it is tried only where the user asks for more ranks than a
-    node has.
+    Tensor parallelism stays in one interconnect domain. A node with several types of GPU is also tried as a whole, cut
+    unevenly, and each type also without the others. Tensor parallelism across nodes is tried only if the user wants
+    more ranks than a node has.
     """
     for precision in question.precisions:
         seen: set[tuple[Cut, tuple[int, ...]]] = set()
-        for draft in _of_precision(question, precision):
-            key = draft.cut, draft.gpus
+        for layout in _of_precision(question, precision):
+            key = layout.cut, layout.gpus
             if key not in seen:
                 seen.add(key)
-                yield draft
+                yield layout
 
 
-def _of_precision(question: Question, precision: str) -> Iterator[Draft]:
-    wish = question.wish
-    if wish.devices:
-        yield _dictated(question, precision, wish.devices)
+def _of_precision(question: Question, precision: str) -> Iterator[CandidateLayout]:
+    constraints = question.constraints
+    if constraints.devices:
+        yield _on_given_devices(question, precision, constraints.devices)
         return
-    alike, whole = islands(question.cluster), nodes(question.cluster)
-    pools_of = [alike]
-    types = dict.fromkeys(sort(island[0].gpu) for island in alike)
-    if len(types) > 1:
-        # All GPUs of a node together, and those of each type without the others.
-        pools_of += [whole, *([island for island in alike if sort(island[0].gpu) == it] for it in types)]
-    names = dict.fromkeys(name for name, _ in types)
-    if 1 < len(names) < len(types):
-        pools_of += [[tuple(it for it in node if it.gpu.name == name) for node in whole] for name in names]
-    for pools in pools_of:
-        sizes = [wish.tensor_parallel] if wish.tensor_parallel else tensor_sizes(pools, question.shape.q_heads)
+    for pools in _choices_of_pools(question):
+        if constraints.tensor_parallel:
+            sizes = [constraints.tensor_parallel]
+        else:
+            sizes = tensor_sizes(pools, question.shape.q_heads)
         for tensor in sizes:
-            used = pools
-            if wish.tensor_parallel and not groups(pools, tensor):
-                used = [tuple(device for node in whole for device in node)]
-            yield from _of_groups(question, precision, tensor, groups(used, tensor))
+            groups = tensor_groups(pools, tensor)
+            if constraints.tensor_parallel and not groups:
+                across_nodes = tuple(device for node in node_devices(question.cluster) for device in node)
+                groups = tensor_groups([across_nodes], tensor)
+            yield from _of_groups(question, precision, tensor, groups)
 
 
-def _dictated(question: Question, precision: str, gpus: Sequence[int]) -> Draft:
-    """One replica whose stages lie where the user says."""
-    there = devices(question.cluster)
-    stages = tuple((there[number],) for number in gpus)
-    return Draft(Cut(1, len(stages), 1, 1, precision, _called(stages[0])), (stages,))
+def _choices_of_pools(question: Question) -> Iterator[list[Group]]:
+    """Ways to choose pools of GPUs within which a tensor-parallel group may lie: the interconnect domains, and on a
+    mixed cluster all GPUs of a node together, those of each type without the others, and those of each name."""
+    domains, nodes = interconnect_domains(question.cluster), node_devices(question.cluster)
+    yield domains
+    by_type: dict[object, list[Group]] = {}
+    for domain in domains:
+        by_type.setdefault(gpu_type(domain[0].gpu), []).append(domain)
+    if len(by_type) > 1:
+        yield nodes
+        yield from by_type.values()
+    names = dict.fromkeys(domain[0].gpu.name for domain in domains)
+    if 1 < len(names) < len(by_type):
+        for name in names:
+            yield [tuple(device for device in node if device.gpu.name == name) for node in nodes]
 
 
-def _called(members: Sequence[Device]) -> str:
-    return "CPU" if members[0].gpu.kind == "cpu" else "GPU"
+def _on_given_devices(question: Question, precision: str, gpus: Sequence[int]) -> CandidateLayout:
+    """One replica whose stages lie on the GPUs that the user gave."""
+    devices = cluster_devices(question.cluster)
+    stages = tuple((devices[number],) for number in gpus)
+    return CandidateLayout(Cut(1, len(stages), 1, 1, precision, _device_word(stages[0])), (stages,))
 
 
-def _of_groups(question: Question, precision: str, tensor: int, members: list[tuple[Device, ...]]) -> Iterator[Draft]:
-    wish, experts = question.wish, question.shape.experts
-    for stages, count in _depths(question, len(members)):
-        copies = tuple(replicas(members, stages, count))
-        if len(copies) < count:
+def _device_word(group: Group) -> str:
+    return "CPU" if group[0].gpu.kind == "cpu" else "GPU"
+
+
+def _of_groups(question: Question, precision: str, tensor: int, groups: list[Group]) -> Iterator[CandidateLayout]:
+    experts = question.shape.experts.count if question.shape.experts else 0
+    for stages, count in _depths(question, len(groups)):
+        replicas = tuple(place_replicas(groups, stages, count))
+        if len(replicas) < count:
             continue
-        for expert in _expert_choices(wish.expert_parallel, tensor * count, experts.count if experts else 0):
-            # Replicas that share their experts exchange tokens in every layer: a stage of all of them lies together.
+        for expert in _expert_sizes(question.constraints, tensor * count, experts):
+            # Replicas that share their experts exchange tokens in every layer: a stage of all replicas lies together.
             crosswise = expert > tensor and stages > 1
-            laid = _crosswise(members, stages, count) if crosswise else copies
-            yield Draft(Cut(tensor, stages, count, expert, precision, _called(members[0])), laid)
+            placed = _crosswise(groups, stages, count) if crosswise else replicas
+            yield CandidateLayout(Cut(tensor, stages, count, expert, precision, _device_word(groups[0])), placed)
 
 
-def _crosswise(
-    members: Sequence[tuple[Device, ...]], stages: int, count: int
-) -> tuple[tuple[tuple[Device, ...], ...], ...]:
-    """`count` replicas, the first stage of each on neighbouring groups, then the second of each, and so on."""
-    return tuple(tuple(members[stage * count + replica] for stage in range(stages)) for replica in range(count))
+def _crosswise(groups: Sequence[Group], stages: int, count: int) -> tuple[ReplicaGroups, ...]:
+    """`count` replicas: the first stage of each on neighbouring groups, then the second of each, and so on."""
+    return tuple(tuple(groups[stage * count + replica] for stage in range(stages)) for replica in range(count))
 
 
-def rearranged(question: Question, draft: Draft) -> Iterator[Draft]:
-    """The same cut in other orders, where the user has not said what each GPU holds. Of a pipeline on different GPUs:
-    every order of a few types, else the fastest first and last; each replica with stages of all types, instead of
-    replicas that differ; and where some stay idle, those of one type rather than those of another. Of ranks on
-    different GPUs: the roomiest first, since the first of them samples too."""
-    wish, cut = question.wish, draft.cut
-    said = wish.devices or wish.spread or wish.pipeline_split or wish.tensor_split
-    members = [stage for replica in draft.replicas for stage in replica]
-    everything = groups(islands(question.cluster), cut.tensor_parallel)
-    if cut.pipeline_parallel == 1 and not said:
-        roomy = [(tuple(sorted(stage, key=lambda it: -it.gpu.takes(1.0))),) for (stage,) in draft.replicas]
-        if roomy != list(draft.replicas):
-            yield Draft(cut, tuple(roomy))
-    if cut.pipeline_parallel == 1 or said or len({_sorts(stage) for stage in everything + members}) == 1:
+def reordered_layouts(question: Question, layout: CandidateLayout) -> Iterator[CandidateLayout]:
+    """The same cut with its stages or ranks in other orders, if the user has not said what each GPU holds.
+
+    For a pipeline on different GPUs: every order of a few types, otherwise the fastest first and the fastest last; each
+    replica with stages of all types, instead of replicas that differ; and if some GPUs stay idle, those of one type
+    instead of another. For ranks on different GPUs: the one with the most memory first, since it also samples.
+    """
+    constraints, cut = question.constraints, layout.cut
+    if constraints.devices or constraints.device_map_strategy or constraints.pipeline_split or constraints.tensor_split:
         return
-    choices = {frozenset(members): members}
-    if set(members) <= set(everything):
-        for order in _orders(everything):
-            first = _ordered(everything, order)[: len(members)]
-            choices.setdefault(frozenset(first), first)
-    tried = {draft.gpus}
-    for chosen in choices.values():
+    if cut.pipeline_parallel > 1:
+        yield from _reordered_stages(question, layout)
+        return
+    by_memory = [
+        (tuple(sorted(stage, key=lambda device: -device.gpu.usable_bytes(1.0))),) for (stage,) in layout.replicas
+    ]
+    if by_memory != list(layout.replicas):
+        yield CandidateLayout(cut, tuple(by_memory))
+
+
+def _reordered_stages(question: Question, layout: CandidateLayout) -> Iterator[CandidateLayout]:
+    cut = layout.cut
+    groups = [stage for replica in layout.replicas for stage in replica]
+    everything = tensor_groups(interconnect_domains(question.cluster), cut.tensor_parallel)
+    if len({_types(group) for group in everything + groups}) == 1:
+        return
+    tried = {layout.gpus}
+    for chosen in _choices_of_groups(groups, everything):
         for order in _orders(chosen):
-            ordered = _ordered(chosen, order)
-            mixed = _crosswise(ordered, cut.pipeline_parallel, cut.data_parallel)
-            apart = tuple(replicas(ordered, cut.pipeline_parallel, cut.data_parallel))
-            for laid in (mixed,) if cut.expert_parallel > cut.tensor_parallel else (apart, mixed):
-                other = Draft(cut, laid)
-                if len(laid) == cut.data_parallel and other.gpus not in tried:
+            for replicas in _placements(cut, _ordered(chosen, order)):
+                other = CandidateLayout(cut, replicas)
+                if len(replicas) == cut.data_parallel and other.gpus not in tried:
                     tried.add(other.gpus)
                     yield other
 
 
-Sorts = tuple[tuple[str, int | None], ...]
+def _choices_of_groups(groups: list[Group], everything: list[Group]) -> Iterable[list[Group]]:
+    """The groups of a layout, and if they are some of `everything`, the first ones in each order of the types."""
+    choices = {frozenset(groups): groups}
+    if set(groups) <= set(everything):
+        for order in _orders(everything):
+            first = _ordered(everything, order)[: len(groups)]
+            choices.setdefault(frozenset(first), first)
+    return choices.values()
 
 
-def _sorts(stage: Sequence[Device]) -> Sorts:
-    return tuple(sort(device.gpu) for device in stage)
+def _placements(cut: Cut, groups: list[Group]) -> Iterator[tuple[ReplicaGroups, ...]]:
+    """Ways to place the replicas of a cut on ordered groups: each by itself, and each with stages of all types."""
+    if cut.expert_parallel <= cut.tensor_parallel:
+        yield tuple(place_replicas(groups, cut.pipeline_parallel, cut.data_parallel))
+    yield _crosswise(groups, cut.pipeline_parallel, cut.data_parallel)
 
 
-def _ordered(members: Sequence[tuple[Device, ...]], order: tuple[Sorts, ...]) -> list[tuple[Device, ...]]:
-    return sorted(members, key=lambda stage: order.index(_sorts(stage)))
+Types = tuple[tuple[str, int | None], ...]
 
 
-def _orders(members: Sequence[tuple[Device, ...]]) -> Iterable[tuple[Sorts, ...]]:
+def _types(group: Group) -> Types:
+    return tuple(gpu_type(device.gpu) for device in group)
+
+
+def _ordered(groups: Sequence[Group], order: tuple[Types, ...]) -> list[Group]:
+    return sorted(groups, key=lambda group: order.index(_types(group)))
+
+
+def _orders(groups: Sequence[Group]) -> Iterable[tuple[Types, ...]]:
     """The orders in which groups of different GPUs may follow each other."""
-    speeds = {_sorts(stage): stage[0].gpu.bandwidth_Bps for stage in members}
-    fastest = sorted(speeds, key=lambda it: (-speeds[it], str(it)))
-    return permutations(fastest) if len(fastest) <= MOST_SORTS else (tuple(fastest), tuple(fastest[::-1]))
+    speeds = {_types(group): group[0].gpu.bandwidth_Bps for group in groups}
+    fastest = sorted(speeds, key=lambda types: (-speeds[types], str(types)))
+    return permutations(fastest) if len(fastest) <= MOST_TYPES else (tuple(fastest), tuple(fastest[::-1]))
 
 
-def _depths(question: Question, members: int) -> list[tuple[int, int]]:
-    """(stages, replicas) that so many groups of ranks can form: for each number of replicas the deepest, so that
-    none is idle without need."""
-    wish = question.wish
-    if wish.pipeline_parallel:
-        counts = [wish.data_parallel] if wish.data_parallel else [members // wish.pipeline_parallel]
-        return [(wish.pipeline_parallel, count) for count in counts if 0 < count * wish.pipeline_parallel <= members]
-    if wish.data_parallel:
-        deepest = members // wish.data_parallel
-        return [(stages, wish.data_parallel) for stages in range(1, min(deepest, question.shape.layers) + 1)]
-    depths = sorted({members // count for count in range(1, members + 1)})
-    return [(stages, members // stages) for stages in depths if stages <= question.shape.layers]
+def _depths(question: Question, groups: int) -> list[tuple[int, int]]:
+    """(stages, replicas) that this number of groups can form: the deepest pipelines for each number of replicas, so
+    that no group is idle without need."""
+    stages, replicas = question.constraints.pipeline_parallel, question.constraints.data_parallel
+    layers = question.shape.layers
+    if stages:
+        count = replicas or groups // stages
+        return [(stages, count)] if 0 < count * stages <= groups else []
+    if replicas:
+        deepest = min(groups // replicas, layers)
+        return [(depth, replicas) for depth in range(1, deepest + 1)]
+    depths = sorted({groups // count for count in range(1, groups + 1)})
+    return [(depth, groups // depth) for depth in depths if depth <= layers]
 
 
-def _expert_choices(wished: bool | None, ranks: int, experts: int) -> list[int]:
+def _expert_sizes(constraints: LayoutConstraints, ranks: int, experts: int) -> list[int]:
     """Sizes of expert parallelism to try: 1, and all ranks of a stage of every replica."""
-    if not experts or ranks == 1 or wished is False:
+    wanted = constraints.expert_parallel
+    if not experts or ranks == 1 or wanted is False:
         return [1]
-    return [ranks] if wished or ranks > experts else [1, ranks]
+    return [ranks] if wanted or ranks > experts else [1, ranks]

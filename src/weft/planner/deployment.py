@@ -1,4 +1,4 @@
-"""Deployment: a way to cut a model and lay it on the GPUs of a cluster, before there is an engine."""
+"""Workload and DeploymentLayout: what a deployment has to serve, and how a model is cut over the GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -11,59 +11,67 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.hardware.cluster import Cluster
-from weft.plan.places import column_unit, deal, places
+from weft.plan.places import column_unit, cut_places, deal_experts
 
-LENGTH = 1024  # tokens of a prompt, and of an answer, where nobody says
+DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a deployment. Lengths are tokens, the means of all requests; `output_spread` is the standard
-    deviation of answers' lengths over their mean, 0 where all are equally long. `concurrency` counts the requests that
-    run at once in the whole deployment, None for as many as its KV cache and its engine hold (saturated).
+    """The requests that a deployment has to serve.
 
-    `max_model_len` is the longest request that must fit, by default input and output together.
+    Lengths are in tokens and are means over all requests. `output_spread` is the standard deviation of the answers'
+    lengths divided by their mean; 0 if all are equally long. `concurrency` is the number of requests that run at once
+    in the whole deployment; None stands for as many as the KV cache and the engine hold (saturated). `max_model_len` is
+    the longest request that must fit, by default input and output together.
     """
 
-    input_len: int = LENGTH
-    output_len: int = LENGTH
+    input_len: int = DEFAULT_LENGTH
+    output_len: int = DEFAULT_LENGTH
     output_spread: float = 0.0
     concurrency: int | None = None
     max_model_len: int | None = None
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest request that must fit."""
         return self.max_model_len or self.input_len + self.output_len
 
     def context(self, share: float) -> float:
-        """Tokens of a request that runs, with `share` of its answer. A long answer is met among those that run more
-        often than a short one: their mean length is E[L^2] / E[L] (length-biased sampling, of renewal theory)."""
+        """Mean context length of a running request that has `share` of its answer, in tokens.
+
+        Long answers are over-represented among the running requests: their mean length is E[L^2] / E[L] (length-biased
+        sampling, from renewal theory).
+        """
         return self.input_len + share * self.output_len * (1 + self.output_spread**2)
 
 
-def lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:
-    """Tokens of a prompt and of its answer, which together are `most` at most: as said, else LENGTH, or as many as
-    leave room for the other one."""
+def default_lengths(input_len: int | None, output_len: int | None, most: int) -> tuple[int, int]:
+    """Lengths of prompt and answer, which together have at most `most` tokens.
+
+    A length that is None becomes DEFAULT_LENGTH, or less if the other one leaves less room.
+    """
     if input_len is None and output_len is None:
-        half = max(1, min(LENGTH, most // 2))
+        half = max(1, min(DEFAULT_LENGTH, most // 2))
         return half, half
     if input_len is None:
         assert output_len is not None
-        return max(1, min(LENGTH, most - output_len)), output_len
-    return input_len, max(1, min(LENGTH, most - input_len)) if output_len is None else output_len
+        return max(1, min(DEFAULT_LENGTH, most - output_len)), output_len
+    if output_len is None:
+        return input_len, max(1, min(DEFAULT_LENGTH, most - input_len))
+    return input_len, output_len
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is cut and where its parts lie: `data_parallel` replicas of `pipeline_parallel` stages of
-    `tensor_parallel` ranks.
+class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """`data_parallel` replicas of `pipeline_parallel` stages of `tensor_parallel` ranks, with the GPU of each rank.
 
-    `places` and `gpus` have one entry per rank of the deployment, replica by replica, and in it stage by stage:
+    `places` and `gpus` have one entry per rank of the deployment, ordered by replica, then by stage:
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
-    GPU in `Cluster` order (node by node). Replicas differ in nothing but which experts they hold; `place.rank`
+    GPU in `Cluster` order (node by node). Replicas differ only in the experts that they hold; `place.rank`
     counts within a replica. `precision` and `kv_dtype` are names of `formats.precision`.
 
-    `expert_parallel` is the number of ranks that a layer's routed experts are dealt out to whole: 1 where every
-    rank holds a slice of each expert, else tensor_parallel, or tensor_parallel * data_parallel where the
-    replicas share one set of experts (attention data parallel).
+    `expert_parallel` is the number of ranks among which the routed experts of a layer are divided whole. It is 1 if
+    every rank holds a slice of each expert. Otherwise it is tensor_parallel, or tensor_parallel * data_parallel if
+    the replicas share one set of experts (attention data parallel).
     """
 
     tensor_weights: tuple[float, ...]
@@ -84,28 +92,28 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.stage_layers)
 
     @property
-    def size(self) -> int:
-        """Ranks of one replica."""
+    def replica_size(self) -> int:
+        """Number of ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
-    def replicas(self) -> Iterator[slice]:
-        """The ranks of each replica."""
-        size = self.size
+    def replica_slices(self) -> Iterator[slice]:
+        """The ranks of each replica, as slices of `places` and `gpus`."""
+        size = self.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
 
-    def marks(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """Of each rank what replicas may differ in: how many experts it holds, and on which GPU, by identity."""
+    def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int]]:
+        """(number of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
         gpus = cluster.gpus
         if self.expert_parallel <= self.tensor_parallel:
             return [(0, id(gpus[index])) for index in self.gpus]
         return [
-            (place.experts.stop - place.experts.start, id(gpus[at]))
-            for place, at in zip(self.places, self.gpus, strict=True)
+            (place.experts.stop - place.experts.start, id(gpus[index]))
+            for place, index in zip(self.places, self.gpus, strict=True)
         ]
 
     def replica(self, number: int) -> tuple[tuple[Place, int], ...]:
-        """(place, GPU) of each rank of a replica."""
-        ranks = slice(number * self.size, (number + 1) * self.size)
+        """(place, GPU number) of each rank of one replica."""
+        ranks = slice(number * self.replica_size, (number + 1) * self.replica_size)
         return tuple(zip(self.places[ranks], self.gpus[ranks], strict=True))
 
 
@@ -118,27 +126,25 @@ def deploy(
     precision: str,
     kv_dtype: str,
     expert_parallel: bool = False,
-) -> Layout:
-    """The layout of as many replicas as `gpus` suffice for; `expert_parallel` deals the experts out to all of them.
+) -> DeploymentLayout:
+    """Lay out as many replicas as there are `gpus` for; `expert_parallel` divides the experts among all their ranks.
 
     Raises PlanError for a cut that the model does not allow.
     """
     weights, layers = tuple(tensor_weights), tuple(stage_layers)
-    size, unit = len(weights) * len(layers), column_unit(shape, precision)
-    replicas, rest = divmod(len(gpus), size)
-    if rest or not replicas:
+    size = len(weights) * len(layers)
+    replicas, left_over = divmod(len(gpus), size)
+    if left_over or not replicas:
         raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
-    ranked = _places(shape, weights, layers, (0, replicas) if expert_parallel else None, unit) * replicas
+    group = (0, replicas) if expert_parallel else None
+    ranked = _places(shape, weights, layers, group, column_unit(shape, precision)) * replicas
     if expert_parallel and shape.experts:
-        # Replicas differ in nothing but which experts they hold.
-        dealt, tensor = deal(shape.experts.count, weights * replicas), len(weights)
-        held = [dealt[rank // size * tensor + place.tp_rank] for rank, place in enumerate(ranked)]
-        ranked = tuple(msgspec.structs.replace(it, experts=own) for it, own in zip(ranked, held, strict=True))
-    return Layout(
+        ranked = _with_dealt_experts(ranked, shape.experts.count, weights, size)
+    return DeploymentLayout(
         tensor_weights=weights,
         stage_layers=layers,
         data_parallel=replicas,
-        expert_parallel=len(tensor_weights) * replicas if expert_parallel else 1,
+        expert_parallel=len(weights) * replicas if expert_parallel else 1,
         precision=precision,
         kv_dtype=kv_dtype,
         places=ranked,
@@ -146,5 +152,17 @@ def deploy(
     )
 
 
-# A search tries the same cuts many times over.
-_places = lru_cache(maxsize=1024)(places)
+def _with_dealt_experts(
+    ranked: Sequence[Place], experts: int, weights: tuple[float, ...], replica_size: int
+) -> tuple[Place, ...]:
+    """The places with whole experts divided among the ranks of a stage of all replicas."""
+    replicas, tensor = len(ranked) // replica_size, len(weights)
+    dealt = deal_experts(experts, weights * replicas)
+    return tuple(
+        msgspec.structs.replace(place, experts=dealt[rank // replica_size * tensor + place.tp_rank])
+        for rank, place in enumerate(ranked)
+    )
+
+
+# A search tries the same cuts many times.
+_places = lru_cache(maxsize=1024)(cut_places)

@@ -1,4 +1,4 @@
-"""Islands: which GPUs of a cluster belong together, and the groups that a layout may be laid on."""
+"""Interconnect domains: the GPUs of a cluster that belong together, and the groups of them that ranks may use."""
 
 from __future__ import annotations
 
@@ -23,84 +23,86 @@ class Device(msgspec.Struct, frozen=True):
 
 
 @lru_cache(maxsize=8)
-def devices(cluster: Cluster) -> tuple[Device, ...]:
+def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
     """Every GPU, node by node."""
-    flat = [(node, gpu) for node, it in enumerate(cluster.nodes) for gpu in it.gpus]
-    return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(flat))
+    numbered = [(number, gpu) for number, node in enumerate(cluster.nodes) for gpu in node.gpus]
+    return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(numbered))
 
 
 @lru_cache(maxsize=8)
-def usable(cluster: Cluster) -> tuple[Device, ...]:
-    """Every GPU that the user lets be used, those that a bridge joins one after the other."""
-    homes = cluster.homes
+def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
+    """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours."""
+    homes = cluster.gpu_positions
 
-    def place(device: Device) -> tuple[int, float, int]:
+    def order(device: Device) -> tuple[int, float, int]:
         group = homes[device.number].group
         return device.node, inf if group is None else group, device.number
 
-    there = (device for device in devices(cluster) if device.gpu.limit_bytes != 0)
-    return tuple(sorted(there, key=place))
+    allowed = (device for device in cluster_devices(cluster) if device.gpu.limit_bytes != 0)
+    return tuple(sorted(allowed, key=order))
 
 
-def sort(gpu: GpuSpec) -> tuple[str, int | None]:
-    """What GPUs of an island have in common: their type, and how much of it may be used."""
+def gpu_type(gpu: GpuSpec) -> tuple[str, int | None]:
+    """(name, memory limit): equal for the GPUs of one interconnect domain."""
     return gpu.name, gpu.limit_bytes
 
 
-def islands(cluster: Cluster) -> list[tuple[Device, ...]]:
-    """The GPUs of one sort on one node, which reach each other over the same kind of link."""
-    found: dict[tuple[int, object], list[Device]] = {}
-    for device in usable(cluster):
-        found.setdefault((device.node, sort(device.gpu)), []).append(device)
-    return [tuple(island) for island in found.values()]
+def interconnect_domains(cluster: Cluster) -> list[tuple[Device, ...]]:
+    """The GPUs of one type on one node. They reach each other over the same kind of link."""
+    domains: dict[tuple[int, object], list[Device]] = {}
+    for device in usable_devices(cluster):
+        domains.setdefault((device.node, gpu_type(device.gpu)), []).append(device)
+    return [tuple(domain) for domain in domains.values()]
 
 
-def nodes(cluster: Cluster) -> list[tuple[Device, ...]]:
-    """The GPUs of each node, of whatever type."""
-    found: dict[int, list[Device]] = {}
-    for device in usable(cluster):
-        found.setdefault(device.node, []).append(device)
-    return [tuple(node) for node in found.values()]
+def node_devices(cluster: Cluster) -> list[tuple[Device, ...]]:
+    """The GPUs of each node, of any type."""
+    nodes: dict[int, list[Device]] = {}
+    for device in usable_devices(cluster):
+        nodes.setdefault(device.node, []).append(device)
+    return [tuple(node) for node in nodes.values()]
 
 
-def alike(members: Sequence[Device]) -> bool:
-    """Whether all of them are of one type."""
+def same_gpu_type(members: Sequence[Device]) -> bool:
+    """Return True if all devices are GPUs of one type."""
     first = members[0].gpu
     return all(device.gpu is first or device.gpu == first for device in members)
 
 
-def groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:
-    """As many groups of `size` GPUs as there are, none with GPUs of two pools, neighbours together."""
+def tensor_groups(pools: Sequence[Sequence[Device]], size: int) -> list[tuple[Device, ...]]:
+    """The largest number of groups of `size` GPUs: each from one pool, and of neighbours."""
     return [
         tuple(pool[start : start + size]) for pool in pools for start in range(0, len(pool) - len(pool) % size, size)
     ]
 
 
-def replicas(groups: Sequence[tuple[Device, ...]], stages: int, count: int) -> list[tuple[tuple[Device, ...], ...]]:
-    """`count` replicas of `stages` groups each: on one node where one has room for it, the rest across nodes."""
-    whole: list[tuple[tuple[Device, ...], ...]] = []
-    loose: list[tuple[Device, ...]] = []
+def place_replicas(
+    groups: Sequence[tuple[Device, ...]], stages: int, count: int
+) -> list[tuple[tuple[Device, ...], ...]]:
+    """At most `count` replicas of `stages` groups each: within one node if it has room, the others across nodes."""
+    within: list[tuple[tuple[Device, ...], ...]] = []
+    left_over: list[tuple[Device, ...]] = []
     for node in _by_node(groups):
         for start in range(0, len(node), stages):
             part = tuple(node[start : start + stages])
             if len(part) == stages:
-                whole.append(part)
+                within.append(part)
             else:
-                loose += part
-    across = [tuple(loose[start : start + stages]) for start in range(0, len(loose), stages)]
-    return [*whole, *(part for part in across if len(part) == stages)][:count]
+                left_over += part
+    across = [tuple(left_over[start : start + stages]) for start in range(0, len(left_over), stages)]
+    return [*within, *(part for part in across if len(part) == stages)][:count]
 
 
 def _by_node(groups: Sequence[tuple[Device, ...]]) -> Iterator[list[tuple[Device, ...]]]:
-    found: dict[int, list[tuple[Device, ...]]] = {}
+    nodes: dict[int, list[tuple[Device, ...]]] = {}
     for group in groups:
-        found.setdefault(group[0].node, []).append(group)
-    yield from found.values()
+        nodes.setdefault(group[0].node, []).append(group)
+    yield from nodes.values()
 
 
 def tensor_sizes(pools: Sequence[Sequence[Device]], most: int) -> list[int]:
-    """Sizes of tensor parallelism worth trying, up to `most`: those that divide a pool among few groups with no GPU
-    idle, and the powers of two."""
+    """Sizes of tensor parallelism worth trying, up to `most`, the largest first: the powers of two, and those that
+    divide a pool into few groups with no GPU idle."""
     sizes: set[int] = set()
     for pool in pools:
         sizes |= {len(pool) // parts for parts in range(1, min(len(pool), MOST_GROUPS) + 1)}

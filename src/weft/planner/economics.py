@@ -1,6 +1,6 @@
-"""Economics: what own GPUs cost per token, when they beat an API, and how much of a load to own.
+"""Costs of own GPUs per token, the load at which they beat an API, and the share of a load to serve with them.
 
-Source of the formulas: dollars per hour over what is answered in an hour; the rest is arithmetic of means.
+Source of the formulas: dollars per hour divided by the tokens answered in an hour; all else is arithmetic of means.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HOUR = 3600.0
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs that are rented by the hour: `replicas` equal ones, and what all of them answer at full load."""
+    """GPUs rented by the hour: `replicas` equal ones, and the rates that all of them reach together at full load."""
 
     dollars_per_hour: float
     requests_per_s: float
@@ -24,8 +24,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int
 
     @property
-    def each(self) -> Fleet:
-        """One of the replicas."""
+    def per_replica(self) -> Fleet:
+        """A fleet of one of the replicas."""
         return Fleet(
             dollars_per_hour=self.dollars_per_hour / self.replicas,
             requests_per_s=self.requests_per_s / self.replicas,
@@ -34,17 +34,20 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def dollars_per_million(self, utilization: float) -> float:
-        """Of answer tokens, prompts included, where this share of the full load is there on average."""
+        """Dollars per million answer tokens, prompts included, at a mean load of `utilization` of the full load."""
         return self.dollars_per_hour * 1e6 / (HOUR * self.tokens_per_s * utilization)
 
     def break_even(self, request_dollars: float) -> float:
-        """The share of the full load from which on the fleet is cheaper than an API; above 1 it never is."""
+        """The share of the full load above which the fleet is cheaper than an API; above 1 it never is."""
         return self.dollars_per_hour / (request_dollars * self.requests_per_s * HOUR)
 
 
 class Mix(msgspec.Struct, frozen=True, kw_only=True):
-    """A load, answered by `replicas` of one's own and what is beyond them by an API. `owned` is the share of the
-    requests that the replicas answer, `utilization` how full they are on average; dollars are per hour."""
+    """A load that `replicas` own replicas answer, with an API for what exceeds them.
+
+    `owned` is the share of the requests that the replicas answer, `utilization` their mean load as a share of the full
+    load. Dollars are per hour.
+    """
 
     replicas: int
     owned: float
@@ -57,33 +60,43 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True):
         return self.rent_dollars + self.api_dollars
 
 
-def mix(replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float) -> Mix:
-    """`demand` are requests per second in equal spans of time; a replica takes `max_load` of its full load, and
-    what comes beyond overflows."""
+def rent_and_api_mix(
+    replica: Fleet, request_dollars: float, demand: Sequence[float], replicas: int, max_load: float
+) -> Mix:
+    """The mix with this number of replicas.
+
+    `demand` is in requests per second, one figure per equal span of time. A replica takes at most `max_load` of its
+    full load; the API takes the overflow.
+    """
     capacity = replicas * replica.requests_per_s * max_load
     answered = fmean(min(rate, capacity) for rate in demand)
-    whole = fmean(demand)
+    total = fmean(demand)
     return Mix(
         replicas=replicas,
-        owned=answered / whole,
+        owned=answered / total,
         utilization=answered / (replicas * replica.requests_per_s) if replicas else 0.0,
         rent_dollars=replicas * replica.dollars_per_hour,
-        api_dollars=(whole - answered) * request_dollars * HOUR,
+        api_dollars=(total - answered) * request_dollars * HOUR,
     )
 
 
-def cheapest(replica: Fleet, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
-    """The mix with the least dollars. Each further replica is used less than the one before it, so the first that
-    does not pay is the end."""
+def cheapest_mix(replica: Fleet, request_dollars: float, demand: Sequence[float], max_load: float) -> Mix:
+    """The mix that costs least.
 
-    def worse(count: int) -> bool:
-        one, next_one = (mix(replica, request_dollars, demand, it, max_load) for it in (count, count + 1))
-        return next_one.dollars >= one.dollars
+    Each further replica is used less than the one before. So the first replica that does not pay ends the search.
+    """
 
-    found = bisect_left(range(whole(replica, demand, max_load)), True, key=worse)
-    return mix(replica, request_dollars, demand, found, max_load)
+    def costs(replicas: int) -> float:
+        return rent_and_api_mix(replica, request_dollars, demand, replicas, max_load).dollars
+
+    def next_does_not_pay(replicas: int) -> bool:
+        return costs(replicas + 1) >= costs(replicas)
+
+    peak = replicas_for_peak(replica, demand, max_load)
+    count = bisect_left(range(peak), True, key=next_does_not_pay)
+    return rent_and_api_mix(replica, request_dollars, demand, count, max_load)
 
 
-def whole(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
-    """Replicas that answer the highest demand without an API."""
+def replicas_for_peak(replica: Fleet, demand: Sequence[float], max_load: float) -> int:
+    """Number of replicas that answer the highest demand without an API."""
     return ceil(max(demand) / (replica.requests_per_s * max_load))

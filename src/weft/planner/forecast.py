@@ -1,4 +1,4 @@
-"""Forecast: what the planner expects of a plan that runs here, and how it is told beside what came out."""
+"""Forecast: predicted memory and speed of a plan that runs here, and reports that compare them with measurements."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from weft.hardware.host import Host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
-from weft.planner.batch import Choice
+from weft.planner.batch import TokenBudget
 from weft.planner.cost import Prediction, predict
-from weft.planner.deployment import Layout, Workload
+from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.footprint import Footprint, activation_bytes, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import part, this_machine
+from weft.probes.machine import host_cluster, rank_share
 from weft.probes.speeds import Speeds
 
-GUESSED = " (with guesses, whose worth is not predicted)"
+SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
 HINT = "weft bench calibrate measures what this machine really does"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan with what is expected of it. `layout` has its ranks on the devices of `cluster`, where those that share a
-    device have a part of it each; `step_bytes` is what a step takes on each rank."""
+    """A plan with its predictions.
+
+    `layout` has the plan's ranks on the devices of `cluster`; ranks that share a device have a part of it each.
+    `step_bytes` are the activation bytes of a step on each rank.
+    """
 
     plan: Plan
-    layout: Layout
+    layout: DeploymentLayout
     cluster: Cluster
     profile: Profile
     memory: Footprint
@@ -46,12 +49,12 @@ class Forecast:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all ranks, a draft model's too."""
+        """Weight bytes of all ranks, with those of a draft model."""
         return sum(rank.weights.total + rank.draft_bytes for rank in self.memory.ranks)
 
     @property
     def kv_tokens(self) -> int:
-        """That every rank has room for."""
+        """KV-cache tokens that every rank has room for."""
         size, given = self.plan.block_size, self.plan.kv_cache_bytes
         if given is None:
             return self.memory.kv_tokens // size * size
@@ -59,11 +62,11 @@ class Forecast:
 
     @property
     def tells_speed(self) -> bool:
-        """Whether the speed is known: guesses are worth what the texts make of them."""
+        """Return True if the speed can be predicted: with draft tokens it depends on the texts."""
         return self.plan.speculation is None
 
     def speed(self, input_len: float, output_len: float, concurrency: float = 1) -> Prediction:
-        """With so many requests at once, of these lengths in tokens."""
+        """The predicted speed with `concurrency` requests at once, of these lengths in tokens."""
         work = Workload(
             input_len=max(1, round(input_len)),
             output_len=max(1, round(output_len)),
@@ -72,10 +75,13 @@ class Forecast:
         return predict(self.plan.shape, self.layout, self.cluster, work, self.profile, self.memory)
 
 
-def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
-    """`host` as it was before the engine started, `known` what `execution.seen` says of it. Raises ConfigError for a
-    GPU of which nothing is known."""
-    layout, cluster, profile = as_candidate(plan, host, known, plan.max_num_batched_tokens)
+def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
+    """The forecast of a plan.
+
+    `host` is the machine as it was before the engine started, `known` the result of `execution.measured_speeds`. Raises
+    ConfigError for a GPU that is not in the catalogue.
+    """
+    layout, cluster, profile = plan_as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(
             plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
@@ -85,29 +91,29 @@ def forecast(plan: Plan, host: Host, known: Speeds) -> Forecast:
     return Forecast(plan, layout, cluster, profile, footprint(plan.shape, layout, cluster, profile), steps)
 
 
-def step_choice(plan: Plan, host: Host, known: Speeds) -> Choice:
-    """The most tokens of a step that `planner.batch` chooses for a plan, whatever it has. Raises as `forecast`."""
-    layout, cluster, profile = as_candidate(plan, host, known, None)
+def step_token_budget(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
+    """The token budget that `planner.batch` chooses for a plan. Raises as `forecast_plan`."""
+    layout, cluster, profile = plan_as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
     (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
-    return Choice(memory.batched_tokens, memory.batched_reason)
+    return TokenBudget(memory.batched_tokens, memory.batched_reason)
 
 
-def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | None) -> tuple[Layout, Cluster, Profile]:
-    """A plan as the search has its candidates, with the devices of its ranks and our engine's constants on them."""
+def plan_as_candidate(
+    plan: Plan, host: Host, known: Speeds, batched_tokens: int | None
+) -> tuple[DeploymentLayout, Cluster, Profile]:
+    """A plan in the form of a search candidate: its layout, the devices of its ranks, and our engine's constants."""
     on_cpu = plan.devices[0] == "cpu"
-    here = msgspec.structs.replace(host, gpus=(), pairs=()) if on_cpu else host
-    kept = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
+    kv_dtype = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
-    devices = [0] * len(plan.devices) if on_cpu else [gpu.index for gpu in host.named(plan.devices)]
-    cluster = parted(limited(this_machine(here, known), plan, devices), devices)
-    layout = Layout(
+    cluster = _rank_devices(plan, host, known)
+    layout = DeploymentLayout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
         stage_layers=tuple(len(place.layers) for place in plan.places[:: plan.tensor_parallel]),
         data_parallel=1,
         expert_parallel=1,
         precision=precision,
-        kv_dtype=kept,
+        kv_dtype=kv_dtype,
         places=plan.places,
         gpus=tuple(range(len(plan.places))),
     )
@@ -119,8 +125,8 @@ def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | No
             cluster=cluster,
             engine="weft",
             precisions=(precision,),
-            kv_dtype=kept,
-            # Other shares are limits, or those of GPUs that one request has to fill: the same rule finds them again.
+            kv_dtype=kv_dtype,
+            # Differing shares are limits, or follow from one request that has to fit: the same rule gives them again.
             gpu_memory_utilization=shares.pop() if len(shares) == 1 else None,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=batched_tokens,
@@ -130,8 +136,19 @@ def as_candidate(plan: Plan, host: Host, known: Speeds, batched_tokens: int | No
     return layout, cluster, profile
 
 
+def _rank_devices(plan: Plan, host: Host, known: Speeds) -> Cluster:
+    """A cluster with one device per rank of the plan."""
+    if plan.devices[0] == "cpu":
+        numbers = [0] * len(plan.devices)
+        machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
+    else:
+        numbers = [gpu.index for gpu in host.gpus_of(plan.devices)]
+        machine = host_cluster(host, known)
+    return parted(limited(machine, plan, numbers), numbers)
+
+
 def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
-    """With no more of each device than what the user leaves to its ranks: --max-memory, or shares of their own."""
+    """The cluster with no more of each device than the user leaves to its ranks, by --max-memory or by their shares."""
     gpus = list(cluster.gpus)
     for rank, device in enumerate(devices):
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
@@ -147,60 +164,60 @@ def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
 
 
 def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """One device for each rank, of one machine's: those that ranks share are divided evenly among them."""
+    """One device of one machine for each rank; ranks that share a device divide it evenly."""
     (node,) = cluster.nodes
     sharing = Counter(devices)
-    gpus = (part(node.gpus[it], sharing[it]) if sharing[it] > 1 else node.gpus[it] for it in devices)
+    gpus = (
+        rank_share(node.gpus[number], sharing[number]) if sharing[number] > 1 else node.gpus[number]
+        for number in devices
+    )
     return Cluster((Node(tuple(gpus), node.link),), cluster.network_Bps)
 
 
-# --- beside what came out ---
+# --- beside measurements ---
 
 
-def started(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
-    """Once the engine is ready: its memory, and how long the weights took."""
+def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
+    """Once the engine is ready: its memory, and the time in which the weights were loaded."""
     tokens = num_blocks * expected.plan.block_size
     parts = (
         ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, format_bytes),
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),
         ("tokens of KV", tokens, expected.kv_tokens, "{:,}".format),
     )
-    told = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
+    figures = [f"{tell(real)} {what}{beside(real, planned, tell)}" for what, real, planned, tell in parts]
     far = any(far_off(expected, real, planned) for _, real, planned, _ in parts)
-    return f"memory: {', '.join(told)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
+    return f"memory: {', '.join(figures)}; loaded in {max(rank.load_s for rank in ranks):.1f} s{hint(far)}"
 
 
-def answered(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
-    """After a request that was alone: `tok_s` are its tokens per second after the first."""
+def request_report(expected: Forecast, *, input_len: int, output_len: int, ttft_s: float, tok_s: float) -> str:
+    """After a request that ran alone; `tok_s` are its tokens per second after the first token."""
+    request = f"one request of {input_len:,} + {output_len:,} tokens: the first token after"
+    first, following = milliseconds(ttft_s), f"{rate(tok_s)} tokens/s"
     if not expected.tells_speed:
-        first, then = milliseconds(ttft_s), f"{rate(tok_s)} tokens/s"
-        return (
-            f"one request of {input_len:,} + {output_len:,} tokens: the first token after {first}, then {then}{GUESSED}"
-        )
+        return f"{request} {first}, then {following}{SPECULATIVE}"
     speed = expected.speed(input_len, output_len)
     far = far_off(expected, ttft_s, speed.ttft_s) or far_off(expected, tok_s, speed.single_tok_s)
-    return (
-        f"one request of {input_len:,} + {output_len:,} tokens: the first token after {milliseconds(ttft_s)}"
-        f"{beside(ttft_s, speed.ttft_s, milliseconds)}, then {rate(tok_s)} tokens/s"
-        f"{beside(tok_s, speed.single_tok_s, rate)}{hint(far)}"
-    )
+    first += beside(ttft_s, speed.ttft_s, milliseconds)
+    following += beside(tok_s, speed.single_tok_s, rate)
+    return f"{request} {first}, then {following}{hint(far)}"
 
 
-def crowded(
+def load_report(
     expected: Forecast, *, requests: int, input_len: float, output_len: float, concurrency: float, tok_s: float
 ) -> str:
-    """After many requests, of which `concurrency` ran at once on average: `tok_s` are the tokens of all per second."""
-    told = f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
-    told += f"{rate(tok_s)} tokens/s in all"
+    """After many requests, of which `concurrency` ran at once on average; `tok_s` are tokens per second of all."""
+    report = f"{requests:,} requests, {concurrency:.0f} at once, of {input_len:,.0f} + {output_len:,.0f} tokens: "
+    report += f"{rate(tok_s)} tokens/s in all"
     if not expected.tells_speed:
-        return told + GUESSED
+        return report + SPECULATIVE
     speed = expected.speed(input_len, output_len, concurrency)
     planned = speed.concurrency / speed.tpot_s
-    return f"{told}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
+    return f"{report}{beside(tok_s, planned, rate)}{hint(far_off(expected, tok_s, planned))}"
 
 
 def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[str, Any]:
-    """For one request of these lengths: bytes of all ranks, seconds, tokens per second; None what is not known."""
+    """Predictions for one request of these lengths: bytes of all ranks, seconds, tokens per second; None if unknown."""
     speed = expected.speed(input_len, output_len)
     return {
         "weight_bytes": expected.weight_bytes,
@@ -212,13 +229,13 @@ def predicted_json(expected: Forecast, input_len: int, output_len: int) -> dict[
 
 
 def beside(real: float, planned: float, tell: Callable[[Any], str]) -> str:
-    """ " (0.97 of the predicted 1,234)" """
+    """ " (0.97 of the predicted 1,234)"; empty without a prediction."""
     return f" ({real / planned:.2f} of the predicted {tell(planned)})" if planned > 0 else ""
 
 
 def far_off(expected: Forecast, real: float, planned: float) -> bool:
-    """Whether a figure lies outside of the error band."""
-    band = expected.profile.error_of(expected.plan.shape, expected.layout.precision).value
+    """Return True if a measured figure lies outside the error band of its prediction."""
+    band = expected.profile.error_for(expected.plan.shape, expected.layout.precision).value
     return planned > 0 and not 1 - band <= real / planned <= 1 + band
 
 

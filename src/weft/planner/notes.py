@@ -1,4 +1,4 @@
-"""Notes: what a reader of a plan has to know beside its figures."""
+"""Notes: facts that a reader of a plan has to know beside its figures."""
 
 from __future__ import annotations
 
@@ -8,201 +8,191 @@ from weft.architectures.kv import kv_bytes_per_token
 from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import as_held, as_published, scale_columns, summed, weight_bytes
-from weft.formats.schemes import MADE
-from weft.formatting import format_bytes, join_commas
+from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.formatting import format_bytes
 from weft.plan.backends import KERNELS, no_triton
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
+from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 
-ROUNDED = 0.05  # of all heads; what a share may be off without a word
-MOST_CAPS = 8  # that are told one by one
-TOLD = 1.02  # times a file's bytes that are held without a word
+ROUNDED = 0.05  # of all heads: a share may be off by this much without a note
+MOST_LIMITS = 8  # limits of --max-memory that are listed one by one
+UNPACKED = 1.02  # times a file's bytes: the memory that the weights may take without a note
 
 
-def notes(question: Question, best: Candidate | None) -> list[str]:
-    """One line each; none where there is nothing to say."""
-    return [
-        *_too_long(question),
-        *_held(question),
+def notes(question: Question, best: Candidate | None) -> list[Note]:
+    """The notes on a plan, in the order in which they are shown; `best` is None if nothing fits."""
+    listed = [
+        *_request_too_long(question),
+        *_gpus_in_use(question),
         *_on_cpu(question, best),
         *(_slow_kernels(question, best) if best else ()),
-        *_guessing(question, best),
-        *(_published(question, best) if best else ()),
-        *(_unpacked(question, best) if best else ()),
-        *question.remarks,
-        *_capped(question),
-        *(_padding(question, best) if best else ()),
-        *(_rounded(question, best) if best else ()),
-        *(_mapped(question, best) if best else ()),
+        *_speculation(question, best),
     ]
+    if best:
+        listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
+    listed += [create_note("remark", text=remark) for remark in question.remarks]
+    listed += _max_memory(question)
+    if best:
+        listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
+    return listed
 
 
-def _too_long(question: Question) -> Iterator[str]:
-    """The engine may be told to go further than the model was made for, so it is planned all the same."""
-    asked, most = question.workload.longest, question.shape.longest
-    if asked > most:
-        yield f"a request of {asked:,} tokens is longer than the {most:,} that the model was made for"
+def _request_too_long(question: Question) -> Iterator[Note]:
+    """An engine may be told to go beyond the length that the model was made for, so the plan goes on."""
+    tokens, most = question.workload.longest, question.shape.longest
+    if tokens > most:
+        yield create_note("request_too_long", tokens=tokens, model_tokens=most)
 
 
-def _held(question: Question) -> Iterator[str]:
-    """On this machine, what is in use already."""
+def _gpus_in_use(question: Question) -> Iterator[Note]:
+    """Memory of this machine that other processes hold."""
     for number, gpu in enumerate(question.cluster.gpus):
         if gpu.held_bytes:
-            yield (
-                f"{format_bytes(gpu.held_bytes)} of GPU {number}, {gpu.name}, are in use already and left out (on the "
-                "machine itself weft hardware tells by whom)"
-            )
+            yield create_note("gpu_in_use", held_bytes=gpu.held_bytes, gpu=number, name=gpu.name)
 
 
-def _slow_kernels(question: Question, best: Candidate) -> Iterator[str]:
-    """Our own engine runs there all the same, in plain torch."""
-    gpus = [question.cluster.gpus[number] for number in best.layout.gpus] if not question.cluster.on_cpu else []
-    reason = no_triton(question.shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus]) if gpus else None
-    if question.engine == "weft" and reason:
-        yield f"{KERNELS['triton']} cannot be used: {reason}. The slower torch kernels take their place"
+def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
+    """Our own engine runs in plain torch if its kernels cannot be used."""
+    if question.engine != "weft" or question.cluster.on_cpu:
+        return
+    gpus = [question.cluster.gpus[number] for number in best.layout.gpus]
+    reason = no_triton(question.shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus])
+    if reason:
+        yield create_note("slow_kernels", kernels=KERNELS["triton"], reason=reason)
 
 
-def _on_cpu(question: Question, best: Candidate | None) -> Iterator[str]:
-    """Our own engine takes so much of a CPU's memory for its cache, unless it is told."""
+def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:
+    """Our own engine takes a fixed part of a CPU's memory for its KV cache, unless a flag gives another size."""
     if question.engine != "weft" or not question.cluster.on_cpu:
         return
     if question.gpu_memory_utilization is not None:
-        yield "a CPU has no share of memory to set; weft serve takes --kv-cache-memory-bytes there"
+        yield create_note("no_share_on_cpu")
     if best is None:
         return
     ranks = best.memory.replicas[0].ranks
-    usual = min(
-        CPU_KV_BYTES, sum(rank.memory_bytes - rank.weights.total - rank.other_bytes for rank in ranks) // CPU_KV_SHARE
-    )
+    free = sum(rank.memory_bytes - rank.weights.total - rank.other_bytes for rank in ranks)
+    usual = min(CPU_KV_BYTES, free // CPU_KV_SHARE)
     room = sum(rank.kv_room_bytes for rank in ranks)
     if room > usual:
         most = max(rank.kv_room_bytes for rank in ranks)
-        yield (
-            f"the request that must fit needs {format_bytes(room)} of KV cache, and by itself weft serve takes "
-            f"{format_bytes(usual)} on this CPU: give it --kv-cache-memory-bytes {most}"
-        )
+        yield create_note("kv_cache_flag_on_cpu", need_bytes=room, usual_bytes=usual, flag_bytes=most)
 
 
-def _guessing(question: Question, best: Candidate | None) -> Iterator[str]:
-    """What speculation takes is counted; what it brings depends on what is asked."""
-    how = question.speculation
-    if how is None:
+def _speculation(question: Question, best: Candidate | None) -> Iterator[Note]:
+    """The memory of speculative decoding is counted; its gain depends on the requests."""
+    speculation = question.speculation
+    if speculation is None:
         return
-    yield (
-        f"speculation: every speed here is without it. A step confirms 1 to {1 + how.tokens} tokens of a request, as "
-        "many as were guessed right, which depends on the texts: weft bench serve measures it"
-    )
-    if how.draft and best:
-        *_, rank = best.layout.places[: best.layout.size : best.layout.tensor_parallel]
+    yield create_note("speculation_not_predicted", most=1 + speculation.tokens)
+    if speculation.draft and best:
+        *_, rank = best.layout.places[: best.layout.replica_size : best.layout.tensor_parallel]
         memory = best.memory.replicas[0].ranks[rank.rank]
         own = kv_bytes_per_token(question.shape, best.layout.kv_dtype, rank)
-        yield (
-            f"the draft model {how.draft.model} runs whole on rank {rank.rank} of each replica, which samples: "
-            f"{format_bytes(memory.draft_bytes)} of weights, and {memory.kv_bytes_per_token - own:,} of the "
-            f"{memory.kv_bytes_per_token:,} bytes that a token's KV takes there"
+        yield create_note(
+            "draft_model_memory",
+            model=speculation.draft.model,
+            rank=rank.rank,
+            weight_bytes=memory.draft_bytes,
+            draft_kv_bytes=memory.kv_bytes_per_token - own,
+            kv_bytes=memory.kv_bytes_per_token,
         )
 
 
-def _published(question: Question, best: Candidate) -> Iterator[str]:
-    """What has to be there for our own engine to run it, and what it does with it."""
+def _checkpoint_format(question: Question, best: Candidate) -> Iterator[Note]:
+    """The checkpoint that our own engine needs for this plan, and the form in which it holds the weights."""
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or shape.architecture not in RUNNABLE:
         return
-    own = as_published(shape, precision)
+    own = own_quantization(shape, precision)
     if own and own.ordered:
-        yield (
-            "the columns of a group lie apart in this checkpoint (desc_act), for which Weft has no kernels: it holds "
-            "the weights in 16 bits, and that is counted"
-        )
+        yield create_note("unordered_groups")
     if precision == "int4" and own is None:
-        made = MADE[precision]
-        yield (
-            "int4 here is a GPTQ or AWQ checkpoint, in groups of 128, which weft serve has to be given; to compress "
-            f"the usual checkpoint while it loads use -q int4 ({made}, {format_bytes(weight_bytes(shape, made))})"
-        )
+        scheme = ONLINE_QUANTIZATIONS[precision]
+        yield create_note("int4_is_a_checkpoint", scheme=scheme, scheme_bytes=weight_bytes(shape, scheme))
 
 
-def _unpacked(question: Question, best: Candidate) -> Iterator[str]:
-    """What a GGUF file's weights take in our own engine, where that is more than in the file."""
+def _unpacked_gguf(question: Question, best: Candidate) -> Iterator[Note]:
+    """Memory of a GGUF file's weights in our own engine, if it is more than the size of the file."""
     shape, precision = question.shape, best.layout.precision
     if question.engine != "weft" or precision not in MIXES:
         return
-    stored, held = weight_bytes(shape, precision), summed(shape, as_held(precision), whole(shape)).total
-    if held > TOLD * stored:
-        yield (
-            f"a {precision} file has {format_bytes(stored)} but takes {format_bytes(held)} of memory, because Weft "
-            "converts some of its layers to 8 bits"
-        )
+    stored, held = weight_bytes(shape, precision), sum_by_kind(shape, held_precision(precision), whole(shape)).total
+    if held > UNPACKED * stored:
+        yield create_note("gguf_unpacked", precision=precision, file_bytes=stored, held_bytes=held)
 
 
-def _padding(question: Question, best: Candidate) -> Iterator[str]:
-    """Engines that cut evenly need whole groups of columns, those that share a scale, on every rank."""
+def _padding(question: Question, best: Candidate) -> Iterator[Note]:
+    """Engines that cut evenly need whole groups of columns that share a scale on every rank."""
     ranks, precision = best.layout.tensor_parallel, best.layout.precision
-    group, experts = scale_columns(question.shape, precision), question.shape.experts
+    group = scale_columns(question.shape, precision)
     if question.engine not in EVEN or ranks == 1 or group == 1:
         return
-    widths = {"MLP": question.shape.ffn}
-    if experts:
-        dealt = best.layout.expert_parallel > 1
-        # Where every layer has experts there is no other MLP.
-        widths = {"MLP": question.shape.ffn if experts.dense_layers else 0, "experts": 0 if dealt else experts.ffn}
-    for name, width in widths.items():
+    for part, width in _ffn_widths(question, best).items():
         padded = -(-width // (group * ranks)) * group * ranks
         if padded != width:
-            yield (
-                f"{question.engine} cuts evenly and in whole groups of {group} columns: {width:,} of the {name} over "
-                f"{ranks} ranks need an {precision} checkpoint that is padded to {padded:,}"
+            yield create_note(
+                "padded_columns",
+                engine=question.engine,
+                group=group,
+                width=width,
+                part=part,
+                ranks=ranks,
+                precision=precision,
+                padded=padded,
             )
 
 
-def _capped(question: Question) -> Iterator[str]:
-    """What --max-memory leaves of the GPUs."""
-    gpus = list(enumerate(question.cluster.gpus))
-    limits = {number: gpu.limit_bytes for number, gpu in gpus if gpu.limit_bytes}
-    if limits:
-        on_cpu = question.cluster.on_cpu
-        names = {number: "the CPU's memory" if on_cpu else f"GPU {number}" for number in limits}
-        told = [f"{format_bytes(size)} of {names[number]}" for number, size in limits.items()]
-        more = f" and {len(told) - MOST_CAPS} more" if len(told) > MOST_CAPS else ""
-        yield f"--max-memory: at most {', '.join(told[:MOST_CAPS])}{more}, for weights, KV and the engine together"
-    out = [number for number, gpu in gpus if gpu.limit_bytes == 0]
+def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
+    """Columns of the MLP and of each expert that ranks divide, 0 for none."""
+    shape, experts = question.shape, question.shape.experts
+    if experts is None:
+        return {"MLP": shape.ffn}
+    whole_experts = best.layout.expert_parallel > 1
+    # If every layer has experts there is no other MLP.
+    return {"MLP": shape.ffn if experts.dense_layers else 0, "experts": 0 if whole_experts else experts.ffn}
+
+
+def _max_memory(question: Question) -> Iterator[Note]:
+    """The part of the GPUs that --max-memory leaves."""
+    limits = [(number, gpu.limit_bytes) for number, gpu in enumerate(question.cluster.gpus)]
+    given = [_limit(question, number, size) for number, size in limits if size]
+    if given:
+        yield create_note("max_memory", limits=given[:MOST_LIMITS], others=len(given[MOST_LIMITS:]))
+    out = [number for number, size in limits if size == 0]
     if out:
-        those = f"GPU {out[0]} is" if len(out) == 1 else f"GPUs {', '.join(map(str, out))} are"
-        yield f"{those} not in --max-memory, and so not used, as with accelerate"
+        yield create_note("gpus_left_out", count=len(out), gpus=out)
 
 
-def _rounded(question: Question, best: Candidate) -> Iterator[str]:
-    """A split by tensors is in whole groups of heads, whatever the weights."""
-    weights = question.wish.tensor_split
+def _limit(question: Question, number: int, size: int) -> str:
+    """ "20.0 GB of GPU 0" """
+    return f"{format_bytes(size)} of {'the memory of the CPU' if question.cluster.on_cpu else f'GPU {number}'}"
+
+
+def _rounded_split(question: Question, best: Candidate) -> Iterator[Note]:
+    """A tensor split is in whole groups of heads, for any weights."""
+    weights = question.constraints.tensor_split
     if not weights:
         return
     shape = question.shape
-    ranks = best.layout.places[: best.layout.tensor_parallel]
-    off = max(abs(len(it.q_heads) / shape.q_heads - w / sum(weights)) for it, w in zip(ranks, weights, strict=True))
+    heads = [len(place.q_heads) for place in best.layout.places[: best.layout.tensor_parallel]]
+    shares = [weight / sum(weights) for weight in weights]
+    off = max(abs(count / shape.q_heads - share) for count, share in zip(heads, shares, strict=True))
     if off > ROUNDED:
-        heads = ", ".join(str(len(it.q_heads)) for it in ranks)
-        yield (
-            f"--tensor-split {join_commas(weights)} comes to {heads} of {shape.q_heads} query heads: they are cut in "
-            f"whole groups, one for each of {shape.kv_heads} KV heads"
+        yield create_note(
+            "tensor_split_rounded", split=weights, heads=heads, q_heads=shape.q_heads, kv_heads=shape.kv_heads
         )
 
 
-def _mapped(question: Question, best: Candidate) -> Iterator[str]:
-    """What a device map costs that a pipeline of our own would not."""
+def _device_map(question: Question, best: Candidate) -> Iterator[Note]:
+    """Costs of a device map that a pipeline chosen by the search would not have."""
     layout = best.layout
-    if not question.wish.devices:
+    if not question.constraints.devices:
         return
     if question.shape.tied and layout.pipeline_parallel > 1:
-        head = best.memory.ranks[-1].weights.head
-        yield (
-            f"the head is tied to the embedding, which lies on another stage: the last one, on GPU {layout.gpus[-1]}, "
-            f"holds a copy of {format_bytes(head)}"
-        )
-    again = sorted({gpu for gpu in layout.gpus if layout.gpus.count(gpu) > 1})
-    if again:
-        order = ", ".join(map(str, layout.gpus))
-        own = ", each in a process of its own with what that takes" if question.engine == "weft" else ""
-        yield f"the layers go back and forth between GPUs ({order}): stages on one GPU take turns{own}"
+        yield create_note("head_copied", gpu=layout.gpus[-1], head_bytes=best.memory.ranks[-1].weights.head)
+    if len(set(layout.gpus)) < len(layout.gpus):
+        yield create_note("stages_take_turns", gpus=layout.gpus, own_process=question.engine == "weft")

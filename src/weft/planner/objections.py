@@ -1,129 +1,152 @@
-"""Objections: why an engine or a GPU cannot run a cut, whatever its memory."""
+"""Objections: the reasons for which an engine or a GPU cannot run a layout, whatever its memory."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from weft.architectures.kv import number_bytes
 from weft.architectures.parameters import RUNNABLE
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE
-from weft.formatting import format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.backends import no_narrow_cache
-from weft.planner.cuts import Draft
-from weft.planner.profiles import engines, runs_on_cpu
+from weft.planner.cuts import CandidateLayout
+from weft.planner.note import Note, create_note
+from weft.planner.profiles import engine_names, runs_on_cpu
 from weft.planner.question import Question
 
-# Engines that
-EVEN = ("vllm", "trtllm", "sglang")  # cut heads evenly,
-LAYERS_ONLY = ("llama.cpp", "transformers")  # know no tensor parallelism,
-SHARING = ("weft", "transformers")  # run several stages on one GPU
-# Precisions that Weft computes with: whole numbers, and few bits (formats.schemes), as it does with GGUF's mixes.
+EVEN = ("vllm", "trtllm", "sglang")  # engines that cut heads evenly
+LAYERS_ONLY = ("llama.cpp", "transformers")  # engines without tensor parallelism
+SHARING = ("weft", "transformers")  # engines that run several stages on one GPU
+# Precisions that Weft computes with: dtypes, and few bits (formats.schemes), as it does with GGUF's mixes.
 WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4")
-# What kernels unpack to bfloat16, or is that.
+# bfloat16, and precisions that kernels unpack to it.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
+NO_GGUF = ("trtllm", "transformers")
+NOT_IN_GGUF = ("fp8", "int8", "int4", "nvfp4")
 
 
-def objection(question: Question, draft: Draft) -> str | None:
-    """The first thing that stands against a draft, in numbers, or None."""
-    return (
-        _cpu(question, draft)
-        or _gpu(draft)
-        or _cache(question, draft)
-        or _format(question, draft)
-        or _heads(question, draft)
-        or _depth(question, draft)
-        or _turns(question, draft)
+def objection(question: Question, layout: CandidateLayout) -> Note | None:
+    """The first reason against a layout, or None."""
+    rules: tuple[Callable[[Question, CandidateLayout], Note | None], ...] = (
+        _engine_on_cpu,
+        _bf16_on_gpu,
+        _kv_cache_dtype,
+        _file_format,
+        _whole_layers,
+        _even_heads,
+        _depth,
+        _shared_gpus,
     )
+    return next((note for rule in rules if (note := rule(question, layout))), None)
 
 
-def _cpu(question: Question, draft: Draft) -> str | None:
-    on_cpu = draft.devices[0].gpu.kind == "cpu"
+def _engine_on_cpu(question: Question, layout: CandidateLayout) -> Note | None:
+    on_cpu = layout.devices[0].gpu.kind == "cpu"
     if not on_cpu or runs_on_cpu(question.engine):
         return None
-    known = ", ".join(filter(runs_on_cpu, engines()))
-    return f"nothing is known of {question.engine} on a CPU; --engine takes {known} there, or describe GPUs with --gpus"
+    known = [engine for engine in engine_names() if runs_on_cpu(engine)]
+    return create_note("engine_not_on_cpu", engine=question.engine, known=known)
 
 
-def _gpu(draft: Draft) -> str | None:
-    if draft.cut.precision not in NEED_BF16:
+def _bf16_on_gpu(question: Question, layout: CandidateLayout) -> Note | None:
+    precision = layout.cut.precision
+    if precision not in NEED_BF16:
         return None
-    for gpu in (device.gpu for device in draft.devices):
+    for gpu in (device.gpu for device in layout.devices):
         if gpu.kind == "gpu" and gpu.capability < BF16_CAPABILITY:
-            other = "--precision fp16" if draft.cut.precision == "bf16" else "--precision int8 or int4"
-            return (
-                f"{gpu.name} has compute capability {format_version(gpu.capability)}; {draft.cut.precision} needs "
-                f"{format_version(BF16_CAPABILITY)}: use {other}"
+            return create_note(
+                "gpu_without_bf16",
+                gpu=gpu.name,
+                capability=gpu.capability,
+                precision=precision,
+                needed=BF16_CAPABILITY,
+                instead="--precision fp16" if precision == "bf16" else "--precision int8 or int4",
             )
     return None
 
 
-def _cache(question: Question, draft: Draft) -> str | None:
-    """Of our own engine; others take what they are told."""
+def _kv_cache_dtype(question: Question, layout: CandidateLayout) -> Note | None:
+    """For our own engine only; other engines are assumed to support the cache that was asked for."""
     if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
         return None
-    gpus = [device.gpu for device in draft.devices if device.gpu.kind == "gpu"]
-    return no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus])
+    gpus = [device.gpu for device in layout.devices if device.gpu.kind == "gpu"]
+    reason = no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus])
+    return create_note("kv_cache_dtype", reason=reason) if reason else None
 
 
-def _format(question: Question, draft: Draft) -> str | None:
-    in_gguf = draft.cut.precision in gguf_types.MIXES
-    if in_gguf and question.engine in ("trtllm", "transformers"):
-        return f"{question.engine} does not run GGUF's {draft.cut.precision}; llama.cpp and weft do"
-    if question.engine == "llama.cpp" and draft.cut.precision in ("fp8", "int8", "int4", "nvfp4"):
-        return f"llama.cpp reads GGUF: of {draft.cut.precision} checkpoints it has none; use q8_0 or q4_k_m"
+def _file_format(question: Question, layout: CandidateLayout) -> Note | None:
+    precision = layout.cut.precision
+    if precision in gguf_types.MIXES and question.engine in NO_GGUF:
+        return create_note("gguf_not_in_engine", engine=question.engine, precision=precision)
+    if question.engine == "llama.cpp" and precision in NOT_IN_GGUF:
+        return create_note("only_gguf", precision=precision)
     return None
 
 
-def _heads(question: Question, draft: Draft) -> str | None:
-    ranks, shape, engine = draft.cut.tensor_parallel, question.shape, question.engine
-    if engine in LAYERS_ONLY and (ranks > 1 or draft.cut.expert_parallel > 1):
-        those = f"{ranks} ranks" if ranks > 1 else f"{draft.cut.data_parallel} replicas"
-        return f"{engine} puts whole layers on GPUs; {those} cannot share one"
-    if len(set(question.wish.tensor_split or ())) > 1 and engine in EVEN:
-        return f"{engine} cuts evenly; --tensor-split is for weft"
-    if engine not in EVEN or ranks == 1:
+def _whole_layers(question: Question, layout: CandidateLayout) -> Note | None:
+    engine, cut = question.engine, layout.cut
+    if engine not in LAYERS_ONLY:
         return None
-    even = [
-        size for size in range(1, shape.q_heads + 1) if shape.q_heads % size == 0 and _kv_even(shape.kv_heads, size)
-    ]
-    if ranks not in even:
-        return (
-            f"{shape.q_heads} query and {shape.kv_heads} KV heads are not even over {ranks} ranks, as {engine} needs "
-            f"them: {', '.join(map(str, even))}"
-        )
+    if cut.tensor_parallel > 1:
+        return create_note("ranks_share_layer", engine=engine, ranks=cut.tensor_parallel)
+    if cut.expert_parallel > 1:
+        return create_note("replicas_share_layer", engine=engine, replicas=cut.data_parallel)
     return None
 
 
-def _turns(question: Question, draft: Draft) -> str | None:
-    gpus = draft.gpus
-    again = next((number for number in gpus if gpus.count(number) > 1), None) if question.wish.devices else None
-    if again is None or question.engine in SHARING:
+def _even_heads(question: Question, layout: CandidateLayout) -> Note | None:
+    ranks, shape, engine = layout.cut.tensor_parallel, question.shape, question.engine
+    if engine not in EVEN:
         return None
-    stages = " and ".join(str(stage) for stage, number in enumerate(gpus) if number == again)
-    return f"{question.engine} runs one stage on a GPU; GPU {again} has stages {stages}, which {', '.join(SHARING)} run"
+    if len(set(question.constraints.tensor_split or ())) > 1:
+        return create_note("uneven_tensor_split", engine=engine)
+    if ranks == 1 or _even(shape, ranks):
+        return None
+    even = [size for size in range(1, shape.q_heads + 1) if _even(shape, size)]
+    return create_note(
+        "heads_not_even", q_heads=shape.q_heads, kv_heads=shape.kv_heads, ranks=ranks, engine=engine, even=even
+    )
 
 
-def _kv_even(kv_heads: int, ranks: int) -> bool:
-    return kv_heads % ranks == 0 or ranks % kv_heads == 0
+def _even(shape: ModelShape, ranks: int) -> bool:
+    """Return True if query heads are even over the ranks, and KV heads are even or evenly replicated."""
+    kv_heads = shape.kv_heads
+    return shape.q_heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
-def _depth(question: Question, draft: Draft) -> str | None:
-    stages, layers = draft.cut.pipeline_parallel, question.shape.layers
-    return f"{stages} stages for {layers} layers" if stages > layers else None
+def _depth(question: Question, layout: CandidateLayout) -> Note | None:
+    stages, layers = layout.cut.pipeline_parallel, question.shape.layers
+    return create_note("more_stages_than_layers", stages=stages, layers=layers) if stages > layers else None
 
 
-def not_run(shape: ModelShape, precision: str) -> list[str]:
-    """What Weft's own engine lacks to run this model, in words; nothing where it does."""
+def _shared_gpus(question: Question, layout: CandidateLayout) -> Note | None:
+    if not question.constraints.devices or question.engine in SHARING:
+        return None
+    gpus = layout.gpus
+    shared = next((number for number in gpus if gpus.count(number) > 1), None)
+    if shared is None:
+        return None
+    stages = " and ".join(str(stage) for stage, number in enumerate(gpus) if number == shared)
+    return create_note("stages_share_gpu", engine=question.engine, gpu=shared, stages=stages, engines=SHARING)
+
+
+def unsupported_reasons(shape: ModelShape, precision: str, *, draft: bool = False) -> list[Note]:
+    """Features that Weft's own engine lacks to run this model, as a draft model if `draft`; empty if it runs it."""
     missing = []
     if shape.architecture not in RUNNABLE:
-        missing.append(f"{shape.architecture} (it runs {', '.join(RUNNABLE)})")
-    if not runs(precision):
-        missing.append(f"{precision} weights (it runs {', '.join((*WHOLE, *KEPT))} and GGUF files)")
+        missing.append(
+            create_note("architecture_not_run", architecture=shape.architecture, known=RUNNABLE, draft=draft)
+        )
+    if not computes_in(precision):
+        missing.append(create_note("precision_not_run", precision=precision, known=(*WHOLE, *KEPT), draft=draft))
     return missing
 
 
-def runs(precision: str) -> bool:
-    """Whether Weft's own engine holds weights in this precision and computes with them; what it does not run yet it
-    plans for all the same."""
+def computes_in(precision: str) -> bool:
+    """Return True if Weft's own engine holds weights in this precision and computes with them.
+
+    The planner plans other precisions all the same.
+    """
     return precision in (*WHOLE, *KEPT, *gguf_types.MIXES)

@@ -1,4 +1,4 @@
-"""Partition: how many layers each stage of a pipeline takes when its GPUs differ, or its layers do."""
+"""Layers per pipeline stage, for stages or layers that differ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from math import inf
 
 import msgspec
 
+ROUNDING = 1 + 1e-12  # a bound that layers meet exactly must not fail by rounding
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage can do and hold: `speed` in work per second, `room` in bytes; `work` and `size` are what it
-    has to do and to hold besides its layers (the embedding, the head)."""
+
+class StageBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """The capacity of a stage: `speed` in work per second, `room` in bytes. `work` and `size` are its load besides its
+    layers (the embedding, the head)."""
 
     speed: float
     room: float
@@ -20,17 +22,19 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     size: float = 0.0
 
 
-def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[Stage]) -> tuple[int, ...] | None:
-    """Layers per stage, in order, so that the slowest stage is as fast as can be and each stage has the room.
+def partition_layers(
+    work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]
+) -> tuple[int, ...] | None:
+    """Layers per stage, in order, so that each stage has the room and the slowest stage is as fast as possible.
 
-    `work[l]` is what layer l costs, `sizes[l]` its bytes. Among the partitions with the fastest slowest stage it
-    is one whose stages end as evenly as they can. None where no partition has the room, or there are fewer
+    `work[l]` is the cost of layer l, `sizes[l]` its bytes. Of several partitions with the fastest slowest stage, the
+    result is one whose stages end as evenly as possible. None if no partition has the room, or if there are fewer
     layers than stages.
     """
     search = _Search(work, sizes, stages)
     if not search.possible(0, 0, inf):
         return None
-    # The time of the slowest stage lies between all of it at all speeds together, and all of it on the slowest.
+    # The time of the slowest stage lies between all work at all speeds together, and all work on the slowest stage.
     total = search.work[-1] + sum(stage.work for stage in stages)
     low, high = total / sum(stage.speed for stage in stages), total / min(stage.speed for stage in stages)
     for _ in range(32):  # to one part in 10**9
@@ -40,56 +44,60 @@ def partition(work: Sequence[float], sizes: Sequence[float], stages: Sequence[St
 
 
 class _Search:
-    """Contiguous runs of layers by their sums: whatever is asked takes a bisection per stage."""
+    """Contiguous runs of layers by their prefix sums: every query takes one bisection per stage."""
 
-    def __init__(self, work: Sequence[float], sizes: Sequence[float], stages: Sequence[Stage]) -> None:
+    def __init__(self, work: Sequence[float], sizes: Sequence[float], stages: Sequence[StageBudget]) -> None:
         self.stages = stages
         self.layers = len(work)
         self.work = [0.0, *accumulate(work)]
         self.sizes = [0.0, *accumulate(sizes)]
 
     def reach(self, stage: int, start: int, limit: float) -> int:
-        """The layer before which a stage that starts at `start` has to end, to take at most `limit` seconds."""
-        it = self.stages[stage]
-        # A bound that layers meet exactly must not fail by rounding.
-        by_time = bisect_right(self.work, self.work[start] + (limit * it.speed - it.work) * (1 + 1e-12))
-        by_room = bisect_right(self.sizes, self.sizes[start] + it.room - it.size)
-        after = len(self.stages) - 1 - stage
-        return min(by_time - 1, by_room - 1, self.layers - after)
+        """The latest end (exclusive) of a stage that begins at layer `start`, to take at most `limit` seconds."""
+        budget = self.stages[stage]
+        by_time = bisect_right(self.work, self.work[start] + (limit * budget.speed - budget.work) * ROUNDING)
+        by_room = bisect_right(self.sizes, self.sizes[start] + budget.room - budget.size)
+        following = len(self.stages) - 1 - stage
+        return min(by_time - 1, by_room - 1, self.layers - following)
 
     def possible(self, stage: int, start: int, limit: float) -> bool:
-        """Whether the stages from `stage` on can hold the layers from `start` on."""
+        """Return True if the stages from `stage` on can hold the layers from `start` on."""
         at = start
-        # To take all that it can is best for every stage, unless the next one then begins at a layer too large.
+        # Taking all that it can is best for every stage, unless the next stage then begins at a layer too large for it.
         for number in range(stage, len(self.stages)):
             end = self.reach(number, at, limit)
             if end <= at:
-                return self._possible_anyhow(stage, start, limit)
+                return self._possible_with_any_ends(stage, start, limit)
             at = end
         return at == self.layers
 
-    def _possible_anyhow(self, stage: int, start: int, limit: float) -> bool:
+    def _possible_with_any_ends(self, stage: int, start: int, limit: float) -> bool:
         starts = {start}
         for number in range(stage, len(self.stages)):
             starts = {end for at in starts for end in range(at + 1, self.reach(number, at, limit) + 1)}
         return self.layers in starts
 
     def even(self, limit: float) -> tuple[int, ...]:
-        """A partition within `limit` where each stage takes its fair share of what is left, as far as it can."""
+        """A partition within `limit` in which each stage takes its fair share of the layers left, as far as it can."""
         counts: list[int] = []
         start = 0
-        for number, it in enumerate(self.stages):
-            rest = self.stages[number:]
-            left = self.work[-1] - self.work[start] + sum(stage.work for stage in rest)
-            fair = left * it.speed / sum(stage.speed for stage in rest) - it.work
-            wanted = bisect_right(self.work, self.work[start] + fair * (1 + 1e-12)) - 1
-            ends = range(start + 1, self.reach(number, start, limit) + 1)
-            # More, rather than less: what is left over falls to the later stages otherwise.
-            ordered = sorted((abs(end - wanted), -end) for end in ends)
-            end = next(-last for _, last in ordered if self._rest_possible(number, -last, limit))
+        for number in range(len(self.stages)):
+            end = self._fair_end(number, start, limit)
             counts.append(end - start)
             start = end
         return tuple(counts)
 
-    def _rest_possible(self, number: int, end: int, limit: float) -> bool:
+    def _fair_end(self, number: int, start: int, limit: float) -> int:
+        """The end (exclusive) of stage `number` closest to its fair share of what the stages from it on have to do."""
+        budget, following = self.stages[number], self.stages[number:]
+        left = self.work[-1] - self.work[start] + sum(stage.work for stage in following)
+        fair = left * budget.speed / sum(stage.speed for stage in following) - budget.work
+        wanted = bisect_right(self.work, self.work[start] + fair * ROUNDING) - 1
+        ends = range(start + 1, self.reach(number, start, limit) + 1)
+        # Rather too many layers than too few, which would leave more to the later stages.
+        by_distance = sorted(ends, key=lambda end: (abs(end - wanted), -end))
+        return next(end for end in by_distance if self._possible_after(number, end, limit))
+
+    def _possible_after(self, number: int, end: int, limit: float) -> bool:
+        """Return True if the stages after stage `number` can hold the layers from `end` on."""
         return end == self.layers if number == len(self.stages) - 1 else self.possible(number + 1, end, limit)

@@ -1,4 +1,4 @@
-"""Plan file: what `weft plan --json` printed, read again. `planner.run_plan_file` carries it out on this machine."""
+"""Plan file: the output of `weft plan --json`, read back. `planner.run_plan_file` applies it to this machine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 from weft.errors import ConfigError, error_reason
 
-FORMAT = 1  # of what weft plan --json prints; grows when a field that is read here changes its meaning
+FORMAT = 1  # of the output of weft plan --json; grows if a field that is read here changes its meaning
 
 
-class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's GPU and what it holds; sizes are bytes. Of `memory_bytes`, others held `held_bytes` and the engine
-    takes `usable_bytes`."""
+class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's GPU and share of the model; sizes are bytes. Of `memory_bytes`, other processes held `held_bytes`, and
+    the engine takes `usable_bytes`."""
 
     gpu: str
     gpu_index: int
@@ -32,8 +32,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
-class Best(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout that is carried out."""
+class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout to run."""
 
     name: str
     tensor_parallel: int
@@ -45,93 +45,108 @@ class Best(msgspec.Struct, frozen=True, kw_only=True):
     tensor_split: tuple[float, ...]
     pipeline_split: tuple[int, ...]
     kv_tokens: int
-    max_num_batched_tokens: int | None = None  # of files that were written before there was a choice
-    ranks: tuple[Rank, ...]
+    max_num_batched_tokens: int | None = None  # None in files from before it was chosen per model
+    ranks: tuple[PlannedRank, ...]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     architecture: str
     params: int
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
     """A type of device."""
 
     kind: Literal["gpu", "cpu"]
 
 
-class Hardware(msgspec.Struct, frozen=True, kw_only=True):
-    types: dict[str, Device]
+class PlannedHardware(msgspec.Struct, frozen=True, kw_only=True):
+    types: dict[str, DeviceKind]
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedWorkload(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_model_len_given: bool
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `planner.answer.as_json` that an engine needs. `path` is where it was read."""
+    """The part of `planner.plan_json.plan_json` that an engine needs. `path` is the file that it was read from."""
 
     format: int
     engine: str
-    model: Model
-    hardware: Hardware
-    workload: Workload
-    best: Best | None
-    max_num_seqs: int | None = None  # as it was asked for
+    model: PlannedModel
+    hardware: PlannedHardware
+    workload: PlannedWorkload
+    best: PlannedLayout | None
+    max_num_seqs: int | None = None  # as the user gave it
     speculative_config: dict[str, Any] | None = None
     path: str = ""
 
     @property
-    def ranks(self) -> tuple[Rank, ...]:
-        """Those of the first replica, which is the one that runs."""
+    def ranks(self) -> tuple[PlannedRank, ...]:
+        """The ranks of the first replica, the one that runs."""
         best = self.layout
         return best.ranks[: best.tensor_parallel * best.pipeline_parallel]
 
     @property
-    def layout(self) -> Best:
+    def layout(self) -> PlannedLayout:
         assert self.best is not None
         return self.best
 
 
-class _Any(msgspec.Struct):
-    """What tells a plan from other JSON."""
+class _Head(msgspec.Struct):
+    """Fields that tell a plan from other JSON."""
 
     format: int
     engine: str
     best: msgspec.Raw
 
 
-def read(path: str) -> PlanFile:
-    """Raises ConfigError, in one line with the way out, for a file that is none, or of another version, or without a
-    layout to carry out."""
-    make = "write one with: weft plan MODEL --json > plan.json"
+HOW_TO_WRITE = "write one with: weft plan MODEL --json > plan.json"
+
+
+def load_plan_file(path: str) -> PlanFile:
+    """Read a plan file.
+
+    Raises ConfigError, in one line with the way out, for a file that is no plan, is of another version, or has no
+    layout to run.
+    """
+    plan = _decode(path)
+    if plan.best is None:
+        raise ConfigError(f"{path} has no layout: nothing fitted that hardware; weft plan {plan.model.name} says why")
+    if plan.engine != "weft":
+        raise ConfigError(f"{path} is a plan for the engine {plan.engine}; plan again without --engine")
+    _check_ranks(path, plan, plan.best)
+    return msgspec.structs.replace(plan, path=path)
+
+
+def _decode(path: str) -> PlanFile:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {error_reason(error)}; {make}") from None
+        raise ConfigError(f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}") from None
     try:
-        kind = msgspec.json.decode(text, type=_Any)
+        head = msgspec.json.decode(text, type=_Head)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not what weft plan --json prints: {error}; {make}") from None
+        raise ConfigError(f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; {make}") from None
-    if kind.format != FORMAT:
-        raise ConfigError(f"{path} is a plan of format {kind.format}, and this Weft reads {FORMAT}; plan again")
+        raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}") from None
+    if head.format != FORMAT:
+        raise ConfigError(f"{path} is a plan of format {head.format}, and this Weft reads {FORMAT}; plan again")
     try:
-        found = msgspec.json.decode(text, type=PlanFile)
+        return msgspec.json.decode(text, type=PlanFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is a damaged plan: {error}; {make}") from None
-    if found.best is None:
-        raise ConfigError(f"{path} has no layout: nothing fitted that hardware; weft plan {found.model.name} says why")
-    if found.engine != "weft":
-        raise ConfigError(f"{path} is a plan for the engine {found.engine}; plan again without --engine")
-    best = found.best
+        raise ConfigError(f"{path} is a damaged plan: {error}; {HOW_TO_WRITE}") from None
+
+
+def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
     sizes = (len(best.tensor_split), len(best.pipeline_split), len(best.ranks))
     ranks = best.tensor_parallel * best.pipeline_parallel * best.data_parallel
     if sizes != (best.tensor_parallel, best.pipeline_parallel, ranks) or not ranks:
-        raise ConfigError(f"{path} is a damaged plan: {best.name} has {ranks} ranks, and it lists {sizes[2]}; {make}")
-    if unknown := {rank.gpu for rank in best.ranks} - found.hardware.types.keys():
-        raise ConfigError(f"{path} is a damaged plan: its hardware has no {unknown.pop()}; {make}")
-    return msgspec.structs.replace(found, path=path)
+        raise ConfigError(
+            f"{path} is a damaged plan: {best.name} has {ranks} ranks, and it lists {sizes[2]}; {HOW_TO_WRITE}"
+        )
+    unknown = {rank.gpu for rank in best.ranks} - plan.hardware.types.keys()
+    if unknown:
+        raise ConfigError(f"{path} is a damaged plan: its hardware has no {unknown.pop()}; {HOW_TO_WRITE}")

@@ -1,4 +1,4 @@
-"""Profiles: what each engine adds to the arithmetic, every constant with where it is from."""
+"""Profiles: the constants of each engine, beyond bytes and FLOPS, each with its source."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ import msgspec
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.gguf_types import MIXES
-from weft.formats.precision import OF_DTYPE, as_held
-from weft.formats.schemes import SCHEMES, held_as
+from weft.formats.precision import OF_DTYPE, held_precision
+from weft.formats.schemes import SCHEMES, scheme_for_types
 from weft.hardware.calibration import Calibration
 from weft.hardware.cpu import KernelSpeed
 from weft.hardware.gpus import GpuSpec
-from weft.hardware.kernel_shares import Kernels, Products, kernels_of
+from weft.hardware.kernel_shares import KernelShares, ProductShares, find_kernel_shares
 from weft.native.library import CPP_TYPES
 from weft.plan.plan import Speculation
 
 OURS = "weft"  # the engine that can be calibrated
-# Of a calibration's mean error: models are less alike than those that it was fitted on.
+# The error band of a calibrated engine is ERRORS times the fit's mean error, since other models differ more than those
+# that it was fitted on, and at least LEAST_ERROR.
 ERRORS, LEAST_ERROR = 2, 0.1
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
-    """A figure, and its provenance."""
+    """A figure and its source."""
 
     value: float
     source: str
@@ -40,28 +41,28 @@ MEASURED = "measured here, our kernels alone (weft bench calibrate measures the 
 MEASURED_ERROR = Constant(0.4, "docs/benchmarks.md: two models in three precisions on two cores of Zen 5")
 # Precisions that a CPU's compiled kernels do not compute in; torch's take their place.
 NOT_COMPILED = frozenset(precision for dtype, precision in OF_DTYPE.items() if dtype not in CPP_TYPES)
-# Of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit, first
-# tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
+# Share of the speed at which SiLU alone goes through activations, for all PASSES of planner.roofline. Source: fit,
+# first tokens of SmolLM2-135M after 64 to 1,024 tokens on two cores of Zen 5.
 ROWS_SHARE = 0.6
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
-    """Figures for 1, 2, 4 and 8 ranks, and their provenance."""
+class RankCurve(msgspec.Struct, frozen=True, array_like=True):
+    """Figures for 1, 2, 4 and 8 ranks, and their source."""
 
     values: tuple[float, float, float, float]
     source: str
 
     def at(self, ranks: int) -> float:
-        """In a straight line over log2 of the ranks, beyond 8 as at 8."""
+        """Linear interpolation over log2 of the ranks; beyond 8 the figure for 8."""
         x = min(log2(ranks), 3.0)
         left = min(int(x), 2)
         return self.values[left] + (x - left) * (self.values[left + 1] - self.values[left])
 
 
-class _For(msgspec.Struct, frozen=True, kw_only=True):
-    """Which engines, precisions and GPUs a rule is for; empty is all."""
+class _Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """The engines, precisions and GPUs that a rule applies to; empty for all."""
 
-    engines: tuple[str, ...] = ()
+    engine_names: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
 
@@ -69,22 +70,22 @@ class _For(msgspec.Struct, frozen=True, kw_only=True):
         return (not self.precisions or precision in self.precisions) and self.capability in (None, capability)
 
 
-class WeightsRule(_For, frozen=True, kw_only=True):
-    """How fast a precision's weights stream: a share of what 16-bit ones reach, or of the bandwidth itself."""
+class WeightsRule(_Rule, frozen=True, kw_only=True):
+    """Streaming speed of a precision's weights: a share of that of 16-bit weights, or of the bandwidth itself."""
 
     share: Constant
     of_bandwidth: bool = False
 
 
-class MathRule(_For, frozen=True, kw_only=True):
-    """The FLOPS that a precision's matrices are multiplied with, by their name in `GpuSpec.flops`; of them this share
-    of what those of 16 bits reach."""
+class MathRule(_Rule, frozen=True, kw_only=True):
+    """The FLOPS that a precision's matrices are multiplied with, by name in `GpuSpec.flops`. `share` is relative to the
+    share of the data sheet that 16-bit products reach."""
 
     flops: str
     share: float = 1.0
 
 
-class KvRule(_For, frozen=True, kw_only=True):
+class KvRule(_Rule, frozen=True, kw_only=True):
     """The dtype of the KV cache beside weights of a precision."""
 
     dtype: str
@@ -92,8 +93,11 @@ class KvRule(_For, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """The constants of one engine; `planner/data/engines.toml` says what each is. `measured` are the kernels of GPUs on
-    which it was calibrated, `speculation` is how the user has it guess ahead."""
+    """The constants of one engine; `planner/data/engines.toml` explains each of them.
+
+    `measured` are the kernels of the GPUs on which the engine was calibrated. `speculation` is the speculative decoding
+    that the user asked for.
+    """
 
     name: str
     step_us: Constant
@@ -126,65 +130,76 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     window_cache: Constant
     pipelined: Constant
     own_activations: Constant
-    activations_dense: Row
-    activations_experts: Row
+    activations_dense: RankCurve
+    activations_experts: RankCurve
     activations_least_MiB: Constant
-    nccl_MiB: Row
+    nccl_MiB: RankCurve
     error: Constant
     weights: tuple[WeightsRule, ...] = ()
     math: tuple[MathRule, ...] = ()
     kv: tuple[KvRule, ...] = ()
-    measured: tuple[Kernels, ...] = ()
-    error_beyond: Constant | None = None  # where the kernels that were measured alone tell nothing
+    measured: tuple[KernelShares, ...] = ()
+    error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
 
-    def batch(self, memory_bytes: int) -> tuple[int, int]:
-        """The most tokens of a step, and the most sequences that run at once, on cards of so much memory; 0 is the
-        smallest."""
+    def batch_limits(self, memory_bytes: int) -> tuple[int, int]:
+        """(tokens of a step, sequences at once): the maxima on cards of `memory_bytes`, 0 for the smallest card."""
         tokens, sequences = self.max_num_batched_tokens.value, self.max_num_seqs.value
         if not memory_bytes or memory_bytes < self.small_GiB.value * (1 << 30):
             tokens = min(tokens, self.small_num_batched_tokens.value)
             sequences = min(sequences, self.small_num_seqs.value)
         return int(tokens), int(sequences)
 
-    def held(self, precision: str) -> str:
-        """What the engine holds of weights in a precision: others compute with a GGUF file's blocks as they are."""
-        return as_held(precision) if self.name == OURS else precision
+    def held_precision(self, precision: str) -> str:
+        """The precision in which the engine holds weights of `precision`.
 
-    def kernels(self, gpu: GpuSpec, precision: str) -> Kernels:
-        """What kernels reach on a GPU: as measured, else as the tables say."""
-        known = (it for it in self.measured if not (it.products and precision in NOT_COMPILED))
-        return next((it for it in known if it.gpu == gpu.name), None) or kernels_of(gpu)
+        Only our own engine converts a GGUF file's blocks; others compute with them as they are.
+        """
+        return held_precision(precision) if self.name == OURS else precision
 
-    def error_of(self, shape: ModelShape, precision: str) -> Constant:
-        """How far predictions may be off: what was measured of a CPU's kernels tells nothing of experts."""
+    def kernels(self, gpu: GpuSpec, precision: str) -> KernelShares:
+        """The shares that kernels reach on a GPU: the measured ones, else those of the tables."""
+        for kernels in self.measured:
+            if kernels.gpu == gpu.name and not (kernels.products and precision in NOT_COMPILED):
+                return kernels
+        return find_kernel_shares(gpu)
+
+    def error_for(self, shape: ModelShape, precision: str) -> Constant:
+        """The relative error of predictions. Measurements of a CPU's kernels say nothing about experts."""
         beyond = self.error_beyond if shape.experts or precision in NOT_COMPILED else None
         return beyond or self.error
 
     def kv_dtype(self, precision: str) -> str:
-        """What the engine keeps keys and values in, unless it is told."""
+        """The engine's default dtype of the KV cache beside weights of a precision."""
         return next((rule.dtype for rule in self.kv if rule.fits(precision, (0, 0))), "bf16")
 
     def provenance(self) -> dict[str, str]:
         """Every constant as "value: source"."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for name in self.__struct_fields__:
-            it = getattr(self, name)
-            if isinstance(it, Constant):
-                found[name] = f"{it.value:g}: {it.source}"
-            elif isinstance(it, Row):
-                found[name] = f"{', '.join(f'{value:g}' for value in it.values)}: {it.source}"
+            figure = getattr(self, name)
+            if isinstance(figure, Constant):
+                texts[name] = f"{figure.value:g}: {figure.source}"
+            elif isinstance(figure, RankCurve):
+                texts[name] = f"{', '.join(f'{value:g}' for value in figure.values)}: {figure.source}"
         for rule in self.weights:
-            where = [*rule.precisions, *(".".join(map(str, rule.capability or ())).split())]
-            found["weights " + " ".join(where or ["any"])] = f"{rule.share.value:g}: {rule.share.source}"
-        for it in self.measured:
-            shares = f"{it.weights:.2f} and {it.decode_attention:.2f} of the bandwidth"
-            shares += f", {it.matmul:.2f} and {it.prefill_attention:.2f} of the FLOPS"
-            found[f"kernels on {it.gpu}"] = f"{shares}: {it.source}"
-            for each in it.products:
-                shares = f"{each.weights[0]:.2f} of the bandwidth, {each.matmul:.2f} of the FLOPS"
-                found[f"products of {each.bits} bits on {it.gpu}"] = f"{shares}: {each.source}"
-        return found
+            capability = [".".join(map(str, rule.capability))] if rule.capability else []
+            scope = " ".join([*rule.precisions, *capability]) or "any"
+            texts[f"weights {scope}"] = f"{rule.share.value:g}: {rule.share.source}"
+        for kernels in self.measured:
+            texts |= _measured_provenance(kernels)
+        return texts
+
+
+def _measured_provenance(kernels: KernelShares) -> dict[str, str]:
+    """The measured shares of one GPU as "value: source"."""
+    shares = f"{kernels.weights:.2f} and {kernels.decode_attention:.2f} of the bandwidth"
+    shares += f", {kernels.matmul:.2f} and {kernels.prefill_attention:.2f} of the FLOPS"
+    texts = {f"kernels on {kernels.gpu}": f"{shares}: {kernels.source}"}
+    for product in kernels.products:
+        shares = f"{product.weights[0]:.2f} of the bandwidth, {product.matmul:.2f} of the FLOPS"
+        texts[f"products of {product.bits} bits on {kernels.gpu}"] = f"{shares}: {product.source}"
+    return texts
 
 
 @cache
@@ -192,25 +207,24 @@ def _data() -> dict[str, Any]:
     return tomllib.loads((files("weft.planner") / "data/engines.toml").read_text())
 
 
-def engines() -> tuple[str, ...]:
+def engine_names() -> tuple[str, ...]:
     """Names of all profiles."""
     return tuple(_data()["engine"])
 
 
 def runs_on_cpu(engine: str) -> bool:
-    """Whether there are figures of an engine on a CPU."""
+    """Return True if there are figures for an engine on a CPU."""
     return engine in _data()["cpu"]["engine"]
 
 
 @cache
-def profile(engine: str, on_cpu: bool = False) -> Profile:
-    """The profile of an engine on GPUs, or on a CPU. Raises ConfigError with the nearest name for one that there is
-    none of."""
+def load_profile(engine: str, on_cpu: bool = False) -> Profile:
+    """The profile of an engine on GPUs, or on a CPU. Raises ConfigError with the nearest name for an unknown engine."""
     data = _data()
     if engine not in data["engine"]:
-        near = get_close_matches(engine, engines(), n=1, cutoff=0.4)
+        near = get_close_matches(engine, engine_names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engines())}")
+        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engine_names())}")
     rules = {
         kind: [rule for rule in data[kind] if engine in rule.get("engines", [engine])]
         for kind in ("weights", "math", "kv")
@@ -218,109 +232,107 @@ def profile(engine: str, on_cpu: bool = False) -> Profile:
     constants = {**data["common"], **data["engine"][engine]}
     if on_cpu:
         constants |= data["cpu"]["common"] | data["cpu"]["engine"].get(engine, {})
-        # How weights stream, and in what they are multiplied, is told of GPUs.
+        # Rules for streaming and multiplying weights are for GPUs.
         rules |= {"weights": [], "math": []}
     return msgspec.convert({"name": engine, **constants, **rules}, Profile)
 
 
-def calibrated(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
-    """Our engine's profile with what was measured on these GPUs in the place of its own figures. What the host takes
-    is that of the slowest; nothing changes where a GPU of them was not measured. Of a CPU that was not it is what is
-    known of the kernels alone."""
-    if found.name != OURS:
-        return found
+def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+    """Our engine's profile with the measurements of these GPUs in place of its own figures.
+
+    The host's times are those of the slowest calibration. Nothing changes if a GPU was not calibrated; a CPU that was
+    not gets the measurements of its kernels alone.
+    """
+    if profile.name != OURS:
+        return profile
     if gpus[0].calibration is None:
-        return _with_kernels(found, gpus)
+        return _with_kernels(profile, gpus)
     known = {gpu.name: (gpu, gpu.calibration) for gpu in gpus if gpu.calibration is not None}
     if any(gpu.name not in known for gpu in gpus):
-        return found
-    slowest = max((it for _, it in known.values()), key=lambda it: it.step_us.value + it.layer_us.value)
+        return profile
+    slowest = max((one for _, one in known.values()), key=lambda one: one.step_us.value + one.layer_us.value)
     names = ("step_us", "sequence_us", "layer_us", "overlap", "runtime_MiB")
     figures = {name: Constant(getattr(slowest, name).value, slowest.source) for name in names}
     plain = Constant(1.0, f"{slowest.source}: as the kernels are")
     error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the fit's")
-    measured = tuple(_kernels(gpu, it) for gpu, it in known.values())
-    found = msgspec.structs.replace(
-        found, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured
+    measured = tuple(_kernels(gpu, one) for gpu, one in known.values())
+    profile = msgspec.structs.replace(
+        profile, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured
     )
-    return _quantised(found, slowest)
+    return _with_measured_precisions(profile, slowest)
 
 
-def _with_kernels(found: Profile, gpus: Sequence[GpuSpec]) -> Profile:
-    """With what our kernels reach alone, in the place of shares of what the hardware could."""
+def _with_kernels(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
+    """The profile with the measured speed of our kernels alone, in place of shares of the hardware's peak."""
     known = {gpu.name: (gpu, gpu.kernels) for gpu in gpus if gpu.kernels is not None}
     if any(gpu.name not in known for gpu in gpus):
-        return found
-    found = msgspec.structs.replace(found, measured=tuple(_alone(gpu, it) for gpu, it in known.values()))
-    if not all(it.measured for _, it in known.values()):
-        return found
-    return msgspec.structs.replace(found, error=MEASURED_ERROR, error_beyond=found.error)
+        return profile
+    measured = tuple(_kernels_alone(gpu, speed) for gpu, speed in known.values())
+    profile = msgspec.structs.replace(profile, measured=measured)
+    if not all(speed.measured for _, speed in known.values()):
+        return profile
+    return msgspec.structs.replace(profile, error=MEASURED_ERROR, error_beyond=profile.error)
 
 
-def _alone(gpu: GpuSpec, it: KernelSpeed) -> Kernels:
-    """Their rates as shares of what the planner takes for this CPU's own."""
-    flops, source = gpu.flops["bf16"], it.source or MEASURED
+def _kernels_alone(gpu: GpuSpec, speed: KernelSpeed) -> KernelShares:
+    """The rates of our kernels as shares of the planner's figures for this CPU."""
+    flops, source = gpu.flops["bf16"], speed.source or MEASURED
     products = tuple(
-        Products(
-            bits=each.bits,
-            weights=tuple(rate / gpu.bandwidth_Bps for rate in each.weights_Bps),
-            matmul=each.matmul_flops / flops,
-            source=each.source or source,
+        ProductShares(
+            bits=product.bits,
+            weights=tuple(rate / gpu.bandwidth_Bps for rate in product.weights_Bps),
+            matmul=product.matmul_flops / flops,
+            source=product.source or source,
         )
-        for each in it.products
+        for product in speed.products
     )
-    plain = next(each for each in products if each.bits == 16)
-    return Kernels(
+    plain = next(product for product in products if product.bits == 16)
+    return KernelShares(
         gpu=gpu.name,
         weights=plain.weights[0],
         kernel_us=0.0,  # in the time of a layer
         matmul=plain.matmul,
-        decode_attention=it.cache_Bps / gpu.bandwidth_Bps,
-        prefill_attention=it.attention_flops / flops,
+        decode_attention=speed.cache_Bps / gpu.bandwidth_Bps,
+        prefill_attention=speed.attention_flops / flops,
         source=source,
         products=products,
-        rows=ROWS_SHARE * it.rows_Bps / gpu.bandwidth_Bps,
+        rows=ROWS_SHARE * speed.rows_Bps / gpu.bandwidth_Bps,
     )
 
 
-def _quantised(found: Profile, it: Calibration) -> Profile:
-    """With the precisions that were measured: theirs come before the tables' rules."""
-    weights = tuple(
-        WeightsRule(
-            precisions=_alike(precision),
-            share=Constant(rates.weights_Bps.value / it.weights_Bps.value, it.source),
-        )
-        for precision, rates in it.quantised.items()
-    )
-    math = tuple(
-        MathRule(precisions=_alike(precision), flops="bf16", share=rates.matmul_flops.value / it.matmul_flops.value)
-        for precision, rates in it.quantised.items()
-    )
-    return msgspec.structs.replace(found, weights=(*weights, *found.weights), math=(*math, *found.math))
+def _with_measured_precisions(profile: Profile, calibration: Calibration) -> Profile:
+    """The profile with the precisions that were measured: their rules come before those of the tables."""
+    weights, math = [], []
+    for precision, rates in calibration.quantised.items():
+        share = Constant(rates.weights_Bps.value / calibration.weights_Bps.value, calibration.source)
+        weights.append(WeightsRule(precisions=_multiplied_alike(precision), share=share))
+        matmul = rates.matmul_flops.value / calibration.matmul_flops.value
+        math.append(MathRule(precisions=_multiplied_alike(precision), flops="bf16", share=matmul))
+    return msgspec.structs.replace(profile, weights=(*weights, *profile.weights), math=(*math, *profile.math))
 
 
-def _alike(precision: str) -> tuple[str, ...]:
-    """A precision, and those of GGUF's mixes of which most is multiplied as most of it is."""
+def _multiplied_alike(precision: str) -> tuple[str, ...]:
+    """A precision, with the GGUF mixes most of whose tensors are multiplied in the same way."""
     if precision not in MIXES:
         return (precision,)
     return tuple(mix for mix in MIXES if _products(mix) == _products(precision))
 
 
 def _products(mix: str) -> tuple[int, bool]:
-    """Of most tensors of a mix: their bits, and whether they have minima, which make no difference beside 8 bits."""
-    scheme = SCHEMES[held_as([MIXES[mix]]) or ""]
+    """(bits, has minima) of most tensors of a mix. Minima make no difference with 8 bits."""
+    scheme = SCHEMES[scheme_for_types([MIXES[mix]]) or ""]
     return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
 
 
-def _kernels(gpu: GpuSpec, it: Calibration) -> Kernels:
-    """The measured rates as shares of what the planner takes for this GPU's own."""
+def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:
+    """The measured rates as shares of the planner's figures for this GPU."""
     flops = gpu.flops.get("bf16") or gpu.flops["fp16"]
-    return Kernels(
+    return KernelShares(
         gpu=gpu.name,
-        weights=it.weights_Bps.value / gpu.bandwidth_Bps,
+        weights=calibration.weights_Bps.value / gpu.bandwidth_Bps,
         kernel_us=0.0,  # in the time of a layer
-        matmul=it.matmul_flops.value / flops,
-        decode_attention=it.cache_Bps.value / gpu.bandwidth_Bps,
-        prefill_attention=it.attention_flops.value / flops,
-        source=it.source,
+        matmul=calibration.matmul_flops.value / flops,
+        decode_attention=calibration.cache_Bps.value / gpu.bandwidth_Bps,
+        prefill_attention=calibration.attention_flops.value / flops,
+        source=calibration.source,
     )

@@ -1,4 +1,4 @@
-"""Question: what weft plan is asked, and how much of the answer is given already."""
+"""Question: the model, the cluster and the wishes that `weft plan` searches a layout for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user has decided; None leaves it to the search. `tensor_split` are weights, `pipeline_split`
-    layers per stage, and `devices` the GPU of each stage, in `Cluster` order; one may hold several stages. `spread`
-    puts whole layers on all GPUs, by a word that `planner.balance` explains."""
+class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a layout that the user has decided; None leaves a part to the search.
+
+    `tensor_split` are weights, `pipeline_split` are layers per stage. `devices` has the GPU of each stage, in `Cluster`
+    order; one GPU may hold several stages. `device_map_strategy` puts whole layers on all GPUs, in one of the ways that
+    `planner.balance` explains.
+    """
 
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
@@ -28,16 +31,18 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     tensor_split: tuple[float, ...] | None = None
     pipeline_split: tuple[int, ...] | None = None
     devices: tuple[int, ...] | None = None
-    spread: Spread | None = None
+    device_map_strategy: Spread | None = None
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One model on one cluster. `precisions` are compared with each other; `kv_dtype` None is what the engine
-    takes by itself; `price` is dollars for one GPU and hour; `gpu_memory_utilization`, `max_num_seqs` and
-    `max_num_batched_tokens` None are the engine's own.
-    `speculation` is how our own engine guesses ahead, whose memory is counted.
-    `remarks` are what a reader of the answer has to know of how it was asked. `flags` are the model and the flags with
-    their values, as far as a command that asks something like it repeats them; the model's flag is empty."""
+    """One model on one cluster, and all that the search has to know besides.
+
+    The search compares `precisions` with each other. `kv_dtype`, `gpu_memory_utilization`, `max_num_seqs` and
+    `max_num_batched_tokens` are the engine's own defaults if None. `price` is in dollars per GPU and hour.
+    `speculation` is the speculative decoding of our own engine, whose memory is counted. `remarks` are notes for the
+    reader of the plan about the way in which it was asked for. `flags` are the model and the flags with their values,
+    for a command that repeats them; the flag of the model itself is the empty string.
+    """
 
     model: str
     shape: ModelShape
@@ -47,7 +52,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     kv_dtype: str | None = None
     workload: Workload = Workload()
     objective: Objective = "throughput"
-    wish: Wish = Wish()
+    constraints: LayoutConstraints = LayoutConstraints()
     price: float | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int | None = None

@@ -1,4 +1,4 @@
-"""Rank weights: the bytes that one rank holds, summed once for all ranks that hold as much."""
+"""Weight bytes of one rank, summed once for all ranks with an equal share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import msgspec
 
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, summed
-from weft.planner.work import Kind, kinds
+from weft.formats.precision import WeightBytes, sum_by_kind
+from weft.planner.work import LayerKind, layer_kinds
 
 
 @lru_cache(maxsize=8192)
 def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """Weight bytes of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Ranks with
-    equally many experts, and stages with equally many layers of each kind, hold equally many bytes."""
+    """Weight bytes of one rank. `precision` is a result of `canonical` or `as_held` of `formats.precision`.
+
+    Ranks with equally many experts, and stages with equally many layers of each kind, hold equally many bytes.
+    """
     share = msgspec.structs.replace(
         place,
         rank=0,
@@ -25,15 +27,17 @@ def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes
         layers=Span(0, 0),
         experts=Span(0, len(place.experts)),
     )
-    return _sum_of_weights(shape, precision, share, kinds(shape, precision, place.layers))
+    return _sum_of_weights(shape, precision, share, layer_kinds(shape, precision, place.layers))
 
 
 @lru_cache(maxsize=4096)
-def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> WeightBytes:
-    """Summed over layers by kind: of those there are few, and few ways to share them."""
+def _sum_of_weights(
+    shape: ModelShape, precision: str, share: Place, kinds: tuple[tuple[LayerKind, int], ...]
+) -> WeightBytes:
+    """Sum over layers by kind: there are few kinds, and few ways to share a layer of each."""
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)
-    for (_, _, layer), count in held:
+    for (_, _, layer), count in kinds:
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__
@@ -42,4 +46,4 @@ def _sum_of_weights(shape: ModelShape, precision: str, share: Place, held: tuple
 
 @lru_cache(maxsize=4096)
 def _weights_of(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    return summed(shape, precision, place)
+    return sum_by_kind(shape, precision, place)

@@ -1,8 +1,8 @@
-"""Ranking: which candidate is best, and which of the others it is preferred to although their figure is higher.
+"""Ranking: the best candidate, and the tie rule by which it may go before one with a higher figure.
 
 Two layouts of one model on one machine share the constants of the engine and of the GPUs, so most of the error of one
-prediction is in the other too. The rest, RANKING_ERROR, is from pairs of published measurements that differ in the
-layout only (docs/planner-accuracy.md).
+prediction is in the other too. RANKING_ERROR is the error that remains. It is from pairs of published measurements that
+differ only in the layout (docs/planner-accuracy.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from weft.planner.cost import Prediction
 from weft.planner.cuts import Cut
-from weft.planner.deployment import Layout
+from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import Footprint
 from weft.planner.question import Question
 
@@ -23,24 +23,27 @@ RANKING_ERROR = 0.1
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A layout that fits, with what it holds and how fast it will be."""
+    """A layout that fits, with its memory and predicted speed."""
 
     cut: Cut
-    layout: Layout
+    layout: DeploymentLayout
     memory: Footprint
     predicted: Prediction
 
 
 class Preference(msgspec.Struct, frozen=True):
-    """The candidate with the highest figure, `over` which the best one is preferred, and what made the difference."""
+    """`over` is the candidate with the highest figure, to which the best one is preferred; `because` is the reason."""
 
     over: Candidate
     because: Literal["single request", "simpler"]
 
 
-def worth(question: Question, candidate: Candidate) -> float:
-    """What is asked for: requests per second of one at a time for latency, tokens per second of the whole deployment
-    for throughput, those of each of its GPUs for cost."""
+def objective_value(question: Question, candidate: Candidate) -> float:
+    """The figure that the objective maximises.
+
+    For latency: requests per second of one at a time. For throughput: tokens per second of the whole deployment. For
+    cost: tokens per second and GPU.
+    """
     if question.objective == "latency":
         return 1 / request_s(question, candidate.predicted)
     rate = candidate.predicted.output_tok_s
@@ -48,68 +51,73 @@ def worth(question: Question, candidate: Candidate) -> float:
 
 
 def request_s(question: Question, predicted: Prediction) -> float:
-    """Seconds of a request by itself, or at the concurrency that was asked for; where fewer fit at once the others
-    wait, and all take longer by as much (Little's law)."""
-    asked = question.workload.concurrency
-    if asked is None:
-        return alone_s(question, predicted)
+    """Seconds of a request, alone or at the concurrency that the workload gives.
+
+    If fewer requests fit at once, the others wait, and all take longer in proportion (Little's law).
+    """
+    concurrency = question.workload.concurrency
+    if concurrency is None:
+        return single_request_s(question, predicted)
     crowded = predicted.ttft_s + question.workload.output_len * predicted.tpot_s
-    return crowded * max(1.0, asked / predicted.concurrency)
+    return crowded * max(1.0, concurrency / predicted.concurrency)
 
 
-def alone_s(question: Question, predicted: Prediction) -> float:
-    """Seconds of a request by itself."""
+def single_request_s(question: Question, predicted: Prediction) -> float:
+    """Seconds of a request alone."""
     return predicted.ttft_s + question.workload.output_len / predicted.single_tok_s
 
 
-def simplicity(layout: Layout) -> tuple[int, ...]:
-    """Less is simpler."""
-    return layout.size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
+def complexity(layout: DeploymentLayout) -> tuple[int, ...]:
+    """A sort key that puts the simpler layout first."""
+    return layout.replica_size, layout.pipeline_parallel, layout.expert_parallel, len(layout.gpus)
 
 
-def merit(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    """An order of candidates by `worth`, the best first; between equals the simpler layout is better."""
-    seconds = 1 / worth(question, candidate)
-    return _three_digits(seconds), *simplicity(candidate.layout), seconds
+def sort_key(question: Question, candidate: Candidate) -> tuple[float, ...]:
+    """A sort key by `objective_value`, the best first; of equal ones the simpler layout comes first."""
+    seconds = 1 / objective_value(question, candidate)
+    return _three_digits(seconds), *complexity(candidate.layout), seconds
 
 
-def ranked(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best first, the others by `merit`. Those within RANKING_ERROR of the highest figure are a tie: the best has
-    the fastest single request of these, and of equally fast ones the simplest layout."""
-    by_merit = sorted(candidates, key=lambda candidate: merit(question, candidate))
-    if not by_merit:
+def rank_candidates(question: Question, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best candidate first, the others by `sort_key`.
+
+    Candidates within RANKING_ERROR of the highest figure are a tie. The best of them has the fastest single request,
+    and of equally fast ones the simplest layout.
+    """
+    ordered = sorted(candidates, key=lambda candidate: sort_key(question, candidate))
+    if not ordered:
         return []
-    least = worth(question, by_merit[0]) / (1 + RANKING_ERROR)
-    tied = [candidate for candidate in by_merit if worth(question, candidate) >= least]
+    least = objective_value(question, ordered[0]) / (1 + RANKING_ERROR)
+    tied = [candidate for candidate in ordered if objective_value(question, candidate) >= least]
     best = min(tied, key=lambda candidate: _tie_order(question, candidate))
-    return [best, *(candidate for candidate in by_merit if candidate is not best)]
+    return [best, *(candidate for candidate in ordered if candidate is not best)]
 
 
 def preference(question: Question, candidates: Sequence[Candidate]) -> Preference | None:
-    """Why the first candidate is preferred to the one with the highest figure; None if it has that itself."""
+    """The reason to prefer the first candidate to the one with the highest figure; None if the first one has it."""
     if not candidates:
         return None
-    best, highest = candidates[0], max(candidates, key=lambda candidate: worth(question, candidate))
-    if _three_digits(worth(question, highest)) <= _three_digits(worth(question, best)):
+    best, highest = candidates[0], max(candidates, key=lambda candidate: objective_value(question, candidate))
+    if _three_digits(objective_value(question, highest)) <= _three_digits(objective_value(question, best)):
         return None
     faster = _tie_order(question, best)[0] < _tie_order(question, highest)[0]
     return Preference(highest, "single request" if faster else "simpler")
 
 
-def quicker(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate with the fastest single request, if that is faster than the first candidate's by more than
-    RANKING_ERROR; else None."""
+def faster_alone(question: Question, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the fastest single request, if it beats the first candidate by more than RANKING_ERROR."""
     if not candidates:
         return None
-    quickest = min(candidates, key=lambda candidate: alone_s(question, candidate.predicted))
-    gain = alone_s(question, candidates[0].predicted) / alone_s(question, quickest.predicted)
+    quickest = min(candidates, key=lambda candidate: single_request_s(question, candidate.predicted))
+    first_s = single_request_s(question, candidates[0].predicted)
+    gain = first_s / single_request_s(question, quickest.predicted)
     return quickest if gain > 1 + RANKING_ERROR else None
 
 
 def _tie_order(question: Question, candidate: Candidate) -> tuple[float, ...]:
-    return _three_digits(alone_s(question, candidate.predicted)), *simplicity(candidate.layout)
+    return _three_digits(single_request_s(question, candidate.predicted)), *complexity(candidate.layout)
 
 
 def _three_digits(value: float) -> float:
-    """A difference below the model's own noise is none."""
+    """Rounded to three digits: a difference below the model's own noise is none."""
     return float(f"{value:.3g}")

@@ -1,4 +1,4 @@
-"""Roofline: seconds that one rank's GPU takes for its work, from bytes over bandwidth and FLOPS over rates."""
+"""Roofline: seconds of one rank's work on its GPU, from bytes over bandwidth and operations over FLOPS."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import msgspec
 
 from weft.hardware.cpu import TOKENS
 from weft.hardware.gpus import GpuSpec
-from weft.planner.profiles import Profile
-from weft.planner.work import Attention, ExpertWork, Product, Work
+from weft.hardware.kernel_shares import KernelShares
+from weft.planner.profiles import Constant, Profile, WeightsRule
+from weft.planner.work import AttentionWork, ExpertWork, MatrixProduct, RankWork
 
-TILE = 16  # tokens of a matrix product are computed in multiples of it,
-VECTORS = 8  # but so few one by one, by the kernels for a matrix and a vector
+TILE = 16  # a matrix product computes tokens in multiples of this,
+VECTORS = 8  # except that up to this many are computed one by one, by matrix-vector kernels
 EXPERT_TILE = 8
 # Passes over the hidden state of a layer beside its products: norms, rotary embedding, activation, residuals.
 PASSES = 10
@@ -22,7 +23,7 @@ FLOATS = ("fp32", "bf16", "fp16", "fp8")  # precisions that are multiplied as th
 
 
 class Seconds(msgspec.Struct, frozen=True):
-    """Where the time of a step goes."""
+    """The time of a step by what it is spent on."""
 
     matrices: float = 0.0
     experts: float = 0.0
@@ -44,14 +45,14 @@ class Seconds(msgspec.Struct, frozen=True):
         )
 
 
-def pairs(length: float, window: int | None) -> float:
-    """How many tokens the tokens of a prompt see, all together: those before each, within the window."""
+def attended_pairs(length: float, window: int | None) -> float:
+    """Number of (token, earlier token within the window) pairs of a prompt of `length` tokens."""
     seen = min(length, window or length)
     return length * seen - seen * seen / 2
 
 
-def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """What lies at x on straight lines between points in order of xs; beyond them as at the nearest."""
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Linear interpolation at `x` between points ordered by `xs`; constant beyond the first and the last point."""
     right = bisect(xs, x)
     if right in (0, len(xs)):
         return ys[max(0, right - 1)]
@@ -59,69 +60,83 @@ def line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
-class Rank:
+class Roofline:
     """One GPU with one engine and one precision; its methods give seconds."""
 
     def __init__(self, gpu: GpuSpec, profile: Profile, precision: str) -> None:
         kernels = profile.kernels(gpu, precision)
-        capability = gpu.capability
-        wide = kernels.weights
-        reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide
-        rule = next((rule for rule in profile.weights if rule.fits(precision, capability)), None)
-        if rule:
-            reached = rule.share.value * (1.0 if rule.of_bandwidth else reached)
-            # An engine with kernels of its own has them for every precision.
-            wide = reached if rule.of_bandwidth and not rule.precisions else wide
-        flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
-        math = next((rule for rule in profile.math if rule.fits(precision, capability)), None)
-        wanted = math.flops if math else "bf16"
-        flops = gpu.flops.get(wanted, flops16) * (math.share if math else 1.0)
-        matmul = kernels.matmul * profile.matmul_scale.value
-        if wanted == "fp4" and wanted in gpu.flops:
-            experts_matmul = profile.experts_matmul_fp4
-        elif precision in FLOATS:
-            experts_matmul = profile.experts_matmul
-        else:
-            experts_matmul = profile.experts_matmul_unpacked
+        rule = next((rule for rule in profile.weights if rule.fits(precision, gpu.capability)), None)
+        self._set_streaming(gpu, kernels, profile, rule, precision)
+        self._set_multiplying(gpu, kernels, profile, precision)
         own_kernels = rule is not None and rule.of_bandwidth
         self.kernel_s = 0.0 if own_kernels else kernels.kernel_us * 1e-6
-        self.byte_s = 1 / (gpu.bandwidth_Bps * reached)
-        self.wide_byte_s = 1 / (gpu.bandwidth_Bps * wide)
-        self.flop_s = 1 / (flops * matmul)
-        self.wide_flop_s = 1 / (flops16 * matmul)
-        self.expert_byte_s = 1 / (gpu.bandwidth_Bps * wide * profile.experts_weights.value)
-        self.expert_flop_s = 1 / (flops * experts_matmul.value)
         self.cache_byte_s = 1 / (gpu.bandwidth_Bps * kernels.decode_attention * profile.attention_scale.value)
-        self.attention_flop_s = 1 / (flops16 * kernels.prefill_attention)
         self.pass_byte_s = 1 / (gpu.bandwidth_Bps * kernels.rows)
         self.layer_s = profile.layer_us.value * 1e-6
         self.expert_layer_s = profile.expert_layer_us.value * 1e-6
         self.hot_rank = profile.hot_rank.value
-        self.shown = 1 - profile.overlap.value
-        # By bits, the most first: seconds of a byte with so many tokens as TOKENS says, and of an operation beyond.
+        self.not_hidden = 1 - profile.overlap.value
+
+    def _set_streaming(
+        self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, rule: WeightsRule | None, precision: str
+    ) -> None:
+        """Seconds per byte of weights: in this precision, of matrices that are stored in 16 bits, and of experts."""
+        wide = kernels.weights
+        reached = kernels.fp8_weights if precision == "fp8" and kernels.fp8_weights else wide
+        if rule:
+            reached = rule.share.value * (1.0 if rule.of_bandwidth else reached)
+            # An engine with kernels of its own has them for every precision.
+            wide = reached if rule.of_bandwidth and not rule.precisions else wide
+        self.byte_s = 1 / (gpu.bandwidth_Bps * reached)
+        self.wide_byte_s = 1 / (gpu.bandwidth_Bps * wide)
+        self.expert_byte_s = 1 / (gpu.bandwidth_Bps * wide * profile.experts_weights.value)
+
+    def _set_multiplying(self, gpu: GpuSpec, kernels: KernelShares, profile: Profile, precision: str) -> None:
+        """Seconds per operation: in this precision, in 16 bits, in experts and in the attention of prompts."""
+        flops16 = gpu.flops.get("bf16") or gpu.flops["fp16"]
+        rule = next((rule for rule in profile.math if rule.fits(precision, gpu.capability)), None)
+        unit, share = (rule.flops, rule.share) if rule else ("bf16", 1.0)
+        flops = gpu.flops.get(unit, flops16) * share
+        matmul = kernels.matmul * profile.matmul_scale.value
+        self.flop_s = 1 / (flops * matmul)
+        self.wide_flop_s = 1 / (flops16 * matmul)
+        in_fp4 = unit == "fp4" and unit in gpu.flops
+        self.expert_flop_s = 1 / (flops * _experts_share(profile, precision, in_fp4).value)
+        self.attention_flop_s = 1 / (flops16 * kernels.prefill_attention)
+        # Measured products, the most bits first: their bits, seconds per byte at each count of tokens in TOKENS, and
+        # seconds per operation beyond the last of those.
         self.products = [
-            (it.bits, [1 / (gpu.bandwidth_Bps * share) for share in it.weights], 1 / (flops16 * it.matmul))
-            for it in sorted(kernels.products, key=lambda it: -it.bits)
+            (
+                product.bits,
+                [1 / (gpu.bandwidth_Bps * reached) for reached in product.weights],
+                1 / (flops16 * product.matmul),
+            )
+            for product in sorted(kernels.products, key=lambda product: -product.bits)
         ]
 
-    def product_s(self, product: Product, tokens: float) -> float:
-        """One matrix with this many tokens. Where it was measured for a few, a straight line between those, and from
-        there on what each token more takes; else the longer of streaming it and multiplying with it, and what of the
-        shorter does not hide behind it."""
+    def product_s(self, product: MatrixProduct, tokens: float) -> float:
+        """One matrix product with `tokens` tokens.
+
+        If products with few tokens were measured: interpolated between those, and beyond them the measured time per
+        further token. Otherwise the longer of streaming and multiplying, and the part of the shorter that does not
+        overlap with it.
+        """
         for bits, byte_s, flop_s in self.products:
             if product.bits >= bits:
-                more = 2 * product.numbers * max(0.0, tokens - TOKENS[-1]) * flop_s
-                return product.nbytes * line(TOKENS, byte_s, tokens) + more
+                beyond = 2 * product.numbers * max(0.0, tokens - TOKENS[-1]) * flop_s
+                return product.nbytes * interpolate(TOKENS, byte_s, tokens) + beyond
         computed = tokens if tokens <= VECTORS else ceil(tokens / TILE) * TILE
         flops = 2 * computed * product.numbers
         wide = product.wide
         stream = product.nbytes * (self.wide_byte_s if wide else self.byte_s)
         multiply = flops * (self.wide_flop_s if wide else self.flop_s)
-        return max(stream, multiply) + self.shown * min(stream, multiply) + self.kernel_s
+        return max(stream, multiply) + self.not_hidden * min(stream, multiply) + self.kernel_s
 
     def experts_s(self, experts: ExpertWork, tokens: float, dealt: bool) -> float:
-        """A layer's experts with this many tokens routed among all of them. `dealt`: whole experts are dealt out
-        to ranks, and all wait for the busiest."""
+        """A layer's experts, with `tokens` tokens routed among all of them.
+
+        With `dealt`, whole experts are divided among ranks, and all ranks wait for the busiest.
+        """
         share = experts.held / experts.count
         active = experts.count * (1 - pow(1 - experts.top_k / experts.count, tokens))
         skew = min(self.hot_rank, 1 / share) if dealt else 1.0
@@ -131,44 +146,51 @@ class Rank:
         both = 2 * self.kernel_s  # up, and down
         return max(streamed * self.expert_byte_s, flops * self.expert_flop_s) + both + self.expert_layer_s
 
-    def cached_token_s(self, attention: Attention) -> float:
-        """Each cached token that a new one sees, in one layer."""
+    def cached_token_s(self, attention: AttentionWork) -> float:
+        """Each cached token that a new one attends to, in one layer."""
         return max(attention.cache_bytes * self.cache_byte_s, attention.decode_flops * self.attention_flop_s)
 
-    def decode_attention_s(self, attention: Attention, batch: float, context: float) -> float:
-        """One new token of each of `batch` sequences, each `context` tokens long."""
+    def decode_attention_s(self, attention: AttentionWork, batch: float, context: float) -> float:
+        """One new token of each of `batch` sequences with `context` tokens each."""
         tokens = batch * (min(context, attention.window) if attention.window else context)
         return tokens * self.cached_token_s(attention) + self.kernel_s
 
-    def pair_s(self, attention: Attention) -> float:
-        """Each token of a prompt that one of its tokens sees, in one layer."""
+    def pair_s(self, attention: AttentionWork) -> float:
+        """Each pair of tokens of a prompt, in one layer."""
         return attention.prefill_flops * self.attention_flop_s
 
-    def prefill_attention_s(self, attention: Attention, length: float, prompts: float = 1.0) -> float:
-        """Whole prompts, each by itself."""
-        return prompts * pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
+    def prefill_attention_s(self, attention: AttentionWork, length: float, prompts: float = 1.0) -> float:
+        """`prompts` whole prompts of `length` tokens, each attending to itself."""
+        return prompts * attended_pairs(length, attention.window) * self.pair_s(attention) + self.kernel_s
 
-    def layers_s(self, work: Work, tokens: float, routed: float, dealt: bool) -> Seconds:
-        """All layers but their attention and sums, for `tokens` tokens; `routed` tokens meet the experts."""
+    def layers_s(self, work: RankWork, tokens: float, routed: float, dealt: bool) -> Seconds:
+        """All layers without attention and all-reduces, for `tokens` tokens; `routed` tokens reach the experts."""
         matrices = experts = overhead = 0.0
         for layer in work.layers:
-            # What an MLP does for the tokens of all replicas that share it, attention does for its own.
+            # An MLP works for the tokens of all replicas that share it, attention only for those of its own replica.
             matrices += layer.count * sum(self.product_s(product, tokens) for product in layer.products)
             if layer.experts:
                 experts += layer.count * self.experts_s(layer.experts, routed, dealt)
             overhead += layer.count * (self.layer_s + tokens * work.hidden * 2 * PASSES * self.pass_byte_s)
         return Seconds(matrices=matrices, experts=experts, overhead=overhead)
 
-    def decode_s(self, work: Work, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
-        """One token for each of `batch` sequences that are `context` tokens long."""
+    def decode_s(self, work: RankWork, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
+        """One token for each of `batch` sequences with `context` tokens each."""
         attention = sum(layer.count * self.decode_attention_s(layer.attention, batch, context) for layer in work.layers)
         head = self.product_s(work.head, batch) if work.head else 0.0
         return self.layers_s(work, batch, routed, dealt) + Seconds(matrices=head, attention=attention)
 
-    def prefill_s(self, work: Work, length: float, routed: float, dealt: bool, prompts: float = 1.0) -> Seconds:
-        """So many prompts of `length` tokens in one step."""
+    def prefill_s(self, work: RankWork, length: float, routed: float, dealt: bool, prompts: float = 1.0) -> Seconds:
+        """`prompts` prompts of `length` tokens each, in one step."""
         attention = sum(
             layer.count * self.prefill_attention_s(layer.attention, length, prompts) for layer in work.layers
         )
         head = self.product_s(work.head, prompts) if work.head else 0.0
         return self.layers_s(work, length * prompts, routed, dealt) + Seconds(matrices=head, attention=attention)
+
+
+def _experts_share(profile: Profile, precision: str, in_fp4: bool) -> Constant:
+    """The share of the dense FLOPS that experts reach in this precision."""
+    if in_fp4:
+        return profile.experts_matmul_fp4
+    return profile.experts_matmul if precision in FLOATS else profile.experts_matmul_unpacked

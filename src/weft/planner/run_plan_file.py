@@ -1,28 +1,29 @@
-"""Planned: a plan file, carried out on this machine, or why it cannot be."""
+"""A plan file applied to this machine, or the reason for which it cannot be."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weft.architectures.kv import number_bytes
-from weft.architectures.parameters import params
+from weft.architectures.parameters import parameter_count
+from weft.architectures.place import Place
 from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
-from weft.formats.precision import OF_DTYPE, as_published, canonical
-from weft.formats.schemes import MADE, asked_for
+from weft.formats.precision import OF_DTYPE, canonical, own_quantization
+from weft.formats.schemes import ONLINE_QUANTIZATIONS, online_quantization
 from weft.formatting import format_bytes, join_commas
-from weft.hardware.gpus import spec_of
+from weft.hardware.gpus import gpu_spec
 from weft.hardware.host import Host
 from weft.plan import speculation
 from weft.plan.layout import DTYPES
 from weft.plan.plan import Plan
-from weft.planner.plan_file import PlanFile, Rank
+from weft.planner.plan_file import PlanFile, PlannedRank
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -31,19 +32,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 COMPUTED = {precision: dtype for dtype, precision in OF_DTYPE.items()}
-SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are meant to be equal
+SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are taken as equal
 
 
-def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, host: Host) -> EngineConfig:
-    """The config with the plan's layout in it. Raises ConfigError where a flag contradicts the plan, and PlanError
-    where the model or the machine is not the one that was planned for."""
-    best, ranks = plan.layout, plan.ranks
+def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, host: Host) -> EngineConfig:
+    """The config with the plan's layout in it.
+
+    Raises ConfigError if a flag contradicts the plan, and PlanError if the plan is for another model or machine.
+    """
     if config.max_memory is not None:
-        raise ConfigError("--plan says how much of each GPU is taken, and so does --max-memory: leave one of them out")
+        raise ConfigError("--plan sets how much of each GPU is used, and so does --max-memory: leave one of them out")
     _check_model(plan, checkpoint)
     _check_runs(plan, checkpoint)
     on_gpus = _check_machine(plan, config, host)
-    wanted: dict[str, object] = {
+    wanted = _layout_fields(plan, checkpoint, on_gpus)
+    for name, value in wanted.items():
+        _check_flag(plan, name, getattr(config, name), value)
+    wanted |= _limit_fields(plan, config) | _memory_fields(plan, config, on_gpus)
+    if plan.layout.data_parallel > 1:
+        logger.warning(
+            "%s has %d replicas (%s); Weft runs one of them, %s: start the others as separate servers%s",
+            plan.path,
+            plan.layout.data_parallel,
+            plan.layout.name,
+            _gpus(plan.ranks) if on_gpus else "on the CPU",
+            ", with --device-ids" if on_gpus else "",
+        )
+    return replace(config, **wanted)  # type: ignore[arg-type]
+
+
+def _layout_fields(plan: PlanFile, checkpoint: Checkpoint, on_gpus: bool) -> dict[str, object]:
+    """Fields of a config that a flag must not contradict."""
+    best = plan.layout
+    fields: dict[str, object] = {
         "tensor_parallel_size": best.tensor_parallel,
         "pipeline_parallel_size": best.pipeline_parallel,
         "tensor_split": best.tensor_split,
@@ -51,66 +72,74 @@ def carried_out(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint, ho
         "device": "cuda" if on_gpus else "cpu",
         "speculative_config": plan.speculative_config,
     }
-    wanted |= _weights(canonical(best.precision), checkpoint)
+    fields |= _weights_fields(canonical(best.precision), checkpoint)
     if number_bytes(best.kv_cache_dtype) == 1:
-        wanted["kv_cache_dtype"] = "fp8"
+        fields["kv_cache_dtype"] = "fp8"
     if plan.workload.max_model_len_given:
-        wanted["max_model_len"] = plan.workload.max_model_len
-    for name, value in wanted.items():
-        _check_flag(plan, name, getattr(config, name), value)
+        fields["max_model_len"] = plan.workload.max_model_len
+    return fields
+
+
+def _limit_fields(plan: PlanFile, config: EngineConfig) -> dict[str, object]:
+    fields: dict[str, object] = {}
     if plan.max_num_seqs is not None:
-        said = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
-        _check_flag(plan, "max_num_seqs", said, plan.max_num_seqs)
-        wanted["max_num_seqs"] = plan.max_num_seqs
+        given = None if config.max_num_seqs == DEFAULT_CONFIG.max_num_seqs else config.max_num_seqs
+        _check_flag(plan, "max_num_seqs", given, plan.max_num_seqs)
+        fields["max_num_seqs"] = plan.max_num_seqs
     if config.max_num_batched_tokens is None:
-        wanted["max_num_batched_tokens"] = best.max_num_batched_tokens
+        fields["max_num_batched_tokens"] = plan.layout.max_num_batched_tokens
+    return fields
+
+
+def _memory_fields(plan: PlanFile, config: EngineConfig, on_gpus: bool) -> dict[str, object]:
+    ranks = plan.ranks
     if on_gpus:
-        wanted["device_ids"] = config.device_ids or tuple(rank.gpu_index for rank in ranks)
-        wanted["gpu_memory_utilization"] = _shares(plan, config)
-    elif config.kv_cache_memory_bytes is None:
-        wanted["kv_cache_memory_bytes"] = max(rank.kv_bytes for rank in ranks)
-    if best.data_parallel > 1:
-        logger.warning(
-            "%s has %d replicas (%s); Weft runs one of them yet, %s: start the others as servers of their own%s",
-            plan.path,
-            best.data_parallel,
-            best.name,
-            devices(ranks) if on_gpus else "on the CPU",
-            ", with --device-ids" if on_gpus else "",
-        )
-    return replace(config, **wanted)  # type: ignore[arg-type]
+        return {
+            "device_ids": config.device_ids or tuple(rank.gpu_index for rank in ranks),
+            "gpu_memory_utilization": _shares(plan, config),
+        }
+    if config.kv_cache_memory_bytes is None:
+        return {"kv_cache_memory_bytes": max(rank.kv_bytes for rank in ranks)}
+    return {}
 
 
-def check_carried_out(plan: PlanFile, made: Plan) -> None:
-    """Raises PlanError where what will run is not what was planned: the file is another version's, or was edited."""
-    for rank, place in zip(plan.ranks, made.places, strict=True):
-        planned = (rank.first_layer, rank.layers, rank.first_q_head, rank.q_heads, rank.first_kv_head, rank.kv_heads)
-        real = (
-            *(place.layers.start, len(place.layers)),
-            *(place.q_heads.start, len(place.q_heads)),
-            *(place.kv_heads.start, len(place.kv_heads)),
-        )
-        if planned != real:
-            raise PlanError(
-                f"{plan.path} gives rank {place.rank} layers, heads and KV heads {_spans(planned)}; its splits make "
-                f"that {_spans(real)}; plan again"
-            )
-    for rank, place in zip(plan.ranks, made.places, strict=True):
-        more = made.weight_bytes(place.rank) - rank.weight_bytes
-        if more > rank.kv_bytes:
+def check_applied(plan: PlanFile, actual: Plan) -> None:
+    """Check that the engine's plan is the one in the file.
+
+    Raises PlanError if not: the file is from another version, or was edited.
+    """
+    for rank, place in zip(plan.ranks, actual.places, strict=True):
+        _check_place(plan, rank, place)
+    for rank, place in zip(plan.ranks, actual.places, strict=True):
+        excess = actual.weight_bytes(place.rank) - rank.weight_bytes
+        if excess > rank.kv_bytes:
             raise PlanError(
                 f"{plan.path} counts on {format_bytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
-                f"{place.rank}; Weft holds {format_bytes(made.weight_bytes(place.rank))} there: plan again with "
-                f"--precision {OF_DTYPE[made.dtype]}"
+                f"{place.rank}; Weft holds {format_bytes(actual.weight_bytes(place.rank))} there: plan again with "
+                f"--precision {OF_DTYPE[actual.dtype]}"
             )
-    if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(made.kv_dtype):
+    if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(actual.kv_dtype):
         raise PlanError(
-            f"{plan.path} counts on a KV cache in {plan.layout.kv_cache_dtype}; Weft keeps it in {made.kv_dtype}; plan "
-            "again without --kv-cache-dtype"
+            f"{plan.path} counts on a KV cache in {plan.layout.kv_cache_dtype}; Weft keeps it in {actual.kv_dtype}; "
+            "plan again without --kv-cache-dtype"
         )
 
 
-def devices(ranks: Sequence[Rank]) -> str:
+def _check_place(plan: PlanFile, rank: PlannedRank, place: Place) -> None:
+    planned = (rank.first_layer, rank.layers, rank.first_q_head, rank.q_heads, rank.first_kv_head, rank.kv_heads)
+    actual = (
+        *(place.layers.start, len(place.layers)),
+        *(place.q_heads.start, len(place.q_heads)),
+        *(place.kv_heads.start, len(place.kv_heads)),
+    )
+    if planned != actual:
+        raise PlanError(
+            f"{plan.path} gives rank {place.rank} layers, heads and KV heads {_spans(planned)}; its splits make "
+            f"that {_spans(actual)}; plan again"
+        )
+
+
+def _gpus(ranks: Sequence[PlannedRank]) -> str:
     """ "GPU 0", "GPUs 0,1" """
     return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.gpu_index) for rank in ranks)}"
 
@@ -121,10 +150,10 @@ def _spans(figures: Sequence[int]) -> str:
 
 def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
     shape = checkpoint.shape
-    if (shape.architecture, params(shape)) != (plan.model.architecture, plan.model.params):
+    if (shape.architecture, parameter_count(shape)) != (plan.model.architecture, plan.model.params):
         raise PlanError(
             f"{plan.path} is a plan for {plan.model.name} ({plan.model.architecture}, {plan.model.params:,} "
-            f"parameters); {checkpoint.model} has {params(shape):,} ({shape.architecture}): plan again for it"
+            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it"
         )
 
 
@@ -132,45 +161,60 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
     best, precision = plan.layout, canonical(plan.layout.precision)
     if best.expert_parallel > 1:
         raise PlanError(
-            f"{plan.path} deals experts out to {best.expert_parallel} ranks, which Weft does not run yet; plan again "
+            f"{plan.path} divides experts among {best.expert_parallel} ranks, which Weft does not run yet; plan again "
             "with --no-enable-expert-parallel"
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
-    stored = stored or as_published(checkpoint.shape, precision) is not None
-    if not stored and precision not in COMPUTED and not asked_for(precision):
-        known = ", ".join((*COMPUTED, *dict.fromkeys(MADE.values())))
+    stored = stored or own_quantization(checkpoint.shape, precision) is not None
+    if not stored and precision not in COMPUTED and not online_quantization(precision):
+        known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
-            f"{plan.path} is a plan for {precision} weights, which Weft does not make of {checkpoint.model}; plan "
-            f"again with --precision of {known}, or with --quantization"
+            f"{plan.path} is a plan for {precision} weights, to which Weft cannot convert {checkpoint.model}; plan "
+            f"again with one of --precision {known}, or with --quantization"
         )
 
 
-def _weights(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
-    """What the config has to say for weights to be held in a precision."""
+def _weights_fields(precision: str, checkpoint: Checkpoint) -> dict[str, object]:
+    """Fields of a config that make the engine hold weights in a precision."""
     stored = checkpoint.quantised
     if precision in COMPUTED:
-        # What is quantised would be held as it lies.
+        # Quantised weights would otherwise be held as they are stored.
         return {"dtype": COMPUTED[precision], **({"quantization": "none"} if stored else {})}
-    if as_published(checkpoint.shape, precision):
+    if own_quantization(checkpoint.shape, precision):
         return {}
     own = {kind.lower() for kind, _ in Counter(stored.values()).most_common(1)}
-    asked = asked_for(precision)
-    return {"quantization": asked} if asked and precision not in own else {}
+    quantization = online_quantization(precision)
+    return {"quantization": quantization} if quantization and precision not in own else {}
 
 
 def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
-    """Whether the plan is for GPUs, which are then those that it counts on."""
+    """Check the machine against the plan, and return True if the plan is for GPUs.
+
+    Raises PlanError if the machine lacks the plan's CPU memory or GPUs.
+    """
     ranks = plan.ranks
     if any(rank.node != ranks[0].node for rank in ranks):
-        raise PlanError(f"{plan.path} lays one replica over several machines; Weft runs on one yet: plan with --gpus")
+        raise PlanError(
+            f"{plan.path} puts one replica on several machines; Weft runs on one machine so far: plan with --gpus"
+        )
     if all(plan.hardware.types[rank.gpu].kind == "cpu" for rank in ranks):
-        need = sum(rank.weight_bytes + rank.kv_bytes for rank in ranks)
-        if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
-            raise PlanError(
-                f"{plan.path} takes {format_bytes(need)} for weights and KV cache; of the memory of {host.hostname} "
-                f"{format_bytes(host.memory_free_bytes)} are free: plan again here, or give --kv-cache-memory-bytes"
-            )
+        _check_cpu(plan, config, host)
         return False
+    _check_gpus(plan, config, host)
+    return True
+
+
+def _check_cpu(plan: PlanFile, config: EngineConfig, host: Host) -> None:
+    need = sum(rank.weight_bytes + rank.kv_bytes for rank in plan.ranks)
+    if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
+        raise PlanError(
+            f"{plan.path} takes {format_bytes(need)} for weights and KV cache; {host.hostname} has "
+            f"{format_bytes(host.memory_free_bytes)} of free memory: plan again here, or give --kv-cache-memory-bytes"
+        )
+
+
+def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
+    ranks = plan.ranks
     if not host.gpus:
         raise PlanError(
             f"{plan.path} is a plan for {', '.join(dict.fromkeys(rank.gpu for rank in ranks))}, and no GPU is visible "
@@ -188,11 +232,10 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
                 "others with --device-ids"
             )
         _check_gpu(plan, rank, host.gpus[index])
-    return True
 
 
-def _check_gpu(plan: PlanFile, rank: Rank, gpu: Gpu) -> None:
-    here = spec_of(gpu).name
+def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
+    here = gpu_spec(gpu).name
     if here != rank.gpu:
         raise PlanError(
             f"{plan.path} counts on {rank.gpu} as GPU {gpu.index}; here that is {here}: plan again here, or name "
@@ -212,22 +255,33 @@ def _check_gpu(plan: PlanFile, rank: Rank, gpu: Gpu) -> None:
         )
 
 
-def _check_flag(plan: PlanFile, name: str, said: object, planned: object) -> None:
-    """What the user left out is no contradiction, and neither is another word for the same."""
-    same = said in (None, "auto", planned)
-    if name == "dtype":
-        same = same or DTYPES.get(str(said)) == planned
-    if name == "speculative_config" and not same:
-        assert isinstance(said, dict)
-        same = isinstance(planned, dict) and speculation.read(said) == speculation.read(planned)
-    if name == "tensor_split" and not same:
-        assert isinstance(said, tuple) and isinstance(planned, tuple)
-        ratios = [[weight / sum(weights) for weight in weights] for weights in (said, planned)]
-        same = len(said) == len(planned) and all(abs(a - b) < 1e-9 for a, b in zip(*ratios, strict=True))
-    if not same:
+def _check_flag(plan: PlanFile, name: str, given: object, planned: object) -> None:
+    """Raise ConfigError if a flag contradicts the plan. A flag that was left out, or is another word for the same,
+    does not."""
+    if given not in (None, "auto", planned) and not _means_the_same(name, given, planned):
         raise ConfigError(
-            f"{name} is {_told(said)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it"
+            f"{name} is {_told(given)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it"
         )
+
+
+def _means_the_same(name: str, given: object, planned: object) -> bool:
+    match name:
+        case "dtype":
+            return DTYPES.get(str(given)) == planned
+        case "speculative_config":
+            if not isinstance(given, Mapping) or not isinstance(planned, Mapping):
+                return False
+            return speculation.parse_speculative_config(given) == speculation.parse_speculative_config(planned)
+        case "tensor_split":
+            return isinstance(given, tuple) and isinstance(planned, tuple) and _same_ratios(given, planned)
+    return False
+
+
+def _same_ratios(given: tuple[float, ...], planned: tuple[float, ...]) -> bool:
+    if len(given) != len(planned):
+        return False
+    ratios = [[weight / sum(weights) for weight in weights] for weights in (given, planned)]
+    return all(abs(a - b) < 1e-9 for a, b in zip(*ratios, strict=True))
 
 
 def _told(value: object) -> str:
@@ -237,14 +291,14 @@ def _told(value: object) -> str:
 
 
 def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
-    """Of each rank's GPU, what the plan takes of it. Raises ConfigError where the user wants another share."""
+    """The share of its GPU that the plan takes for each rank. Raises ConfigError if a flag gives another share."""
     planned = tuple((rank.held_bytes + rank.usable_bytes) / rank.memory_bytes for rank in plan.ranks)
-    said = config.gpu_memory_utilization
-    each = said * len(planned) if len(said) == 1 else said
-    others = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
-    if others and said != DEFAULT_CONFIG.gpu_memory_utilization:
+    given = config.gpu_memory_utilization
+    each = given * len(planned) if len(given) == 1 else given
+    differ = any(abs(a - b) > SAME_SHARE for a, b in zip(each, planned, strict=False))
+    if differ and given != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
-            f"gpu_memory_utilization is {_told(said)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
+            f"gpu_memory_utilization is {_told(given)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
             "plan again with it"
         )
     return planned

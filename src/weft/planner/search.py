@@ -1,4 +1,4 @@
-"""Search: every layout worth trying, the best first, and what was wrong with the others."""
+"""Search: every layout worth trying, the best first, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import msgspec
 from weft.architectures.place import Span, whole
 from weft.errors import PlanError
 from weft.formats.precision import canonical
-from weft.formatting import format_bytes
 from weft.hardware.gpus import GpuSpec
 from weft.plan.device_map import Spread
 from weft.plan.quantization import check_planned_cuts
-from weft.planner.balance import load_of, spread
-from weft.planner.batch import shortest
+from weft.planner.balance import balance_layers, model_bytes
+from weft.planner.batch import with_smallest_budget
 from weft.planner.cost import Prediction, predict
-from weft.planner.cuts import Cut, Draft, drafts, rearranged
-from weft.planner.deployment import Layout, deploy
-from weft.planner.domains import alike, usable
-from weft.planner.footprint import Footprint, Holding, footprint
+from weft.planner.cuts import CandidateLayout, Cut, candidate_layouts, reordered_layouts
+from weft.planner.deployment import DeploymentLayout, deploy
+from weft.planner.domains import Device, same_gpu_type, usable_devices
+from weft.planner.footprint import EngineMemory, Footprint, footprint
+from weft.planner.note import Note, create_note
 from weft.planner.objections import objection
-from weft.planner.profiles import Constant, Profile, calibrated, profile
-from weft.planner.question import Question, Wish
-from weft.planner.ranking import Candidate, merit, ranked
-from weft.planner.stages import Seat, stage_layers
+from weft.planner.profiles import Constant, Profile, calibrated, load_profile
+from weft.planner.question import LayoutConstraints, Question
+from weft.planner.ranking import Candidate, rank_candidates, sort_key
+from weft.planner.stages import RankCapacity, stage_layers
 
-REARRANGED = 4  # candidates of which other orders of the stages are tried
+REORDERED = 4  # candidates of which other orders of the stages are tried
 DEPTHS = 6  # pipeline depths that are costed for one size of tensor parallelism: the shallowest that fit
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A cut that cannot be, and why, in numbers. `short_bytes` is what its fullest GPU lacks, 0 where it is not
-    for want of memory."""
+    """A cut that is not possible, with the reason. `short_bytes` is the memory that its fullest GPU lacks, 0 if the
+    reason is another one."""
 
     cut: Cut
-    reason: str
+    reason: Note
     short_bytes: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Candidates with the best first; none where nothing fits."""
+class SearchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The candidates that fit, the best first, and the cuts that were rejected."""
 
     question: Question
     candidates: tuple[Candidate, ...]
@@ -52,146 +52,157 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def obstacle(self) -> str:
-        """Why nothing fits, told of what comes closest."""
-        it = closest(self.rejected)
-        return f"{it.cut}: {it.reason}" if it else "no layout of these ranks is possible on so many GPUs"
+        """The reason for which nothing fits: that of the closest cut."""
+        miss = closest_miss(self.rejected)
+        return f"{miss.cut}: {miss.reason}" if miss else str(create_note("no_such_layout"))
 
 
-def closest(rejected: Sequence[Rejected]) -> Rejected | None:
-    """The one that lacks least, of those that lack memory if there are any."""
-    short = [it for it in rejected if it.short_bytes]
-    return min(short or rejected, key=lambda it: it.short_bytes, default=None)
+def closest_miss(rejected: Sequence[Rejected]) -> Rejected | None:
+    """The rejected cut that lacks the least memory; if none lacks memory, any one of them."""
+    short = [miss for miss in rejected if miss.short_bytes]
+    return min(short or rejected, key=lambda miss: miss.short_bytes, default=None)
 
 
-def search(question: Question) -> Answer:
+def search(question: Question) -> SearchResult:
     """Every candidate by the objective, the best first."""
-    found: dict[Cut, Candidate] = {}
-    drafted: dict[Cut, Draft] = {}
-    reasons: list[Rejected] = []
-    for fits in fitting(question, reasons):
+    best_by_cut: dict[Cut, Candidate] = {}
+    layout_by_cut: dict[Cut, CandidateLayout] = {}
+    misses: list[Rejected] = []
+    for fits in fitting_layouts(question, misses):
         for candidate in _candidates(question, fits):
-            known = found.get(fits.cut)
-            if known is None or merit(question, candidate) < merit(question, known):
-                found[fits.cut], drafted[fits.cut] = candidate, fits.draft
-    # Where stages run on different GPUs their order counts, which is tried for the best few only.
-    for known in sorted(found.values(), key=lambda candidate: merit(question, candidate))[:REARRANGED]:
-        for draft in rearranged(question, drafted[known.cut]):
-            other = _fitting(question, draft, [])
-            for candidate in _candidates(question, other) if other else ():
-                # As it was given, where another order gains nothing to speak of.
-                if merit(question, candidate)[0] < merit(question, found[known.cut])[0]:
-                    found[known.cut] = candidate
-    # A cut may be laid on the GPUs of a mixed cluster in several ways: it is rejected where none of them fits.
+            known = best_by_cut.get(fits.cut)
+            if known is None or sort_key(question, candidate) < sort_key(question, known):
+                best_by_cut[fits.cut], layout_by_cut[fits.cut] = candidate, fits.layout
+    _improve_by_order(question, best_by_cut, layout_by_cut)
+    # A cut may be placed on the GPUs of a mixed cluster in several ways: it is rejected if none of them fits.
     rejected: dict[Cut, Rejected] = {}
-    for reason in sorted(reasons, key=lambda it: it.short_bytes):
-        if reason.cut not in found:
-            rejected.setdefault(reason.cut, reason)
-    candidates = tuple(ranked(question, list(found.values())))
-    return Answer(question=question, candidates=candidates, rejected=tuple(rejected.values()))
+    for miss in sorted(misses, key=lambda miss: miss.short_bytes):
+        if miss.cut not in best_by_cut:
+            rejected.setdefault(miss.cut, miss)
+    candidates = tuple(rank_candidates(question, list(best_by_cut.values())))
+    return SearchResult(question=question, candidates=candidates, rejected=tuple(rejected.values()))
+
+
+def _improve_by_order(
+    question: Question, best_by_cut: dict[Cut, Candidate], layout_by_cut: dict[Cut, CandidateLayout]
+) -> None:
+    """Replace candidates by faster ones whose stages are in another order. It matters if stages run on different GPUs,
+    and is tried for the best few only."""
+    by_merit = sorted(best_by_cut.values(), key=lambda candidate: sort_key(question, candidate))
+    for known in by_merit[:REORDERED]:
+        for layout in reordered_layouts(question, layout_by_cut[known.cut]):
+            fits = _fitting(question, layout, [])
+            for candidate in _candidates(question, fits) if fits else ():
+                # The given order stays if another one gains next to nothing.
+                if sort_key(question, candidate)[0] < sort_key(question, best_by_cut[known.cut])[0]:
+                    best_by_cut[known.cut] = candidate
 
 
 class Fitting(msgspec.Struct, frozen=True):
-    """A draft, and the ways of dividing the model unevenly, or evenly, that fit."""
+    """A candidate layout, and the ways of dividing the model over it, unevenly or evenly, that fit."""
 
-    draft: Draft
-    layouts: tuple[tuple[Layout, Footprint], ...]
+    layout: CandidateLayout
+    divided: tuple[tuple[DeploymentLayout, Footprint], ...]
 
     @property
     def cut(self) -> Cut:
-        return self.draft.cut
+        return self.layout.cut
 
 
-def fitting(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
-    """Every cut that fits, in no order; those that do not are added to `rejected`."""
-    if question.wish.spread:
+def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fitting]:
+    """Every layout that fits, in no order; those that do not are added to `rejected`."""
+    strategy = question.constraints.device_map_strategy
+    if strategy:
         for precision in question.precisions:
-            yield from fitting(_spread_out(question, precision, question.wish.spread), rejected)
+            yield from fitting_layouts(_with_balanced_stages(question, precision, strategy), rejected)
         return
     depths: dict[tuple[str, int, bool], set[int]] = {}
-    for draft in drafts(question):
-        cut = draft.cut
+    for layout in candidate_layouts(question):
+        cut = layout.cut
         tried = depths.setdefault((cut.precision, cut.tensor_parallel, cut.expert_parallel > 1), set())
         if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
             continue
-        fits = _fitting(question, draft, rejected)
+        fits = _fitting(question, layout, rejected)
         if fits:
             tried.add(cut.pipeline_parallel)
             yield fits
 
 
-def _fitting(question: Question, draft: Draft, rejected: list[Rejected]) -> Fitting | None:
-    problem = objection(question, draft)
-    if problem:
-        rejected.append(Rejected(draft.cut, problem))
+def _fitting(question: Question, layout: CandidateLayout, rejected: list[Rejected]) -> Fitting | None:
+    reason = objection(question, layout)
+    if reason:
+        rejected.append(Rejected(layout.cut, reason))
         return None
     try:
-        layouts = [(layout, _footprint(question, layout)) for layout in _layouts(question, draft)]
+        divided = [(one, _footprint(question, one)) for one in _divisions(question, layout)]
     except PlanError as error:
-        rejected.append(Rejected(draft.cut, str(error)))
+        rejected.append(Rejected(layout.cut, create_note("not_possible", reason=str(error))))
         return None
-    fits = tuple((layout, memory) for layout, memory in layouts if memory.fits)
+    fits = tuple((one, memory) for one, memory in divided if memory.fits)
     if not fits:
-        rejected.append(_too_large(draft.cut, [memory for _, memory in layouts]))
+        rejected.append(_too_large(layout.cut, [memory for _, memory in divided]))
         return None
-    return Fitting(draft, fits)
+    return Fitting(layout, fits)
 
 
 def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
-    for layout, memory in fits.layouts:
+    for layout, memory in fits.divided:
         predicted = _predict(question, layout, memory)
         yield Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
 
 
 def engine_profile(question: Question) -> Profile:
-    """The engine's constants, with the limits that were asked for in the place of its own."""
-    cluster, asked = question.cluster, {}
-    found = calibrated(profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
+    """The engine's constants, with the limits that the question gives in place of the engine's own."""
+    cluster, given = question.cluster, {}
+    profile = calibrated(load_profile(question.engine, on_cpu=cluster.on_cpu), cluster.gpus)
     if question.gpu_memory_utilization is not None:
         share = Constant(question.gpu_memory_utilization, "--gpu-memory-utilization")
-        asked = {"utilization": share, "utilization_most": share}
+        given = {"utilization": share, "utilization_most": share}
     for name in ("max_num_seqs", "max_num_batched_tokens"):
-        if (most := getattr(question, name)) is not None:
-            asked[name] = Constant(most, f"--{name.replace('_', '-')}")
-            asked[name.replace("max", "small", 1)] = asked[name]  # whatever the memory
-    if "max_num_batched_tokens" in asked:
-        asked["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
-    return msgspec.structs.replace(found, speculation=question.speculation, **asked)
+        most = getattr(question, name)
+        if most is not None:
+            given[name] = Constant(most, f"--{name.replace('_', '-')}")
+            given[name.replace("max", "small", 1)] = given[name]  # on cards of any memory size
+    if "max_num_batched_tokens" in given:
+        given["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
+    return msgspec.structs.replace(profile, speculation=question.speculation, **given)
 
 
-def kv_dtype(question: Question, precision: str) -> str:
-    """What the cache is kept in: as asked, or what the engine takes beside these weights."""
+def kv_cache_dtype(question: Question, precision: str) -> str:
+    """The dtype of the KV cache: the question's, or the engine's own beside weights of this precision."""
     return question.kv_dtype or engine_profile(question).kv_dtype(precision)
 
 
-def _footprint(question: Question, layout: Layout) -> Footprint:
+def _footprint(question: Question, layout: DeploymentLayout) -> Footprint:
     return footprint(question.shape, layout, question.cluster, engine_profile(question), question.workload)
 
 
-def _predict(question: Question, layout: Layout, memory: Footprint) -> Prediction:
+def _predict(question: Question, layout: DeploymentLayout, memory: Footprint) -> Prediction:
     return predict(question.shape, layout, question.cluster, question.workload, engine_profile(question), memory)
 
 
-def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
-    """The question with the stages that a word of Transformers' comes to in this precision."""
-    shape, engine, dtype = question.shape, engine_profile(question), kv_dtype(question, precision)
-    holding = Holding(shape, canonical(precision), dtype, engine)
-    gpus, one = usable(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
+def _with_balanced_stages(question: Question, precision: str, strategy: Spread) -> Question:
+    """The question with the stages that Transformers' strategy gives for this precision."""
+    shape, engine, dtype = question.shape, engine_profile(question), kv_cache_dtype(question, precision)
+    memory_of = EngineMemory(shape, canonical(precision), dtype, engine)
+    gpus, one = usable_devices(question.cluster), msgspec.structs.replace(whole(shape), layers=Span(0, 1), stages=3)
 
-    def kept(gpu: GpuSpec, stage: int) -> int:
-        return holding.rank(msgspec.structs.replace(one, stage=stage), gpu, at_most=True).other_bytes
+    def engine_bytes(gpu: GpuSpec, stage: int) -> int:
+        return memory_of.rank(msgspec.structs.replace(one, stage=stage), gpu, at_most=True).other_bytes
 
-    load = load_of(
+    model = model_bytes(
         shape,
-        holding.precision,
+        memory_of.precision,
         dtype,
         question.workload.longest,
         window_cache=bool(engine.window_cache.value),
     )
-    load = msgspec.structs.replace(load, sampling=max(kept(it.gpu, 2) - kept(it.gpu, 1) for it in gpus))
+    sampling = max(engine_bytes(device.gpu, 2) - engine_bytes(device.gpu, 1) for device in gpus)
     most = engine.utilization_most.value
-    layers = spread(load, [it.gpu.takes(most) - kept(it.gpu, 1) for it in gpus], mode)
-    used = [(it.number, count) for it, count in zip(gpus, layers, strict=True) if count]
-    wish = Wish(
+    rooms = [device.gpu.usable_bytes(most) - engine_bytes(device.gpu, 1) for device in gpus]
+    layers = balance_layers(msgspec.structs.replace(model, sampling=sampling), rooms, strategy)
+    used = [(device.number, count) for device, count in zip(gpus, layers, strict=True) if count]
+    constraints = LayoutConstraints(
         tensor_parallel=1,
         pipeline_parallel=len(used),
         data_parallel=1,
@@ -199,133 +210,142 @@ def _spread_out(question: Question, precision: str, mode: Spread) -> Question:
         pipeline_split=tuple(count for _, count in used),
         devices=tuple(number for number, _ in used),
     )
-    return msgspec.structs.replace(question, precisions=(precision,), wish=wish)
+    return msgspec.structs.replace(question, precisions=(precision,), constraints=constraints)
 
 
-def _layouts(question: Question, draft: Draft) -> list[Layout]:
-    """The ways to divide the model over a draft's GPUs: as the user says, else evenly over equal ones, and over
-    different ones by their bandwidth and by their memory. Raises PlanError where there is none."""
-    found, problem = [], None
-    for weights in _tensor_weights(question, draft):
-        for layers in _stage_layers(question, draft, weights):
-            layout = _deployed(question, draft, weights, layers)
+def _divisions(question: Question, layout: CandidateLayout) -> list[DeploymentLayout]:
+    """The ways to divide the model over a candidate's GPUs: the user's; else evenly over equal GPUs, and over different
+    ones by their bandwidth and by their memory. Raises PlanError if there is none."""
+    divided, problem = [], None
+    for weights in _tensor_weights(question, layout):
+        for layers in _stage_layers(question, layout, weights):
+            one = _deployed(question, layout, weights, layers)
             try:
                 if question.engine == "weft":
-                    check_planned_cuts(question.shape, layout.places, layout.precision)
-                found.append(layout)
+                    check_planned_cuts(question.shape, one.places, one.precision)
+                divided.append(one)
             except PlanError as error:
                 problem = error
-    if problem is not None and not found:
+    if problem is not None and not divided:
         raise problem
-    return found
+    return divided
 
 
-def _deployed(question: Question, draft: Draft, weights: Sequence[float], layers: Sequence[int]) -> Layout:
-    cut = draft.cut
+def _deployed(
+    question: Question, layout: CandidateLayout, weights: Sequence[float], layers: Sequence[int]
+) -> DeploymentLayout:
+    cut = layout.cut
     return deploy(
         question.shape,
         tensor_weights=weights,
         stage_layers=layers,
-        gpus=draft.gpus,
+        gpus=layout.gpus,
         precision=cut.precision,
-        kv_dtype=kv_dtype(question, cut.precision),
+        kv_dtype=kv_cache_dtype(question, cut.precision),
         expert_parallel=cut.expert_parallel > 1,
     )
 
 
-def _tensor_weights(question: Question, draft: Draft) -> list[tuple[float, ...]]:
-    ranks = draft.cut.tensor_parallel
-    if question.wish.tensor_split:
-        return [question.wish.tensor_split]
+def _tensor_weights(question: Question, layout: CandidateLayout) -> list[tuple[float, ...]]:
+    ranks = layout.cut.tensor_parallel
+    if question.constraints.tensor_split:
+        return [question.constraints.tensor_split]
     even = (1.0,) * ranks
-    # A rank has one share in every stage and replica: what the poorest GPU of its position can take.
-    stages = [stage for replica in draft.replicas for stage in replica]
-    if all(map(alike, stages)):
+    # A rank has one share in every stage and replica: as much as the weakest GPU of its position can take.
+    stages = [stage for replica in layout.replicas for stage in replica]
+    if all(map(same_gpu_type, stages)):
         return [even]
-    bandwidth = tuple(min(stage[rank].gpu.bandwidth_Bps for stage in stages) for rank in range(ranks))
-    memory = tuple(float(min(stage[rank].gpu.takes(1.0) for stage in stages)) for rank in range(ranks))
-    found = [bandwidth, memory, even]
-    if any(device.gpu.limit_bytes is not None for stage in stages for device in stage):
-        # Of a small part of a GPU the engine's own takes much: what is left for the model.
-        own = _own_bytes(question, draft, even)
-        found.append(tuple(max(1.0, it - max(own[rank::ranks])) for rank, it in enumerate(memory)))
-    return list(dict.fromkeys(found))
+    gpus_of_rank = [[device.gpu for device in position] for position in zip(*stages, strict=True)]
+    bandwidth = tuple(min(gpu.bandwidth_Bps for gpu in gpus) for gpus in gpus_of_rank)
+    memory = tuple(float(min(gpu.usable_bytes(1.0) for gpu in gpus)) for gpus in gpus_of_rank)
+    choices = [bandwidth, memory, even]
+    if any(device.gpu.limit_bytes is not None for device in layout.devices):
+        # If only a small part of a GPU may be used, the engine takes much of it: divide what is left for the model.
+        own = _engine_bytes(question, layout, even)
+        choices.append(tuple(max(1.0, size - max(own[rank::ranks])) for rank, size in enumerate(memory)))
+    return list(dict.fromkeys(choices))
 
 
-def _stage_layers(question: Question, draft: Draft, weights: Sequence[float]) -> list[tuple[int, ...]]:
-    shape, cut, stages = question.shape, draft.cut, draft.cut.pipeline_parallel
-    if question.wish.pipeline_split:
-        return [question.wish.pipeline_split]
+def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[tuple[int, ...]]:
+    shape, cut, stages = question.shape, layout.cut, layout.cut.pipeline_parallel
+    if question.constraints.pipeline_split:
+        return [question.constraints.pipeline_split]
     if stages == 1:
         return [(shape.layers,)]
-    dtype, tokens = kv_dtype(question, cut.precision), question.workload.longest
+    dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
     group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
-    even = _even(shape.layers, stages)
-    kept = _own_bytes(question, draft, weights)
-    most, tensor = engine_profile(question).utilization_most.value, cut.tensor_parallel
-    # A stage has as many layers in every replica: what the poorest GPU of its position can take.
-    seats = []
-    for position, other in enumerate(kept):
-        stage, rank = divmod(position, tensor)
-        there = {id(gpu): gpu for gpu in (replica[stage][rank].gpu for replica in draft.replicas)}.values()
-        seats.append(
-            Seat(
-                min(gpu.takes(most) for gpu in there) - other,
-                min(gpu.bandwidth_Bps for gpu in there),
-            )
-        )
-    by_stage = [seats[start : start + tensor] for start in range(0, len(seats), tensor)]
-    held = engine_profile(question).held(canonical(cut.precision))
-    found = [
-        stage_layers(shape, held, dtype, tokens, weights, by_stage, expert_group=group, by_room=by_room)
+    capacities = _capacities(question, layout, weights)
+    held = engine_profile(question).held_precision(canonical(cut.precision))
+    choices = [
+        stage_layers(shape, held, dtype, tokens, weights, capacities, expert_group=group, by_room=by_room)
         for by_room in (False, True)
     ]
-    known = dict.fromkeys(layers for layers in found if layers is not None)
-    # Where nothing fits, the even split shows by how much.
-    return list(known) or [even]
+    known = dict.fromkeys(layers for layers in choices if layers is not None)
+    # If nothing fits, the even split shows by how much.
+    return list(known) or [_even(shape.layers, stages)]
 
 
-def _own_bytes(question: Question, draft: Draft, weights: Sequence[float]) -> list[int]:
-    """What an engine keeps of each GPU for itself, as is seen on one replica with even stages."""
-    cut = msgspec.structs.replace(draft.cut, data_parallel=1, expert_parallel=1)
-    layers = _even(question.shape.layers, cut.pipeline_parallel)
-    layout = _deployed(question, Draft(cut, draft.replicas[:1]), weights, layers)
-    engine = shortest(engine_profile(question))
-    return [
-        rank.other_bytes
-        for rank in footprint(question.shape, layout, question.cluster, engine, question.workload).ranks
+def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[list[RankCapacity]]:
+    """The capacity of each rank of each stage. A stage has equally many layers in every replica: as many as the weakest
+    GPU of its position can take."""
+    most, tensor = engine_profile(question).utilization_most.value, layout.cut.tensor_parallel
+
+    def capacity(devices: Sequence[Device], engine_bytes: int) -> RankCapacity:
+        gpus = {id(device.gpu): device.gpu for device in devices}.values()
+        return RankCapacity(
+            min(gpu.usable_bytes(most) for gpu in gpus) - engine_bytes, min(gpu.bandwidth_Bps for gpu in gpus)
+        )
+
+    ranks = [
+        capacity([replica[position // tensor][position % tensor] for replica in layout.replicas], engine_bytes)
+        for position, engine_bytes in enumerate(_engine_bytes(question, layout, weights))
     ]
+    return [ranks[start : start + tensor] for start in range(0, len(ranks), tensor)]
+
+
+def _engine_bytes(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[int]:
+    """Bytes of each rank's GPU that an engine takes for itself, as computed for one replica with even stages."""
+    cut = msgspec.structs.replace(layout.cut, data_parallel=1, expert_parallel=1)
+    layers = _even(question.shape.layers, cut.pipeline_parallel)
+    one = _deployed(question, CandidateLayout(cut, layout.replicas[:1]), weights, layers)
+    engine = with_smallest_budget(engine_profile(question))
+    memory = footprint(question.shape, one, question.cluster, engine, question.workload)
+    return [rank.other_bytes for rank in memory.ranks]
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    each, rest = divmod(layers, stages)
-    return tuple(each + (stage < rest) for stage in range(stages))
+    each, left_over = divmod(layers, stages)
+    return tuple(each + (stage < left_over) for stage in range(stages))
 
 
 def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
-    """Why a cut does not fit, told of the way of dividing it that comes closest."""
-    memory = max(tried, key=lambda it: it.ranks[it.fullest].kv_room_bytes)
-    gpus, rank = memory.layout.gpus, memory.ranks[memory.fullest]
-    number = gpus[memory.fullest]
-    on_it = [it for it, other in zip(memory.ranks, gpus, strict=True) if other == number]
-    replica = min(memory.replicas, key=lambda it: it.kv_tokens)
-    held, own = sum(it.weights.total for it in on_it), sum(it.other_bytes for it in on_it)
-    draft = " and its draft model" if any(it.draft_bytes for it in on_it) else ""
-    parts = f"{format_bytes(held)} of weights + {format_bytes(own)} for the engine{draft}"
-    where = " on one GPU" if cut.device == "GPU" else ""
-    limit = " (--max-memory)" if rank.limit_bytes == rank.usable_bytes else ""
-    have = f"{format_bytes(rank.usable_bytes)} of {format_bytes(rank.memory_bytes)}"
-    usable = f"the {rank.gpu} has {have} usable{limit}"
-    if cut.device == "CPU":
-        usable = f"{have} that are free beside the {rank.gpu} are usable{limit}"
-    room = sum(it.kv_room_bytes for it in on_it)
-    if room < 0:
-        told = f"needs {format_bytes(held + own)}{where} ({parts}); {usable}: {format_bytes(-room)} short"
-        return Rejected(cut, told, -room)
-    short = replica.length * sum(it.kv_bytes_per_token for it in on_it) - room
-    return Rejected(
-        cut,
-        f"{parts}{where} leave room for {replica.kv_tokens:,} tokens of context ({usable}); "
-        f"one request of {replica.length:,} needs {format_bytes(short)} more",
-        max(1, short),
+    """The memory that a cut lacks, in the way of dividing it that comes closest."""
+    memory = max(tried, key=lambda memory: memory.ranks[memory.fullest].kv_room_bytes)
+    gpus, fullest = memory.layout.gpus, memory.ranks[memory.fullest]
+    same_gpu = [rank for rank, gpu in zip(memory.ranks, gpus, strict=True) if gpu == gpus[memory.fullest]]
+    replica = min(memory.replicas, key=lambda replica: replica.kv_tokens)
+    room = sum(rank.kv_room_bytes for rank in same_gpu)
+    usable = create_note(
+        "usable_beside_cpu" if cut.device == "CPU" else "usable_of_gpu",
+        gpu=fullest.gpu,
+        usable_bytes=fullest.usable_bytes,
+        memory_bytes=fullest.memory_bytes,
+        limited=fullest.limit_bytes == fullest.usable_bytes,
     )
+    weight_bytes = sum(rank.weights.total for rank in same_gpu)
+    engine_bytes = sum(rank.other_bytes for rank in same_gpu)
+    parts = {
+        "weight_bytes": weight_bytes,
+        "engine_bytes": engine_bytes,
+        "draft": any(rank.draft_bytes for rank in same_gpu),
+        "per_gpu": cut.device == "GPU",
+        "usable": usable,
+    }
+    if room < 0:
+        need = weight_bytes + engine_bytes
+        return Rejected(cut, create_note("weights_too_large", need_bytes=need, short_bytes=-room, **parts), -room)
+    short = replica.length * sum(rank.kv_bytes_per_token for rank in same_gpu) - room
+    reason = create_note(
+        "context_too_small", kv_tokens=replica.kv_tokens, length=replica.length, short_bytes=short, **parts
+    )
+    return Rejected(cut, reason, max(1, short))

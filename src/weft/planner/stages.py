@@ -1,4 +1,4 @@
-"""Stages: how many layers each stage of a pipeline takes, on the GPUs that it is to run on."""
+"""Layers per pipeline stage on given GPUs, by their memory or their bandwidth."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import msgspec
 from weft.architectures.kv import kv_bytes
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import WeightBytes, alike, summed
-from weft.plan.places import column_unit, places
-from weft.planner.partition import Stage, partition
+from weft.formats.precision import WeightBytes, similar_layers, sum_by_kind
+from weft.plan.places import column_unit, cut_places
+from weft.planner.partition import StageBudget, partition_layers
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """One rank's GPU, as far as it matters here: bytes that weights and KV may take, and bytes read per second."""
+class RankCapacity(msgspec.Struct, frozen=True):
+    """One rank's GPU: bytes that weights and KV may take, and bytes read per second."""
 
     usable: float
     bandwidth: float
 
 
-def read_bytes(shape: ModelShape, held: WeightBytes) -> float:
-    """Bytes of weights that one token goes through: all but the table that it is looked up in, and of the experts
-    those that its router chooses. A tied head reads the table."""
+def read_bytes(shape: ModelShape, weights: WeightBytes) -> float:
+    """Bytes of weights that one token reads: all but the embedding table and the experts that its router does not
+    choose. A tied head reads the table."""
     chosen = shape.experts.top_k / shape.experts.count if shape.experts else 0.0
-    head = held.embedding if shape.tied and not held.head else held.head
-    return held.linear + held.others + held.expert * chosen + head
+    head = weights.embedding if shape.tied and not weights.head else weights.head
+    return weights.linear + weights.others + weights.expert * chosen + head
 
 
 def stage_layers(
@@ -36,48 +36,49 @@ def stage_layers(
     kv_dtype: str,
     tokens: int,
     tensor_weights: Sequence[float],
-    stages: Sequence[Sequence[Seat]],
+    stages: Sequence[Sequence[RankCapacity]],
     *,
     expert_group: tuple[int, int] | None = None,
     by_room: bool = False,
 ) -> tuple[int, ...] | None:
-    """Layers per stage so that every rank has the room for its weights and the KV of `tokens` tokens, and the
-    stage that takes longest for a token takes as little as can be; with `by_room` the stage that is fullest is
-    as little full as can be. None where there is not enough room, or fewer layers than stages. `precision` as
-    `canonical` or `as_held` of `formats.precision` gives it; `expert_group` is that of `plan.places`.
+    """Layers per stage so that every rank has room for its weights and the KV of `tokens` tokens.
+
+    The slowest stage takes as little time per token as possible; with `by_room` the fullest stage is as little full as
+    possible. None if there is not enough room, or if there are fewer layers than stages. `precision` is a result of
+    `canonical` or `as_held` of `formats.precision`; `expert_group` is that of `plan.places`.
     """
-    ranks = tuple(places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
+    ranks = tuple(cut_places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
-    # Of a stage its tightest and its slowest rank count. All are told in terms of the first rank's bytes.
+    # The tightest and the slowest rank of a stage count, in terms of the first rank's bytes.
     scale = [sum(sizes) / sum(other) for other, _ in by_rank]
-    ends = [_ends(shape, precision, rank) for rank in ranks]
-    found = []
-    for number, seats in enumerate(stages):
-        held = ends[0][0] * (number == 0) + ends[0][1] * (number == len(stages) - 1)
-        room = min(seat.usable * by for seat, by in zip(seats, scale, strict=True))
-        speed = min(seat.bandwidth * by for seat, by in zip(seats, scale, strict=True))
+    embedding, head = _ends(shape, precision, ranks[0])
+    budgets = []
+    for number, capacities in enumerate(stages):
+        last = number == len(stages) - 1
+        held = embedding * (number == 0) + head * last
+        room = min(capacity.usable * by for capacity, by in zip(capacities, scale, strict=True))
+        speed = min(capacity.bandwidth * by for capacity, by in zip(capacities, scale, strict=True))
         if by_room:
-            found.append(Stage(speed=max(room, 1.0), room=room, work=held, size=held))
+            budgets.append(StageBudget(speed=max(room, 1.0), room=room, work=held, size=held))
         else:
-            read = ends[0][1] if number == len(stages) - 1 else 0.0
-            found.append(Stage(speed=speed, room=room, work=read, size=held))
-    return partition(sizes if by_room else work, sizes, found)
+            budgets.append(StageBudget(speed=speed, room=room, work=head if last else 0.0, size=held))
+    return partition_layers(sizes if by_room else work, sizes, budgets)
 
 
 @lru_cache(maxsize=1024)
 def _layers(
     shape: ModelShape, precision: str, kv_dtype: str, tokens: int, rank: Place
 ) -> tuple[list[float], list[float]]:
-    """Of each layer on a rank: the bytes that it takes, and those of its weights that a token goes through."""
+    """Per layer on a rank: the bytes that it takes, and the bytes of its weights that a token reads."""
     sizes, work = [], []
     known: dict[object, tuple[float, float]] = {}
     for layer in range(shape.layers):
-        kind = alike(shape, precision)[layer], shape.window(layer)
+        kind = similar_layers(shape, precision)[layer], shape.window(layer)
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
-            held = summed(shape, precision, place)
-            known[kind] = held.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, held)
+            weights = sum_by_kind(shape, precision, place)
+            known[kind] = weights.total + kv_bytes(shape, tokens, kv_dtype, place), read_bytes(shape, weights)
         size, read = known[kind]
         sizes.append(size)
         work.append(read)
@@ -90,4 +91,4 @@ def _ends(shape: ModelShape, precision: str, rank: Place) -> tuple[float, float]
     nothing = Span(0, 0)
     first = msgspec.structs.replace(rank, layers=nothing, stage=0, stages=2)
     last = msgspec.structs.replace(rank, layers=nothing, stage=1, stages=2)
-    return summed(shape, precision, first).total, summed(shape, precision, last).total
+    return sum_by_kind(shape, precision, first).total, sum_by_kind(shape, precision, last).total

@@ -1,4 +1,4 @@
-"""A plan as rows, one per rank: what `weft run --json` prints and what the demo's table shows."""
+"""A plan as rows, one per rank: for `weft run --json` and the demo's table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 from weft.plan.plan import Plan
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share. `first_layer` and `last_layer` are its layers' numbers, both included; the other
-    counts are heads, columns, rows; `kv_token_bytes` is what a token takes in its KV cache."""
+class RankRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's share. `first_layer` and `last_layer` are the numbers of its layers, both included; the other
+    counts are heads, columns, rows. `kv_token_bytes` are the bytes of one token in its KV cache."""
 
     rank: int
     stage: int
@@ -26,10 +26,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int
 
 
-def rows(plan: Plan) -> list[Row]:
+def rank_rows(plan: Plan) -> list[RankRow]:
     """One row per rank, in rank order."""
     return [
-        Row(
+        RankRow(
             rank=place.rank,
             stage=place.stage,
             device=device,
@@ -47,7 +47,7 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
-    """The layout as JSON has it: counts per rank; `kv_bytes` is the size of the rank's whole KV cache."""
+    """JSON of the layout: counts per rank. `kv_bytes` is the size of the rank's KV cache of `num_blocks` blocks."""
     return [
         {
             "rank": row.rank,
@@ -58,5 +58,5 @@ def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
             "weight_bytes": row.weight_bytes,
             "kv_bytes": row.kv_token_bytes * plan.block_size * num_blocks,
         }
-        for row in rows(plan)
+        for row in rank_rows(plan)
     ]

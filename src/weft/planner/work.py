@@ -1,4 +1,4 @@
-"""Work: what one rank of a layout streams and multiplies for a token, summed once per model, precision and cut."""
+"""RankWork: bytes that one rank streams and numbers that it multiplies per token, summed once per model and cut."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 from weft.architectures.axes import owned
 from weft.architectures.kv import layer_bytes_per_token
-from weft.architectures.parameters import Parameter, parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.formats.precision import OTHERS, alike, parameter_bytes
+from weft.formats.precision import OTHERS, parameter_bytes, similar_layers
 
 
-class Product(msgspec.Struct, frozen=True):
-    """A matrix that every token is multiplied with: its numbers, its bytes, and whether it is stored in 16 bits
-    (or more) where the model's precision has fewer."""
+class MatrixProduct(msgspec.Struct, frozen=True):
+    """A matrix that every token is multiplied with: its count of numbers and its bytes. `wide` is true if the matrix is
+    stored in 16 bits or more although the model's precision has fewer."""
 
     numbers: int
     nbytes: int
@@ -25,13 +25,13 @@ class Product(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> float:
-        """Of a number, with its part of what it shares with others."""
+        """Bits per number, with the number's part of its group's scale."""
         return 8 * self.nbytes / max(1, self.numbers)
 
 
 class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen for each token; numbers and
-    bytes are one expert's, as far as the rank holds it."""
+    """The routed experts of a layer: `held` of `count` on this rank, `top_k` chosen per token. `numbers` and `nbytes`
+    are those of one expert, as far as the rank holds it."""
 
     held: int
     count: int
@@ -40,9 +40,9 @@ class ExpertWork(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: float
 
 
-class Attention(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer's attention on this rank. A cached token has `cache_bytes`; `decode_flops` are those of a new token
-    for each token of its context, `prefill_flops` those for each pair of tokens of a prompt."""
+class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer's attention on this rank. `cache_bytes` are the bytes of one cached token, `decode_flops` the operations
+    of a new token per token of its context, `prefill_flops` the operations per pair of tokens of a prompt."""
 
     cache_bytes: int
     decode_flops: float
@@ -51,58 +51,62 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` layers that are alike."""
+    """`count` layers that do equal work."""
 
     count: int
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     experts: ExpertWork | None
-    attention: Attention
+    attention: AttentionWork
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a rank does for a token."""
+class RankWork(msgspec.Struct, frozen=True, kw_only=True):
+    """All work of a rank per token: its layers, grouped by equal work, and the head if the rank has one."""
 
     hidden: int
     layers: tuple[LayerWork, ...]
-    head: Product | None
+    head: MatrixProduct | None
 
 
 @lru_cache(maxsize=8192)
-def work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> Work:
-    """Work of one rank; `precision` is a result of `canonical` or `as_held` of `formats.precision`. Equal shares give
-    the same object."""
-    # What counts is how much a rank holds, not which: ranks of a stage, and stages, do equal work.
+def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> RankWork:
+    """The work of one rank. Equal shares give the same object.
+
+    `precision` is a result of `canonical` or `as_held` of `formats.precision`.
+    """
+    # Only the size of a rank's share counts, not its position: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(place, rank=0, tp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans)
-    return _work(shape, precision, kv_dtype, share, kinds(shape, precision, place.layers))
+    return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
 
-Kind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
+LayerKind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
 
 
 @lru_cache(maxsize=8192)
-def kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[Kind, int], ...]:
-    """How many of these layers there are of each kind."""
-    found: Counter[Kind] = Counter()
+def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[LayerKind, int], ...]:
+    """(kind, number of layers of that kind) for the given layers."""
+    counts: Counter[LayerKind] = Counter()
     for layer in range(layers.start, layers.stop):
-        found[shape.has_experts(layer), shape.window(layer), alike(shape, precision)[layer]] += 1
-    return tuple(found.items())
+        counts[shape.has_experts(layer), shape.window(layer), similar_layers(shape, precision)[layer]] += 1
+    return tuple(counts.items())
 
 
 @lru_cache(maxsize=8192)
-def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: tuple[tuple[Kind, int], ...]) -> Work:
+def _work(
+    shape: ModelShape, precision: str, kv_dtype: str, share: Place, kinds: tuple[tuple[LayerKind, int], ...]
+) -> RankWork:
     layers: dict[LayerWork, int] = {}
-    for (has_experts, window, layer), count in held:
+    for (has_experts, window, layer), count in kinds:
         products, experts = _layer(shape, precision, share, has_experts, layer)
         attention = _attention(shape, kv_dtype, share, window)
-        alike = LayerWork(count=0, products=products, experts=experts, attention=attention)
-        layers[alike] = layers.get(alike, 0) + count
-    head = next(it for it in parameters(shape) if it.role == "head")
-    return Work(
+        one = LayerWork(count=0, products=products, experts=experts, attention=attention)
+        layers[one] = layers.get(one, 0) + count
+    head = next(parameter for parameter in model_parameters(shape) if parameter.role == "head")
+    return RankWork(
         hidden=shape.hidden,
-        layers=tuple(msgspec.structs.replace(alike, count=count) for alike, count in layers.items()),
+        layers=tuple(msgspec.structs.replace(one, count=count) for one, count in layers.items()),
         head=_product(shape, precision, share, head, 0) if share.last else None,
     )
 
@@ -110,12 +114,11 @@ def _work(shape: ModelShape, precision: str, kv_dtype: str, share: Place, held: 
 @lru_cache(maxsize=8192)
 def _layer(
     shape: ModelShape, precision: str, place: Place, has_experts: bool, layer: int
-) -> tuple[tuple[Product, ...], ExpertWork | None]:
+) -> tuple[tuple[MatrixProduct, ...], ExpertWork | None]:
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
-    for parameter in parameters(shape):
-        absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
-        if parameter.where != "layer" or absent or parameter.parts[0].cols is None:
+    for parameter in model_parameters(shape):
+        if not _is_layer_matrix(parameter, has_experts):
             continue
         product = _product(shape, precision, place, parameter, layer)
         if parameter.role == "expert":
@@ -125,20 +128,26 @@ def _layer(
     if not has_experts or shape.experts is None:
         return tuple(products), None
     held = max(1, len(place.experts))
-    of, top_k = shape.experts.count, shape.experts.top_k
-    return tuple(products), ExpertWork(held=held, count=of, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
+    total, top_k = shape.experts.count, shape.experts.top_k
+    return tuple(products), ExpertWork(held=held, count=total, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
 
 
-def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> Product:
+def _is_layer_matrix(parameter: Parameter, has_experts: bool) -> bool:
+    """Return True for a matrix that a layer with (or without) experts has."""
+    absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
+    return parameter.where == "layer" and not absent and parameter.parts[0].cols is not None
+
+
+def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> MatrixProduct:
     rows = sum(len(owned(shape, place, part.rows)) for part in parameter.parts)
     cols = parameter.parts[0].cols
     assert cols is not None
     numbers = rows * len(owned(shape, place, cols))
     size = parameter_bytes(shape, precision, place, parameter, layer)
-    return Product(numbers, size, precision not in OTHERS and size >= 2 * numbers)
+    return MatrixProduct(numbers, size, precision not in OTHERS and size >= 2 * numbers)
 
 
-def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> Attention:
+def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
     heads = len(place.q_heads)
     if shape.mla:
         # Decode works on the cached vectors themselves, with the up-projections moved to the query and the output.
@@ -148,7 +157,7 @@ def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | Non
     else:
         key = value = shape.head_dim
         prompt = key + value
-    return Attention(
+    return AttentionWork(
         cache_bytes=layer_bytes_per_token(shape, kv_dtype, place),
         decode_flops=2.0 * heads * (key + value),
         prefill_flops=2.0 * heads * prompt,

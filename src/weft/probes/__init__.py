@@ -1,1 +1,1 @@
-"""Measurements of this machine: memory, links, kernels, and the figures kept from them."""
+"""Measurements of this machine: memory, links, kernels, the engine, and the figures stored from them."""

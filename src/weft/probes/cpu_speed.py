@@ -1,7 +1,7 @@
-"""How fast a CPU reads memory and multiplies matrices: `python -m weft.probes.cpu_speed CORES BYTES [LIBRARY]`.
+"""Measurement of a CPU's memory bandwidth and FLOPS: `python -m weft.probes.cpu_speed CORES BYTES [LIBRARY]`.
 
-It prints a `CpuSpeed` as JSON, in less than a second; with the engine's own kernels in it where their library is named.
-A process of its own: its memory is given back, and how many threads the matrix library takes is nobody else's business.
+It prints a `CpuSpeed` as JSON within a second; with LIBRARY, the compiled kernels, their speeds too. It runs in a
+process of its own, so that its memory is freed and its number of threads affects nothing else.
 """
 
 from __future__ import annotations
@@ -21,52 +21,56 @@ from weft.hardware import cpu
 from weft.hardware.cpu import CpuSpeed
 from weft.probes import kernel_speed
 
-PASSES_S = 0.15  # of each kind; the best pass counts, others may have been disturbed
-DISTURBED = 0.1  # of the cores' time, that others took
+PASSES_S = 0.15  # of each kind; the best pass counts, since others may have been disturbed
+DISTURBED = 0.1  # share of the cores' time taken by other processes, above which the machine counts as busy
 ORDER = 512  # of the square matrices: three of them stay in a core's cache
 
 
-def measure(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
-    """One thread on each of the `cores`, reading `size` bytes together."""
-    whole = memory(size)
+def measure_cores(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
+    """Measure with one thread on each of `cores`, which together read `size` bytes."""
+    whole = anonymous_pages(size)
     parts = np.array_split(whole, len(cores))
     with ThreadPoolExecutor(len(cores)) as pool:
-        crew = Crew(pool, cores)
+        threads = PinnedThreads(pool, cores)
         squares: list[np.ndarray] = [np.empty(0)] * len(cores)
 
         def fill(number: int) -> None:
-            # Touched by the thread that reads them the pages are near its core, and not all one page of zeros.
+            # Pages that the reading thread touches first lie near its core, and are not all one page of zeros.
             parts[number].fill(kernel_speed.SOME * 0x01010101)
             squares[number] = np.full((ORDER, ORDER), 0.5, np.float32)
 
-        # Comparing whole numbers is the reduction that numpy does in as few cycles as loads take.
-        crew.run(fill)
-        reading = crew.best(lambda number: parts[number].max())
-        multiplying = crew.best(lambda number: squares[number] @ squares[number])
+        threads.time_once(fill)
+        # The maximum of integers is a reduction for which numpy needs no more cycles than the loads take.
+        reading_s = threads.best_time(lambda number: parts[number].max())
+        multiplying_s = threads.best_time(lambda number: squares[number] @ squares[number])
     kernels = kernel_speed.measure(library, cores, whole.view(np.uint8)) if library else None
-    return CpuSpeed(whole.nbytes / reading, len(cores) * 2 * ORDER**3 / multiplying, kernels=kernels)
+    return CpuSpeed(whole.nbytes / reading_s, len(cores) * 2 * ORDER**3 / multiplying_s, kernels=kernels)
 
 
-def watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
-    """The same, and whether others have computed on these cores meanwhile."""
-    begin, before, own = time.perf_counter(), cpu.worked_s(cores), time.process_time()
-    found = measure(cores, size, library)
-    took, after, own = time.perf_counter() - begin, cpu.worked_s(cores), time.process_time() - own
-    others = cpu.load() if before is None or after is None else (after - before - own) / (took * len(cores))
-    return msgspec.structs.replace(found, busy=others > DISTURBED)
+def measure_watched(cores: Sequence[int], size: int, library: str | None = None) -> CpuSpeed:
+    """Measure as `measure_cores`, and record in `busy` if other processes computed on these cores meanwhile."""
+    begin, before, own_before = time.perf_counter(), cpu.busy_seconds(cores), time.process_time()
+    speed = measure_cores(cores, size, library)
+    seconds, after = time.perf_counter() - begin, cpu.busy_seconds(cores)
+    own = time.process_time() - own_before
+    if before is None or after is None:
+        others = cpu.load_average()
+    else:
+        others = (after - before - own) / (seconds * len(cores))
+    return msgspec.structs.replace(speed, busy=others > DISTURBED)
 
 
-class Crew:
-    """Threads that begin together, each on a core of its own."""
+class PinnedThreads:
+    """Threads that begin together, each pinned to a core of its own."""
 
     def __init__(self, pool: ThreadPoolExecutor, cores: Sequence[int]) -> None:
         self.pool, self.cores = pool, cores
         self.barrier = Barrier(len(cores))
 
-    def run(self, work: Callable[[int], object]) -> float:
-        """Seconds from the first thread's begin to the last one's end. `work` is told its thread's number."""
+    def time_once(self, work: Callable[[int], object]) -> float:
+        """Run `work(number)` on each thread; return seconds from the first begin to the last end."""
 
-        def one(number: int) -> tuple[float, float]:
+        def run_thread(number: int) -> tuple[float, float]:
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, {self.cores[number]})
             self.barrier.wait()
@@ -74,19 +78,20 @@ class Crew:
             work(number)
             return begin, time.perf_counter()
 
-        times = list(self.pool.map(one, range(len(self.cores))))
+        times = list(self.pool.map(run_thread, range(len(self.cores))))
         return max(end for _, end in times) - min(begin for begin, _ in times)
 
-    def best(self, work: Callable[[int], object]) -> float:
-        """The shortest of as many runs as there is time for, and of three at least."""
-        deadline, found = time.perf_counter() + PASSES_S, [self.run(work) for _ in range(3)]
+    def best_time(self, work: Callable[[int], object]) -> float:
+        """Shortest seconds over three runs or more, as many as fit into PASSES_S."""
+        deadline = time.perf_counter() + PASSES_S
+        times = [self.time_once(work) for _ in range(3)]
         while time.perf_counter() < deadline:
-            found.append(self.run(work))
-        return min(found)
+            times.append(self.time_once(work))
+        return min(times)
 
 
-def memory(size: int) -> np.ndarray:
-    """Pages of our own, large ones where there are any."""
+def anonymous_pages(size: int) -> np.ndarray:
+    """Array of int32 over new anonymous pages of `size` bytes, huge pages if the system has them."""
     pages = mmap.mmap(-1, max(1, size // mmap.PAGESIZE) * mmap.PAGESIZE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -95,5 +100,5 @@ def memory(size: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    speed = watched([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]), *sys.argv[3:])
+    speed = measure_watched([int(core) for core in sys.argv[1].split(",")], int(sys.argv[2]), *sys.argv[3:])
     sys.stdout.buffer.write(msgspec.json.encode(speed))

@@ -1,4 +1,4 @@
-"""The fingerprint of a machine: what was measured on it holds as long as this stays the same."""
+"""Fingerprint of a machine: its measurements are valid as long as the fingerprint stays the same."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import msgspec
 from weft.hardware.host import Host
 
 
-def fingerprint(host: Host, *more: object) -> str:
-    """Sixteen hexadecimal digits of the host's name, its CPU and the number of cores that compute, its GPUs and
-    their driver, and whatever else (`more`) a measurement depends on, such as its own version."""
+def fingerprint(host: Host, *versions: object) -> str:
+    """Sixteen hexadecimal digits of the host's name, CPU, number of cores that compute, GPUs and driver.
+
+    `versions` are other things that a measurement depends on, such as its own version.
+    """
     cpu = host.cpu
-    told = [
+    parts = [
         host.hostname,
         cpu and [cpu.model, cpu.sockets, cpu.threads, cpu.features],
-        len(host.computing),
+        len(host.compute_cores),
         host.driver,
         [[gpu.uuid, gpu.name, gpu.total_bytes] for gpu in host.gpus],
-        [str(it) for it in more],
+        [str(version) for version in versions],
     ]
-    return hashlib.sha256(msgspec.json.encode(told)).hexdigest()[:16]
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]

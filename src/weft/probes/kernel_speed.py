@@ -1,7 +1,7 @@
-"""How fast the engine's own kernels are on this machine's cores: the library is called as the ranks call it.
+"""Speed of Weft's own kernels on this machine's cores; the library is called as the ranks call it.
 
-What decode and prefill consist of, each by itself: products with weights of 16, 8 and 4 bits that come from memory, for
-a few tokens and for many, attention over a cache and over a prompt, and what is done to rows in between.
+The parts of decode and prefill are measured one by one: products with weights of 16, 8 and 4 bits that come from
+memory, for a few tokens and for many, attention over a cache and over a prompt, and the operations on rows in between.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from weft.native import library
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 
-ROUNDS_S = 0.4  # of all measurements in turn: the best of each counts, others may have been disturbed
+ROUNDS_S = 0.4  # for all measurements in turn: the best of each counts, since others may have been disturbed
 COLS = 2048
-OWN_ROWS = 1024  # of a matrix for many tokens, for each core
+OWN_ROWS = 1024  # rows per core of the matrix for many tokens
 MANY = 128  # tokens
-# Attention of 4 heads for keys and values, each with 2 of queries: READING sequences whose caches are CACHED bytes in
-# all, and one prompt.
+# Attention of 4 KV heads with 2 query heads each: READING sequences whose caches have CACHED bytes in all, and one
+# prompt of PROMPT tokens.
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8, 4, 64, 16
 READING, PROMPT = 8, 1024
 CACHED = 64 << 20
-SOME = 0x3C  # a byte: twice it is 0.0115 in bfloat16, and 1.06 in float16
+SOME = 0x3C  # a byte; two of them are 0.0115 in bfloat16 and 1.06 in float16
 
 Run = Callable[[], object]
 
 
 class Kernels:
-    """The library's entries that are measured. `memory` is what weights and caches lie in, whatever its numbers."""
+    """The measured entries of the library. Weights and caches lie in `memory`; their values do not matter."""
 
     def __init__(self, path: str, threads: int, memory: np.ndarray) -> None:
         self._entries = Entries(library.open_library(Path(path)), library.DEFAULT_DTYPE, lambda: threads)
         self.memory = memory
 
     def product(self, scheme: Scheme | None, rows: int, tokens: int) -> Run:
-        """`tokens` times a matrix [rows, COLS] at the memory's begin."""
+        """Multiply `tokens` tokens with a matrix [rows, COLS] at the beginning of the memory."""
         at, numbers = self.memory.ctypes.data, rows * COLS
         matrix = MatrixDescriptor(rows=rows, cols=COLS, data=at)
         if scheme:
@@ -55,7 +55,7 @@ class Kernels:
         return lambda: self._entries.product(byref(matrix), x.ctypes.data, tokens, out.ctypes.data)
 
     def attention(self, rows: int, length: int, tokens: int) -> Run:
-        """The last `tokens` of so many sequences of a `length`, a multiple of BLOCK, whose caches lie side by side."""
+        """Attention of the last `tokens` of `rows` sequences of `length` tokens (a multiple of BLOCK), side by side."""
         q, out = (filled(rows * tokens, Q_HEADS * HEAD_DIM) for _ in range(2))
         starts = np.arange(rows + 1, dtype=np.int32) * np.int32(tokens)
         context = np.full(rows, length, np.int32)
@@ -65,26 +65,29 @@ class Kernels:
         sizes = length // BLOCK, rows, BLOCK, Q_HEADS, KV_HEADS, HEAD_DIM, 0
 
         def run() -> object:
-            arrays = (it.ctypes.data for it in (out, starts, context, tables))
+            arrays = (array.ctypes.data for array in (out, starts, context, tables))
             return self._entries.attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5)
 
         return run
 
     def silu_mul(self, rows: int) -> Run:
-        """Of [rows, 2 * COLS]."""
+        """SiLU and multiplication of an array [rows, 2 * COLS]."""
         gate_up, out = filled(rows, 2 * COLS), filled(rows, COLS)
         return lambda: self._entries.silu_mul(gate_up.ctypes.data, out.ctypes.data, rows, COLS)
 
 
 def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:
-    """Of the library at `path`, one thread for each of the `cores`, with a `memory` of bytes that no cache holds and
-    that are SOME. Raises OSError or AttributeError for another library."""
+    """Measure the library at `path` with one thread for each of `cores`.
+
+    `memory` is an array of bytes of the value SOME, larger than the caches. Raises OSError or AttributeError for a
+    library of another kind.
+    """
     kernels = Kernels(path, len(cores), memory)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))
 
     def rows_of(scheme: Scheme | None, tokens: int) -> int:
-        # The more tokens, the fewer weights tell what a token takes.
+        # The more tokens, the fewer weights suffice to measure the time of a token.
         return int(memory.nbytes / tokens**0.5 / bytes_of(scheme) / COLS) // PANEL * PANEL
 
     rows = [[rows_of(scheme, tokens) for tokens in TOKENS] for scheme in HELD]
@@ -92,18 +95,18 @@ def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:
     length = min(memory.nbytes, CACHED) // (4 * KV_HEADS * HEAD_DIM * READING) // BLOCK * BLOCK
     runs = [kernels.attention(READING, length, 1), kernels.attention(1, PROMPT, PROMPT), kernels.silu_mul(MANY)]
     for scheme, counts in zip(HELD, rows, strict=True):
-        runs += [kernels.product(scheme, *it) for it in zip(counts, TOKENS, strict=True)]
+        runs += [kernels.product(scheme, *sizes) for sizes in zip(counts, TOKENS, strict=True)]
         runs.append(kernels.product(scheme, own, MANY))
     reading, prompt, between, *times = best(runs)
     products = []
     for scheme, counts in zip(HELD, rows, strict=True):
         *few, many = (times.pop(0) for _ in range(len(TOKENS) + 1))
-        # More tokens never take less.
+        # More tokens never take less time.
         seconds = accumulate((time / (count * COLS) for time, count in zip(few, counts, strict=True)), max)
         products.append(
             ProductSpeed(
                 bits=scheme.bits if scheme else 16,
-                weights_Bps=tuple(bytes_of(scheme) / it for it in seconds),
+                weights_Bps=tuple(bytes_of(scheme) / time for time in seconds),
                 matmul_flops=2 * own * COLS * MANY / many,
             )
         )
@@ -116,18 +119,18 @@ def measure(path: str, cores: Sequence[int], memory: np.ndarray) -> KernelSpeed:
 
 
 def filled(rows: int, cols: int) -> np.ndarray:
-    """Activations [rows, cols], in bfloat16."""
+    """Activations [rows, cols] in bfloat16."""
     return np.full((rows, cols), SOME * 0x101, np.uint16)
 
 
 def best(runs: Sequence[Run]) -> list[float]:
-    """The shortest time of each, in seconds: they take turns, twice at least, the first one to warm up."""
-    deadline, found = time.perf_counter() + ROUNDS_S, [float("inf")] * len(runs)
+    """Shortest seconds of each run. The runs take turns, at least two; the first turn warms up."""
+    deadline, shortest = time.perf_counter() + ROUNDS_S, [float("inf")] * len(runs)
     for turn in count():
         if turn > 1 and time.perf_counter() > deadline:
             break
         for number, run in enumerate(runs):
             begin = time.perf_counter()
             run()
-            found[number] = min(found[number], time.perf_counter() - begin)
-    return found
+            shortest[number] = min(shortest[number], time.perf_counter() - begin)
+    return shortest

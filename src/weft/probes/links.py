@@ -1,5 +1,7 @@
-"""Links: whether the GPUs of this machine reach each other as their driver says, and how fast; in a child, for a link
-that is broken may hang whoever uses it."""
+"""Measurement of the links between this machine's GPUs: correctness and speed of copies.
+
+A child process measures, because a broken link may hang the process that uses it.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,27 @@ from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
 logger = logging.getLogger("weft")
 
 EXAMINER = "weft.probes.on_gpu.examiner"
-START_S = 90.0  # to import torch and make a CUDA context
+START_S = 90.0  # to import torch and create a CUDA context
 TASK_S = 15.0  # for one GPU, or one pair
-MOST_FAULTS = 4  # hung or died; what is left then stays unknown
+MOST_FAULTS = 4  # children that hang or die; the remaining tasks then stay unmeasured
 
-Task = tuple[int, ...]  # one GPU, or two, by their index
+Task = tuple[int, ...]  # one GPU or two, by their index
 
 
 class Examine(msgspec.Struct, frozen=True, tag=True):
-    """To the child: what to measure, one after the other."""
+    """To the child: the tasks to measure, one after the other."""
 
     tasks: tuple[Task, ...]
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
-    """The child goes on to this task."""
+    """From the child: this task begins."""
 
     task: Task
 
 
 class GpuResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Bytes per second, as in `GpuSpeed`."""
+    """From the child: bytes per second, as in `GpuSpeed`."""
 
     index: int
     copy_Bps: float
@@ -52,7 +54,7 @@ class GpuResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class PairResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """As in `PairSpeed`; `detail` is empty where it works."""
+    """From the child: a pair of GPUs, as in `PairSpeed`; `detail` is empty if copies work."""
 
     first: int
     second: int
@@ -62,7 +64,7 @@ class PairResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """The child's last word: what went wrong, "" where all is done. After an error of CUDA nothing works there."""
+    """The child's last message: the error, "" if all is done. After an error of CUDA nothing works in that process."""
 
     reason: str
 
@@ -70,72 +72,87 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 FromExaminer = Begun | GpuResult | PairResult | Ended
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """How a task ended a child: `task` None where it did not even begin."""
+class ProbeFault(msgspec.Struct, frozen=True):
+    """End of a child before its work was done; `task` is None if no task had begun."""
 
     task: Task | None
     verdict: Verdict
     reason: str
 
 
-def measure(
+def measure_links(
     host: Host, examiner: str = EXAMINER, start_s: float = START_S, task_s: float = TASK_S
 ) -> tuple[tuple[GpuSpeed, ...], tuple[PairSpeed, ...]]:
-    """Every GPU, and every two, but for what faults prevent. Raises ConfigError where no measurement can even begin."""
-    uuids = [gpu.uuid for gpu in host.gpus]
-    numbers = [gpu.index for gpu in host.gpus]
-    left: list[Task] = [(number,) for number in numbers] + list(combinations(numbers, 2))
-    gpus: list[GpuSpeed] = []
-    pairs: list[PairSpeed] = []
+    """Measure every GPU and every two, except those that faults prevent. Raises ConfigError if none can begin."""
+    measurement = _Measurement(host)
     for _ in range(MOST_FAULTS):
         fault = None
-        for news in _examined(left, examiner, start_s, task_s):
-            match news:
-                case GpuResult(index=index):
-                    left.remove((index,))
-                    gpus.append(
-                        GpuSpeed(
-                            gpu=uuids[index],
-                            copy_Bps=news.copy_Bps,
-                            from_host_Bps=news.from_host_Bps,
-                            to_host_Bps=news.to_host_Bps,
-                        )
-                    )
-                case PairResult(first=first, second=second, detail=detail):
-                    left.remove((first, second))
-                    verdict: Verdict = "broken" if detail else "works"
-                    pairs.append(_pair(uuids, (first, second), verdict, detail, news.peer, news.Bps))
-                case Fault():
-                    fault = news
+        for result in _examine(measurement.remaining, examiner, start_s, task_s):
+            match result:
+                case GpuResult():
+                    measurement.add_gpu(result)
+                case PairResult():
+                    measurement.add_pair(result)
+                case ProbeFault():
+                    fault = result
         if fault is None:
             break
+        measurement.add_fault(fault)
+    return tuple(measurement.gpus), tuple(measurement.pairs)
+
+
+class _Measurement:
+    """Results so far, and the tasks that remain."""
+
+    def __init__(self, host: Host) -> None:
+        self.hostname = host.hostname
+        self.uuids = [gpu.uuid for gpu in host.gpus]
+        numbers = [gpu.index for gpu in host.gpus]
+        self.remaining: list[Task] = [(number,) for number in numbers] + list(combinations(numbers, 2))
+        self.gpus: list[GpuSpeed] = []
+        self.pairs: list[PairSpeed] = []
+
+    def add_gpu(self, result: GpuResult) -> None:
+        self.remaining.remove((result.index,))
+        self.gpus.append(
+            GpuSpeed(
+                gpu=self.uuids[result.index],
+                copy_Bps=result.copy_Bps,
+                from_host_Bps=result.from_host_Bps,
+                to_host_Bps=result.to_host_Bps,
+            )
+        )
+
+    def add_pair(self, result: PairResult) -> None:
+        task = (result.first, result.second)
+        self.remaining.remove(task)
+        verdict: Verdict = "broken" if result.detail else "works"
+        self.pairs.append(self._pair(task, verdict, result.detail, result.peer, result.Bps))
+
+    def add_fault(self, fault: ProbeFault) -> None:
+        """Record a pair's fault; give up the links of a GPU whose own measurement failed."""
         if fault.task is None:
-            raise ConfigError(f"cannot measure the GPUs of {host.hostname}: {fault.reason}")
+            raise ConfigError(f"cannot measure the GPUs of {self.hostname}: {fault.reason}")
         if len(fault.task) == 2:
-            left.remove(fault.task)
-            pairs.append(_pair(uuids, fault.task, fault.verdict, fault.reason))
-        else:
-            # Its memory may be full, or it is another's alone: that says nothing of its links.
-            (number,) = fault.task
-            left = [task for task in left if number not in task]
-            logger.warning("GPU %d cannot be measured, nor its links: %s", number, fault.reason)
-    return tuple(gpus), tuple(pairs)
+            self.remaining.remove(fault.task)
+            self.pairs.append(self._pair(fault.task, fault.verdict, fault.reason))
+            return
+        # The GPU's memory may be full, or another process may own the GPU: that says nothing about its links.
+        (number,) = fault.task
+        self.remaining = [task for task in self.remaining if number not in task]
+        logger.warning("GPU %d and its links cannot be measured: %s", number, fault.reason)
+
+    def _pair(self, task: Task, verdict: Verdict, detail: str, peer: bool = False, Bps: float = 0.0) -> PairSpeed:
+        first, second = (self.uuids[index] for index in task)
+        Bps = Bps if verdict == "works" else 0.0
+        return PairSpeed(first=first, second=second, verdict=verdict, peer=peer, Bps=Bps, detail=detail)
 
 
-def _pair(
-    uuids: list[str], task: Task, verdict: Verdict, detail: str, peer: bool = False, Bps: float = 0.0
-) -> PairSpeed:
-    first, second = (uuids[index] for index in task)
-    return PairSpeed(
-        first=first, second=second, verdict=verdict, peer=peer, Bps=Bps if verdict == "works" else 0.0, detail=detail
-    )
-
-
-def _examined(
+def _examine(
     tasks: list[Task], examiner: str, start_s: float, task_s: float
-) -> Iterator[GpuResult | PairResult | Fault]:
-    """What one child finds, and last the fault that ended it, if one did."""
-    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.order(os.environ))
+) -> Iterator[GpuResult | PairResult | ProbeFault]:
+    """Yield the results of one child, and last the fault that ended it, if there was one."""
+    child: Child[FromExaminer] = Child(examiner, FromExaminer, env=cuda.device_order_variables(os.environ))
     inbox: SimpleQueue[FromExaminer | None] = SimpleQueue()
     listener = threading.Thread(target=_listen, args=(child, inbox), name="weft-links", daemon=True)
     listener.start()
@@ -143,23 +160,23 @@ def _examined(
         child.send(Examine(tuple(tasks)))
         task: Task | None = None
         while True:
+            seconds = start_s if task is None else task_s
             try:
-                news = inbox.get(timeout=start_s if task is None else task_s)
+                message = inbox.get(timeout=seconds)
             except Empty:
-                seconds = start_s if task is None else task_s
-                yield Fault(task, "hung", f"nothing happened for {seconds:.0f} s")
+                yield ProbeFault(task, "hung", f"nothing happened for {seconds:.0f} s")
                 return
-            match news:
+            match message:
                 case Begun():
-                    task = news.task
+                    task = message.task
                 case GpuResult() | PairResult():
-                    yield news
+                    yield message
                 case Ended(reason=reason):
                     if reason:
-                        yield Fault(task, "broken", reason)
+                        yield ProbeFault(task, "broken", reason)
                     return
                 case None:
-                    yield Fault(task, "broken", child.describe_exit()[0])
+                    yield ProbeFault(task, "broken", child.describe_exit()[0])
                     return
     finally:
         end_children([child])
@@ -168,6 +185,7 @@ def _examined(
 
 
 def _listen(child: Child[FromExaminer], inbox: SimpleQueue[FromExaminer | None]) -> None:
+    """Pass on the child's messages, and None at its end."""
     with contextlib.suppress(FrameError):
         for message in child.channel:
             inbox.put(message)

@@ -1,4 +1,4 @@
-"""Speeds: what was measured on this machine, kept in the cache as long as the machine stays the same."""
+"""Speeds: this machine's measured figures, stored in the cache as long as the machine stays the same."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from weft.probes.fingerprint import fingerprint
 
 logger = logging.getLogger("weft")
 
-VERSION = 2  # of the measurements: grows when what they mean changes
-CPU_DEADLINE_S = 20.0  # that what takes a second gets on a machine that is busy with something else
-LEAST_BYTES = 256 << 20  # of memory that is read, to be far more than caches hold
-CACHES = 8  # times the last level of them
+VERSION = 2  # of the measurements: raised when their meaning changes
+CPU_DEADLINE_S = 20.0  # for a measurement of one second; other processes may be busy
+LEAST_BYTES = 256 << 20  # of memory to read: far more than caches hold
+CACHES = 8  # and at least this multiple of the last-level cache
 MEASURED_AGAIN = "this machine is measured again"
-BUSY = 0.25  # of the cores
+BUSY = 0.25  # load, as a share of the cores, above which the machine counts as busy
 
-# "works": what was copied is what arrived. "broken": it is not, or the copy failed. "hung": it never ended.
+# Result of a copy between two GPUs. "works": all bytes arrived. "broken": some are wrong, or the copy failed. "hung":
+# it never ended.
 Verdict = Literal["works", "broken", "hung"]
 
 
 class GpuSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, by its UUID: bytes per second that it reads and writes while it copies within its own memory (each byte
-    is both), and in which pinned memory of the host reaches it and comes back."""
+    """Speed of one GPU, by its UUID, in bytes per second: of copies within its memory (each byte counts twice, read and
+    written), and to and from pinned memory of the host."""
 
     gpu: str
     copy_Bps: float
@@ -46,8 +47,8 @@ class GpuSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Two GPUs, by their UUIDs. `peer`: they reach each other's memory without the host's. `Bps` is the slower
-    direction's bytes per second, 0 unless it works; `detail` says what went wrong."""
+    """Copies between two GPUs, by their UUIDs. `peer`: each reaches the other's memory without the host's. `Bps` is the
+    slower direction's bytes per second, 0 unless copies work; `detail` says what went wrong."""
 
     first: str
     second: str
@@ -58,8 +59,8 @@ class PairSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speeds(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known so far. `cpu` None, or no `gpus`: not measured yet. `calibrations` are those of our engine, which
-    have a file of their own."""
+    """Figures of this machine. `cpu` None, or empty `gpus`: not measured yet. The engine's `calibrations` are stored in
+    a file of their own."""
 
     machine: str
     version: int = VERSION
@@ -69,115 +70,124 @@ class Speeds(msgspec.Struct, frozen=True, kw_only=True):
     calibrations: tuple[Calibration, ...] = ()
 
     def pair(self, first: str, second: str) -> PairSpeed | None:
-        """What was found between two GPUs."""
+        """Measurement of two GPUs in either order; None if they were not measured."""
         return next((pair for pair in self.pairs if {pair.first, pair.second} == {first, second}), None)
 
 
-def path(host: Host) -> Path:
-    """Where this machine's speeds are kept."""
+def speeds_path(host: Host) -> Path:
+    """Path of this machine's speeds in the cache."""
     return cache_path() / f"speeds-{fingerprint(host, VERSION)}.json"
 
 
 def calibrated_machine(host: Host) -> str:
-    """The fingerprint that calibrations are kept under: other libraries make it another machine."""
-    return fingerprint(host, "calibration", *calibration.versions())
+    """Fingerprint under which calibrations are stored; other versions of libraries count as another machine."""
+    return fingerprint(host, "calibration", *calibration.calibration_versions())
 
 
-def known(host: Host) -> Speeds:
-    """What the cache knows of this machine; nothing where it has no file of it, or a damaged one."""
-    nothing = Speeds(machine=fingerprint(host, VERSION), calibrations=calibration.known(calibrated_machine(host)))
+def load_speeds(host: Host) -> Speeds:
+    """Load this machine's speeds from the cache; without figures if there is no file, or a damaged one."""
+    machine = fingerprint(host, VERSION)
+    empty = Speeds(machine=machine, calibrations=calibration.load_calibrations(calibrated_machine(host)))
     try:
-        found = msgspec.json.decode(path(host).read_bytes(), type=Speeds)
-    except (OSError, RuntimeError, msgspec.DecodeError) as error:
-        if not isinstance(error, FileNotFoundError | RuntimeError):  # RuntimeError: there is no home, and so no cache
-            warn_damaged(path(host), str(error), MEASURED_AGAIN)
-        return nothing
-    if (found.machine, found.version) != (nothing.machine, VERSION) or not sound(found):
-        warn_damaged(path(host), "its figures cannot be", MEASURED_AGAIN)
-        return nothing
-    return msgspec.structs.replace(found, calibrations=nothing.calibrations)
+        stored = msgspec.json.decode(speeds_path(host).read_bytes(), type=Speeds)
+    except (FileNotFoundError, RuntimeError):  # RuntimeError: there is no home directory, and so no cache
+        return empty
+    except (OSError, msgspec.DecodeError) as error:
+        warn_damaged(speeds_path(host), str(error), MEASURED_AGAIN)
+        return empty
+    if (stored.machine, stored.version) != (machine, VERSION) or not is_plausible(stored):
+        warn_damaged(speeds_path(host), "its figures are impossible", MEASURED_AGAIN)
+        return empty
+    return msgspec.structs.replace(stored, calibrations=empty.calibrations)
 
 
-def sound(speeds: Speeds) -> bool:
-    """Whether the figures can be: a file that was edited by hand, or half of another one, may hold anything."""
-    figures = [speeds.cpu.bandwidth_Bps, speeds.cpu.fp32_flops] if speeds.cpu else []
-    if speeds.cpu and (own := speeds.cpu.kernels):
-        figures += [own.cache_Bps, own.attention_flops, own.rows_Bps]
-        figures += [figure for it in own.products for figure in (*it.weights_Bps, it.matmul_flops)]
-    figures += [figure for gpu in speeds.gpus for figure in (gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps)]
-    figures += [pair.Bps for pair in speeds.pairs if pair.verdict == "works"]
+def is_plausible(speeds: Speeds) -> bool:
+    """Return True if all figures are possible; a file that was edited by hand, or mixed from two, may hold anything."""
+    figures = [pair.Bps for pair in speeds.pairs if pair.verdict == "works"]
+    for gpu in speeds.gpus:
+        figures += [gpu.copy_Bps, gpu.from_host_Bps, gpu.to_host_Bps]
+    if speeds.cpu:
+        figures += _cpu_figures(speeds.cpu)
     return all(0 < figure < float("inf") for figure in figures)
 
 
-def keep(host: Host, speeds: Speeds) -> None:
-    """Write them down for the next time; where that is not possible they are measured again then."""
+def _cpu_figures(speed: CpuSpeed) -> list[float]:
+    figures = [speed.bandwidth_Bps, speed.fp32_flops]
+    if speed.kernels:
+        figures += [speed.kernels.cache_Bps, speed.kernels.attention_flops, speed.kernels.rows_Bps]
+        for product in speed.kernels.products:
+            figures += [*product.weights_Bps, product.matmul_flops]
+    return figures
+
+
+def store_speeds(host: Host, speeds: Speeds) -> None:
+    """Store the speeds for the next time; on failure warn that they will be measured again."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(speeds, calibrations=())))
     try:
-        write_cache_file(path(host), text)
+        write_cache_file(speeds_path(host), text)
     except (OSError, RuntimeError, WeftError) as error:
-        logger.warning("what was measured of this machine cannot be kept, and will be measured again: %s", error)
+        logger.warning("the measurements of this machine cannot be stored, and will be repeated next time: %s", error)
 
 
-def cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
-    """How fast this machine's CPU is: as the cache knows, or measured now, which takes less than a second; once more
-    where the machine was busy then and no longer is, and where the engine's kernels have been built since. Raises
-    ConfigError where that is not possible."""
-    speeds = known(host)
-    if speeds.cpu and not refresh and not outdated(speeds.cpu):
+def known_cpu_speed(host: Host, *, refresh: bool = False) -> CpuSpeed:
+    """Speed of this machine's CPU: from the cache, or measured now, which takes less than a second.
+
+    It is measured once more with `refresh`, if the machine was busy the last time and no longer is, and if the kernels
+    have been built since. Raises ConfigError if measuring is impossible.
+    """
+    speeds = load_speeds(host)
+    if speeds.cpu and not refresh and not is_outdated(speeds.cpu):
         return speeds.cpu
     measured = measure_cpu(host)
-    keep(host, msgspec.structs.replace(known(host), cpu=measured))  # whatever else was found meanwhile
+    # Loaded again: another process may have stored other figures meanwhile.
+    store_speeds(host, msgspec.structs.replace(load_speeds(host), cpu=measured))
     return measured
 
 
-def outdated(speed: CpuSpeed) -> bool:
-    """Whether it would be measured better now."""
-    if speed.busy and not busy():
+def is_outdated(speed: CpuSpeed) -> bool:
+    """Return True if a measurement now would be better."""
+    if speed.busy and not is_busy():
         return True
     built = library.built_library()
-    if built == "":  # what others of our kernels reached tells more than nothing
+    if built == "":  # not built yet: figures of an older library are better than none
         return not speed.runs_own
     return (built and Path(built).name) != speed.library
 
 
-def busy() -> bool:
-    """Whether others have been computing here in the last minute."""
-    return cpu.load() > BUSY
+def is_busy() -> bool:
+    """Return True if other processes have been computing on this machine in the last minute."""
+    return cpu.load_average() > BUSY
 
 
 def measure_cpu(host: Host) -> CpuSpeed:
-    """With a thread on each core that computes, and with our own kernels where they are built and run. Raises
-    ConfigError where it is not possible."""
+    """Measure with a thread on each core that computes, and with Weft's kernels if they are built and run.
+
+    Raises ConfigError if that is impossible.
+    """
     built, reason = library.built_library(), ""
     for kernels in dict.fromkeys((built or None, None)):
         try:
-            return msgspec.structs.replace(_measured(host, kernels), library=built and Path(built).name)
+            return msgspec.structs.replace(_measure_in_child(host, kernels), library=built and Path(built).name)
         except OSError as error:
             reason = str(error)
         if kernels:
             logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", reason, kernels)
     raise ConfigError(
-        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware that is meant, as in "
+        f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware to plan for, as in "
         "--gpus 4xRTX4090 or --gpus FILE.yaml"
     )
 
 
-def _measured(host: Host, kernels: str | None) -> CpuSpeed:
-    """In a process of its own, which the library of the kernels may end. Raises OSError where it fails."""
+def _measure_in_child(host: Host, kernels: str | None) -> CpuSpeed:
+    """Measure in a process of its own, since the kernels' library may crash it. Raises OSError on failure."""
     size = max(LEAST_BYTES, CACHES * cpu.last_cache_bytes())
     size = min(size, host.memory_free_bytes // 4)
-    # The threads are ours; the library that multiplies adds none. On a CPU that it does not know it would make do with
-    # fewer instructions than there are.
-    ours = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    if kind := openblas(host.cpu.features if host.cpu else ()):
-        ours["OPENBLAS_CORETYPE"] = kind
-    ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.computing)), str(size)]
+    command = [sys.executable, "-P", "-m", "weft.probes.cpu_speed", ",".join(map(str, host.compute_cores)), str(size)]
     command += [kernels] if kernels else []
     try:
         done = subprocess.run(
             command,
-            env={**os.environ, **ours},
+            env={**os.environ, **_child_variables(host)},
             capture_output=True,
             timeout=CPU_DEADLINE_S,
             check=True,
@@ -187,15 +197,26 @@ def _measured(host: Host, kernels: str | None) -> CpuSpeed:
         reason = f"it took more than {CPU_DEADLINE_S:.0f} s"
     except subprocess.CalledProcessError as error:
         status = error.returncode
-        ended = f"status {status}" if status > 0 else signal.strsignal(-status) or f"signal {-status}"
-        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [ended])[-1]
+        exit_words = f"status {status}" if status > 0 else signal.strsignal(-status) or f"signal {-status}"
+        reason = (error.stderr.decode(errors="replace").strip().splitlines() or [exit_words])[-1]
     except msgspec.DecodeError as error:
         reason = str(error)
     raise OSError(reason)
 
 
-def openblas(features: Collection[str]) -> str | None:
-    """What OpenBLAS, which numpy brings, calls CPUs with the largest of these instruction sets; None where it is to
-    make its own choice."""
-    kinds = {"avx512f": "SkylakeX", "avx2": "Haswell"}
-    return next((kind for feature, kind in kinds.items() if feature in features), None)
+def _child_variables(host: Host) -> dict[str, str]:
+    """Environment of the measuring process, which starts its own threads: numpy's library adds none."""
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # OpenBLAS uses fewer instruction sets than there are on a CPU that it does not know.
+    core_type = openblas_core_type(host.cpu.features if host.cpu else ())
+    if core_type:
+        variables["OPENBLAS_CORETYPE"] = core_type
+    source = str(Path(__file__).parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
+    return variables
+
+
+def openblas_core_type(features: Collection[str]) -> str | None:
+    """Name of CPUs with the largest of these instruction sets in OpenBLAS, numpy's library; None for its own choice."""
+    core_types = {"avx512f": "SkylakeX", "avx2": "Haswell"}
+    return next((core_type for feature, core_type in core_types.items() if feature in features), None)

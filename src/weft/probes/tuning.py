@@ -1,4 +1,4 @@
-"""Tuning: the attention kernels' sizes measured on a GPU; in a child, since torch stays with the ranks."""
+"""Tuning of the attention kernels' sizes on a GPU, in a child process, since this package does not import torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from weft.probes.links import Ended
 TUNER = "weft.probes.on_gpu.tuner"
 
 
-class Tune(msgspec.Struct, frozen=True, tag=True):
-    """To the child: measure what the first rank of this plan attends with, and what it would as one of so many ranks
-    that its heads are cut among; `keep` it for the engines that start here."""
+class TuneRequest(msgspec.Struct, frozen=True, tag=True):
+    """To the child: race the attention kernels of this plan's first rank.
+
+    The race is run for each number of `ranks` that its heads may be cut among. `keep`: store the result for the engines
+    that start on this machine.
+    """
 
     plan: Plan
     ranks: tuple[int, ...]
     keep: bool
 
 
-class Raced(msgspec.Struct, frozen=True, tag=True):
-    """Seconds of a layer by the sizes that did `what`, and why others were passed over."""
+class RaceResult(msgspec.Struct, frozen=True, tag=True):
+    """Seconds of a layer by kernel sizes, for one race, and why other sizes were excluded."""
 
-    what: str
+    title: str
     seconds: dict[str, float]
     obstacles: dict[str, str]
 
 
-class Tuned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The sizes that engines use from now on for so many heads: of decode by the rows that were measured. `path` is
-    where they are kept, `lost` why they are not."""
+class TunedSizes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Sizes that engines use from now on for this number of heads; decode's by the numbers of rows measured. `path` is
+    the file that holds them; `lost` says why they could not be stored."""
 
     q_heads: int
     kv_heads: int
@@ -45,25 +48,25 @@ class Tuned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     lost: str = ""
 
 
-FromTuner = Raced | Tuned | Ended
+FromTuner = RaceResult | TunedSizes | Ended
 
 
-def tune(
-    plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[Raced], object], tuner: str = TUNER
-) -> list[Tuned]:
-    """Measure on the plan's first device; `tell` hears of every race. Raises ConfigError where that cannot be done."""
-    child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.order(os.environ))
-    found: list[Tuned] = []
+def tune_attention(
+    plan: Plan, ranks: tuple[int, ...], *, keep: bool, tell: Callable[[RaceResult], object], tuner: str = TUNER
+) -> list[TunedSizes]:
+    """Measure on the plan's first device; `tell` gets the result of every race. Raises ConfigError on failure."""
+    child: Child[FromTuner] = Child(tuner, FromTuner, env=cuda.device_order_variables(os.environ))
+    tuned: list[TunedSizes] = []
     try:
-        child.send(Tune(plan, ranks, keep))
-        for news in child.channel:
-            match news:
-                case Raced():
-                    tell(news)
-                case Tuned():
-                    found.append(news)
+        child.send(TuneRequest(plan, ranks, keep))
+        for message in child.channel:
+            match message:
+                case RaceResult():
+                    tell(message)
+                case TunedSizes():
+                    tuned.append(message)
                 case Ended(reason=""):
-                    return found
+                    return tuned
                 case Ended(reason=reason):
                     raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
         raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit()[0]}")

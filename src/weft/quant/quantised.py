@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL, UNIT, Scheme
+from weft.formats.schemes import ALL_SCHEMES, UNIT, Scheme
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class QuantisedWeight:
     @classmethod
     def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
         """Uninitialised memory for the columns `cols` of a matrix, a range in multiples of UNIT."""
-        scheme = ALL[type]
+        scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
         if scheme.lowest != "middle":
             kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
@@ -46,7 +46,7 @@ class QuantisedWeight:
 
     @property
     def scheme(self) -> Scheme:
-        return ALL[self.type]
+        return ALL_SCHEMES[self.type]
 
     @property
     def shape(self) -> tuple[int, int]:

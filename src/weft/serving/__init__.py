@@ -1,1 +1,1 @@
-"""HTTP for one replica."""
+"""The HTTP server of one replica: OpenAI-compatible endpoints, health, metrics."""

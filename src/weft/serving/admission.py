@@ -1,4 +1,4 @@
-"""Admission: what all connections together may take, in descriptors and in bytes."""
+"""Limits on all connections together: file descriptors, and bytes of unfinished requests."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.serving")
 
-MOST_FILES = 65536  # to which the soft limit is raised; beyond that, some programs that walk their descriptors are slow
-RESERVED_FILES = 32  # descriptors kept for pipes, files, and the engine
+MAX_FILES = 65536  # the soft limit is raised to this; beyond it, programs that walk their descriptors get slow
+RESERVED_FILES = 32  # descriptors kept for pipes, files and the engine
 LOG_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of the HTTP transport. Times are seconds.
+    """Limits of the HTTP transport. Times are seconds.
 
-    One connection: `head_bytes` of URL and header fields, and `header_fields` of these; `chunks` of a chunked body, and
-    one more for every `chunk_bytes` of it; `queued_requests` behind one that is unanswered; `head_s` until a head is
-    complete, `body_s` without a byte of a body, `keepalive_s` idle after an answer, `linger_s` to read a refusal while
-    the client still writes. Together: `connections` that are served, `spare` more that are read for health probes, and
-    `held_bytes` of requests that are not whole yet or wait.
+    Per connection:
+        `head_bytes`: URL and header fields together. `header_fields`: number of header fields.
+        `chunks`: chunks of a chunked body, plus one for every `chunk_bytes` received.
+        `queued_requests`: pipelined requests behind the one that is being answered.
+        `head_s`: time until a head is complete. `body_s`: time without a byte of the body.
+        `keepalive_s`: idle time after a response. `linger_s`: time to read an error while the client still sends.
+    All connections together:
+        `connections`: connections that are served. `spare`: further ones that only get answers to health probes.
+        `held_bytes`: bytes of requests that are incomplete or queued.
     """
 
     head_bytes: int = 2**16
@@ -42,33 +46,36 @@ class ConnectionLimits:
     held_bytes: int = 2**27
 
 
-class Holder(Protocol):
-    """A connection, as `Admission` sees it."""
+class TrackedConnection(Protocol):
+    """The part of a connection that `Admission` uses."""
 
     def drop(self) -> None:
-        """Close at once, without a word."""
+        """Close at once, without a response."""
         ...
 
     def refuse(self, error: HttpError) -> None:
-        """Say so and close."""
+        """Send `error` and close."""
         ...
 
 
 class Admission:
-    """The connections of one server. Where there is no room, the oldest of those that only wait gives way, so that
-    clients that never finish cannot keep out those that do."""
+    """The connections of one server.
+
+    If there is no room, the oldest connection that only waits gives way (a spare one, or one with an unfinished
+    request), so that clients that never finish their requests cannot keep out those that do.
+    """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        self._served: set[Holder] = set()
-        self._spare: dict[Holder, None] = {}  # the oldest first
-        self._held: dict[Holder, int] = {}  # bytes, the oldest first
+        self._served: set[TrackedConnection] = set()
+        self._spare: dict[TrackedConnection, None] = {}  # oldest first
+        self._held: dict[TrackedConnection, int] = {}  # bytes, oldest first
         self._held_bytes = 0
         self._refused = 0
         self._logged_at = float("-inf")
 
-    def enter(self, connection: Holder) -> bool:
-        """Count a new connection; false if it is over the limit, and may only ask for the server's health."""
+    def enter(self, connection: TrackedConnection) -> bool:
+        """Count a new connection. Return False if it is over the limit and may only send health probes."""
         if len(self._served) < self.limits.connections:
             self._served.add(connection)
             return True
@@ -78,14 +85,17 @@ class Admission:
         self._log_refusal()
         return False
 
-    def leave(self, connection: Holder) -> None:
-        """Forget a connection. It may be told twice."""
+    def leave(self, connection: TrackedConnection) -> None:
+        """Forget a connection. Calling it twice is harmless."""
         self._served.discard(connection)
         self._spare.pop(connection, None)
         self.hold(connection, 0)
 
-    def hold(self, connection: Holder, size: int) -> None:
-        """Note that `size` bytes of unanswered requests lie with a connection."""
+    def hold(self, connection: TrackedConnection, size: int) -> None:
+        """Record that a connection holds `size` bytes of unanswered requests.
+
+        While all connections together hold too many bytes, the oldest holder is refused.
+        """
         self._held_bytes += size - self._held.get(connection, 0)
         if size:
             self._held[connection] = size
@@ -104,8 +114,8 @@ class Admission:
             )
             self.hold(oldest, 0)
 
-    def full(self) -> HttpError:
-        """The refusal of a request over the limit of connections."""
+    def too_many_connections(self) -> HttpError:
+        """Error for a request on a connection over the limit."""
         return HttpError(
             503,
             f"{self.limits.connections} connections are open, and more are not served; try again later",
@@ -114,7 +124,7 @@ class Admission:
         )
 
     def _log_refusal(self) -> None:
-        """One line a minute, however many are refused."""
+        """Log at most one line every LOG_EVERY_S, with the number of refusals since the last."""
         self._refused += 1
         now = time.monotonic()
         if now < self._logged_at + LOG_EVERY_S:
@@ -129,16 +139,16 @@ class Admission:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one, MOST_FILES at most; the limit as it is now."""
+    """Raise the soft limit of open files to the hard one, at most MAX_FILES. Return the limit in force."""
     try:
         import resource
     except ImportError:  # not a Unix
-        return MOST_FILES
+        return MAX_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = MOST_FILES if hard == unlimited else min(hard, MOST_FILES)
+    wanted = MAX_FILES if hard == unlimited else min(hard, MAX_FILES)
     if soft == unlimited or soft >= wanted:
-        return MOST_FILES if soft == unlimited else soft
+        return MAX_FILES if soft == unlimited else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):  # a sandbox that forbids it
@@ -147,7 +157,7 @@ def raise_file_limit() -> int:
 
 
 def fit_to_files(limits: ConnectionLimits, files: int) -> ConnectionLimits:
-    """`limits` with no more connections than `files` descriptors allow, beside those that are open."""
+    """Copy of `limits` with at most as many connections as fit in `files` descriptors beside those already open."""
     room = files - open_files() - RESERVED_FILES - limits.spare
     return replace(limits, connections=max(1, min(limits.connections, room)))
 

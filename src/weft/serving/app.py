@@ -1,4 +1,4 @@
-"""The ASGI application: which path leads where, and who may take it."""
+"""The ASGI application: routes, API keys and response headers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.serving import health, models
 from weft.serving.chat import chat
 from weft.serving.completions import completions
-from weft.serving.errors import HANDLERS, HttpError, refusal
+from weft.serving.errors import HANDLERS, HttpError, error_response
 from weft.serving.service import Service
 
-# Probes come without keys.
-OPEN = ("/health/live", "/health/ready")
+# Health probes carry no API key.
+KEYLESS_PATHS = ("/health/live", "/health/ready")
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
-    Route("/v1/models", models.models),
-    Route("/v1/models/{name:path}", models.model),
+    Route("/v1/models", models.list_models),
+    Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
     Route("/detokenize", models.detokenize, methods=["POST"]),
     Route("/version", models.version),
@@ -36,46 +36,46 @@ ROUTES = (
     Route("/health/live", health.live),
     Route("/health/ready", health.ready),
     Route("/ping", health.health, methods=["GET", "POST"]),
-    Route("/load", health.load),
+    Route("/load", health.server_load),
     Route("/metrics", health.metrics),
 )
 
 
-def app(service: Service) -> Starlette:
-    """The application for one service."""
+def create_app(service: Service) -> Starlette:
+    """Create the application for one service."""
     options = service.options
-    middleware = [Middleware(Dated)]
+    middleware = [Middleware(DateHeader)]
     if options.allowed_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         )
     if options.enable_request_id_headers:
-        middleware.append(Middleware(RequestIds))
+        middleware.append(Middleware(RequestIdHeader))
     if options.api_key:
-        middleware.append(Middleware(Guard, keys=options.api_key))
-    made = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
-    made.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
-    made.state.service = service
-    return made
+        middleware.append(Middleware(RequireKey, keys=options.api_key))
+    application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
+    application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
+    application.state.service = service
+    return application
 
 
-class Dated:
-    """Says when an answer was made."""
+class DateHeader:
+    """Middleware that adds a Date header to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def dated(message: Message) -> None:
+        async def send_dated(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["Date"] = formatdate(usegmt=True)
             await send(message)
 
-        await self._app(scope, receive, dated)
+        await self._app(scope, receive, send_dated)
 
 
-class Guard:
-    """Lets only those pass who know one of `keys`; probes always."""
+class RequireKey:
+    """Middleware that answers 401 to requests without one of `keys`. Health probes need none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -86,14 +86,14 @@ class Guard:
             await self._app(scope, receive, send)
             return
         error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        await refusal(error)(scope, receive, send)
+        await error_response(error)(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN:
+        if scope["path"].removeprefix(scope.get("root_path", "")) in KEYLESS_PATHS:
             return True
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = _digest(key.strip().encode("latin-1"))
-        # All are compared, and digests: the time tells nothing about a key, not even its length.
+        # Every digest is compared: the time taken reveals nothing about a key, not even its length.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
@@ -102,8 +102,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class RequestIds:
-    """Sends back the X-Request-Id of a request, or makes one."""
+class RequestIdHeader:
+    """Middleware that returns the X-Request-Id of the request, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -112,11 +112,11 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, named)
+        await self._app(scope, receive, send_with_id)

@@ -1,4 +1,4 @@
-"""Request bodies: received within limits, decoded into their type, every fault an error that names the field."""
+"""Request bodies: received within limits and decoded; errors name the field."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 FIELD = re.compile(r"`\$\.?([^`]*)`$|required field `([^`]+)`")
 
 
-class Intake:
-    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once. `on_drop` is
-    called when a large body does not come whole, and its memory is free again."""
+class BodyReceiver:
+    """Receives bodies of at most `limit` bytes each, and at most `LIMITS.bodies` times that at once.
+
+    `on_drop` is called when a large body is abandoned and its memory is free again.
+    """
 
     def __init__(self, limit: int, on_drop: Callable[[], None]) -> None:
         self.limit = limit
@@ -32,8 +34,11 @@ class Intake:
         self._held = 0
 
     async def receive(self, request: Request) -> bytes:
-        """The body. HttpError 413 as soon as it is known to be longer than the limit, and 503 if it does not fit
-        beside those that are being received."""
+        """Receive the body.
+
+        Raises HttpError 413 as soon as the body is known to exceed the limit, and 503 if it does not fit beside the
+        bodies that are being received.
+        """
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.limit:
             raise self._too_long()
@@ -66,8 +71,10 @@ class Intake:
 
 
 def check_structure(content: bytes, values: int) -> None:
-    """Raise RequestError for JSON of more than `values` values, or of too many texts, lists and objects, before any
-    of them is made: a list takes one byte of JSON and 60 bytes of memory."""
+    """Raise RequestError for JSON with more than `values` values, or with too many strings, lists and objects.
+
+    The check runs before decoding: an empty list takes two bytes of JSON and 60 bytes of memory.
+    """
     plain = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     texts = plain.count(b'"') // 2
     _check_number("texts", texts, LIMITS.json_texts)
@@ -77,13 +84,13 @@ def check_structure(content: bytes, values: int) -> None:
     _check_number("values", outside.count(b",") + containers, values)
 
 
-def _check_number(what: str, number: int, limit: int) -> None:
+def _check_number(items: str, number: int, limit: int) -> None:
     if number > limit:
-        raise RequestError(f"the body has {number:,} {what}; the limit is {limit:,}: send several requests")
+        raise RequestError(f"the body has {number:,} {items}; the limit is {limit:,}: send several requests")
 
 
-def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object."""
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object. Raises RequestError for anything else."""
     try:
         raw = msgspec.json.decode(body)
     except UnicodeDecodeError as error:
@@ -98,8 +105,8 @@ def parse(body: bytes) -> dict[str, Any]:
     return raw
 
 
-def convert(raw: dict[str, Any], target: type[T]) -> T:
-    """The object as `target`; RequestError with the path of the first field that does not fit."""
+def convert_object(raw: dict[str, Any], target: type[T]) -> T:
+    """Convert a decoded object to `target`. Raises RequestError with the path of the first field that does not fit."""
     try:
         return msgspec.convert(raw, target)
     except msgspec.ValidationError as error:
@@ -107,21 +114,25 @@ def convert(raw: dict[str, Any], target: type[T]) -> T:
         raise RequestError(str(error), param=(field[1] or field[2]) if field else None) from None
 
 
-class Unknown:
-    """Fields that nobody knows: ignored, and each is named in the log once. Names are kept cut, and only so many."""
+class UnknownFields:
+    """Log of unknown request fields, which are ignored. Each name appears once.
+
+    At most `LIMITS.unknown_names` names are remembered, each cut to `LIMITS.unknown_name` characters.
+    """
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._lock = Lock()
 
-    def note(self, raw: dict[str, Any], target: type[msgspec.Struct], known: Set[str]) -> None:
-        strangers = (name for name in raw if name not in target.__struct_fields__ and name not in known)
-        cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in strangers)
+    def log_new(self, raw: dict[str, Any], target: type[msgspec.Struct], accepted: Set[str]) -> None:
+        """Log the fields of `raw` that are neither fields of `target` nor `accepted`, if they are new."""
+        unknown = (name for name in raw if name not in target.__struct_fields__ and name not in accepted)
+        cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in unknown)
         with self._lock:
             names = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]
             self._seen.update(names)
         if not names:
             return
         shown = ", ".join(map(repr, names[: LIMITS.unknown_names_per_line]))
-        more = len(names) - LIMITS.unknown_names_per_line
-        log.warning("ignored unknown request fields: %s%s", shown, f" and {more} more" if more > 0 else "")
+        hidden = len(names) - LIMITS.unknown_names_per_line
+        log.warning("ignored unknown request fields: %s%s", shown, f" and {hidden} more" if hidden > 0 else "")

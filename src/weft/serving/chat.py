@@ -12,95 +12,98 @@ from weft.client.collector import Collector
 from weft.client.outputs import Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import chat_logprobs
-from weft.serving.openai_answer import OpenAIAnswer
+from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
+    ChatDelta,
     ChatLogprobs,
+    ChatMessage,
     ChatRequest,
-    Delta,
-    Message,
     Usage,
 )
-from weft.serving.sampling import said
-from weft.serving.service import Answer, Service
+from weft.serving.sampling import sampling_fields
+from weft.serving.service import EngineStream, Service
 
 
 @dataclass(frozen=True)
-class AskedChat:
-    """A chat request that is ready for the engine."""
+class PreparedChat:
+    """A checked and tokenized chat request, ready for the engine."""
 
-    wire: ChatRequest
+    body: ChatRequest
     model: str
-    jobs: list[Collector]
+    collectors: list[Collector]
 
 
 async def chat(request: Request) -> Response:
+    """Answer a chat request."""
     service: Service = request.app.state.service
-    asked = await service.prepared(request, prepare_chat)
-    answer = service.answer(asked.jobs)
-    return await Talk(service, answer, asked.model, asked.wire).reply(request)
+    prepared = await service.prepare(request, prepare_chat)
+    stream = service.open_stream(prepared.collectors)
+    return await ChatStream(service, stream, prepared.model, prepared.body).reply(request)
 
 
-def prepare_chat(service: Service, content: bytes) -> AskedChat:
-    """Check a body, render its messages and tokenise them. Raises RequestError and HttpError."""
-    wire = service.wire(content, ChatRequest)
-    model = service.named(wire.model)
-    params = said(wire)
-    if wire.max_completion_tokens is not None:
-        params["max_tokens"] = wire.max_completion_tokens
-    if wire.top_logprobs is not None and not wire.logprobs:
+def prepare_chat(service: Service, content: bytes) -> PreparedChat:
+    """Check a body, render its messages and tokenize them. Raises RequestError and HttpError."""
+    body = service.decode_body(content, ChatRequest)
+    model = service.resolve_model(body.model)
+    fields = sampling_fields(body)
+    if body.max_completion_tokens is not None:
+        fields["max_tokens"] = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if wire.logprobs:
-        params["logprobs"] = wire.top_logprobs or 0
-    sampling = service.frontend.sampling_params(params, max_tokens=None)
-    service.check_places(1, sampling)
-    text = service.render(wire.messages, wire)
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
+    service.check_capacity(1, sampling_params)
+    text = service.frontend.render_chat(body.messages, **service.template_arguments(body))
     prompt = service.frontend.parse_prompt(text, special=False, param="messages")
-    return AskedChat(wire, model, service.jobs([prompt], sampling, priority=wire.priority))
+    return PreparedChat(body, model, service.create_collectors([prompt], sampling_params, priority=body.priority))
 
 
-class Talk(OpenAIAnswer[ChatChunkChoice]):
-    """One chat completion on its way out."""
+class ChatStream(OpenAIStream[ChatChunkChoice]):
+    """Response to one chat request, built from the engine's stream: one JSON object, or events."""
 
-    def __init__(self, service: Service, answer: Answer, model: str, wire: ChatRequest) -> None:
-        super().__init__(service, answer, model, wire, "chatcmpl")
+    def __init__(self, service: Service, stream: EngineStream, model: str, body: ChatRequest) -> None:
+        super().__init__(service, stream, model, body, "chatcmpl")
         self._role = service.options.response_role
-        self._top = (wire.top_logprobs or 0) if wire.logprobs else None
+        self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
 
     def _whole(self) -> ChatCompletion:
         choices = [
             ChatChoice(
-                index=made.index,
-                message=Message(role=self._role, content=made.text),
-                logprobs=self._logprobs(made.logprobs),
-                finish_reason=made.finish_reason,
-                stop_reason=made.stop_reason,
+                index=output.index,
+                message=ChatMessage(role=self._role, content=output.text),
+                logprobs=self._logprobs(output.logprobs),
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
             )
-            for made in self._answer.jobs[0].output.outputs
+            for output in self._stream.collectors[0].output.outputs
         ]
         return ChatCompletion(
             id=self._id, created=self._created, model=self._model, choices=choices, usage=self._usage()
         )
 
-    async def _pieces(self) -> AsyncGenerator[ChatChunkChoice, None]:
-        # Who speaks is known before the first token: the client sees that it is being served.
-        for made in self._answer.jobs[0].output.outputs:
-            yield ChatChunkChoice(index=made.index, delta=Delta(role=self._role, content=""))
-        async for _, news in self._answer:
-            if news.text or news.finish_reason or self._top is not None:
+    async def _chunk_choices(self) -> AsyncGenerator[ChatChunkChoice, None]:
+        # The role is known before the first token; sending it early shows the client that it is being served.
+        for output in self._stream.collectors[0].output.outputs:
+            yield ChatChunkChoice(index=output.index, delta=ChatDelta(role=self._role, content=""))
+        async for _, delta in self._stream:
+            if delta.text or delta.finish_reason or self._top_logprobs is not None:
                 yield ChatChunkChoice(
-                    index=news.index,
-                    delta=Delta(content=news.text),
-                    logprobs=self._logprobs(news.logprobs),
-                    finish_reason=news.finish_reason,
-                    stop_reason=news.stop_reason,
+                    index=delta.index,
+                    delta=ChatDelta(content=delta.text),
+                    logprobs=self._logprobs(delta.logprobs),
+                    finish_reason=delta.finish_reason,
+                    stop_reason=delta.stop_reason,
                 )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _logprobs(self, positions: Sequence[dict[int, Logprob]] | None) -> ChatLogprobs | None:
-        return None if self._top is None else chat_logprobs(positions or [], self._top, self._frontend.token_bytes)
+        if self._top_logprobs is None:
+            return None
+        return chat_logprobs(positions or [], self._top_logprobs, self._frontend.token_bytes)

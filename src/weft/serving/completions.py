@@ -14,58 +14,60 @@ from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
 from weft.serving.logprobs import completion_logprobs
-from weft.serving.openai_answer import OpenAIAnswer
+from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
-from weft.serving.sampling import said
-from weft.serving.service import Answer, Service
+from weft.serving.sampling import sampling_fields
+from weft.serving.service import EngineStream, Service
 
 
 @dataclass(frozen=True)
-class AskedCompletion:
-    """A completion request that is ready for the engine. `scoring`: the caller wants the prompt's logprobs only."""
+class PreparedCompletion:
+    """A checked and tokenized completion request. `scoring`: the caller wants only the prompt's logprobs."""
 
-    wire: CompletionRequest
+    body: CompletionRequest
     model: str
-    jobs: list[Collector]
+    collectors: list[Collector]
     scoring: bool
 
 
 async def completions(request: Request) -> Response:
+    """Answer a completion request."""
     service: Service = request.app.state.service
-    asked = await service.prepared(request, prepare_completion)
-    answer = service.answer(asked.jobs)
-    return await Writing(service, answer, asked.model, asked.wire, asked.scoring).reply(request)
+    prepared = await service.prepare(request, prepare_completion)
+    stream = service.open_stream(prepared.collectors)
+    return await CompletionStream(service, stream, prepared).reply(request)
 
 
-def prepare_completion(service: Service, content: bytes) -> AskedCompletion:
-    """Check a body and tokenise its prompts. Raises RequestError and HttpError."""
-    wire = service.wire(content, CompletionRequest)
-    model = service.named(wire.model)
-    params = said(wire) | {"logprobs": wire.logprobs}
-    if wire.echo and wire.logprobs is not None:
-        if wire.stream:
+def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
+    """Check a body and tokenize its prompts. Raises RequestError and HttpError."""
+    body = service.decode_body(content, CompletionRequest)
+    model = service.resolve_model(body.model)
+    fields = sampling_fields(body) | {"logprobs": body.logprobs}
+    if body.echo and body.logprobs is not None:
+        if body.stream:
             raise RequestError("echo with logprobs cannot be streamed; leave one of the three out", param="echo")
-        params["prompt_logprobs"] = wire.logprobs
-    scoring = bool(wire.echo) and wire.max_tokens == 0
+        fields["prompt_logprobs"] = body.logprobs
+    scoring = bool(body.echo) and body.max_tokens == 0
     if scoring:
-        params["max_tokens"] = 1  # sampled, and kept back
-    sampling = service.frontend.sampling_params(params)
-    given = split_prompts(wire.prompt)
-    service.check_places(len(given), sampling)
-    prompts = (read_prompt(service.frontend, prompt, wire) for prompt in given)
-    return AskedCompletion(wire, model, service.jobs(prompts, sampling, priority=wire.priority), scoring)
+        fields["max_tokens"] = 1  # the engine samples one token; the response omits it
+    sampling_params = service.frontend.sampling_params(fields)
+    parts = split_prompts(body.prompt)
+    service.check_capacity(len(parts), sampling_params)
+    prompts = (tokenize_prompt(service.frontend, part, body) for part in parts)
+    collectors = service.create_collectors(prompts, sampling_params, priority=body.priority)
+    return PreparedCompletion(body, model, collectors, scoring)
 
 
-def read_prompt(frontend: Frontend, given: PromptLike, wire: CompletionRequest) -> Prompt:
-    """One prompt; with echo its text too, which is decoded here rather than in the event loop."""
-    prompt = frontend.parse_prompt(given, special=wire.add_special_tokens is not False)
-    if wire.echo and prompt.text is None and frontend.tokenizer is not None:
+def tokenize_prompt(frontend: Frontend, given: PromptLike, body: CompletionRequest) -> Prompt:
+    """Tokenize one prompt. With echo, add its text: decoding it here keeps that work out of the event loop."""
+    prompt = frontend.parse_prompt(given, special=body.add_special_tokens is not False)
+    if body.echo and prompt.text is None and frontend.tokenizer is not None:
         return replace(prompt, text=frontend.decode(prompt.ids))
     return prompt
 
 
 def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]:
-    """One text or one list of ids is one prompt; a list of either is several."""
+    """List of prompts in the field `prompt`: one text or one list of ids is one prompt, a list of either is several."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -76,32 +78,37 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
 
 
-class Writing(OpenAIAnswer[CompletionChoice]):
-    """One completion request on its way out: a choice's number is prompt number * n + choice number."""
+class CompletionStream(OpenAIStream[CompletionChoice]):
+    """Response to one completion request, built from the engine's stream: one JSON object, or events.
 
-    def __init__(self, service: Service, answer: Answer, model: str, wire: CompletionRequest, scoring: bool) -> None:
-        super().__init__(service, answer, model, wire, "cmpl")
-        self._echo = bool(wire.echo)
-        self._scoring = scoring
-        self._top = wire.logprobs
-        self._lengths: dict[int, int] = {}  # characters that each choice has had, while streaming
+    The index of a choice is prompt number * n + number of the choice within its prompt.
+    """
+
+    def __init__(self, service: Service, stream: EngineStream, prepared: PreparedCompletion) -> None:
+        super().__init__(service, stream, prepared.model, prepared.body, "cmpl")
+        self._echo = bool(prepared.body.echo)
+        self._scoring = prepared.scoring
+        self._top_logprobs = prepared.body.logprobs
+        self._sent_characters: dict[int, int] = {}  # by choice, while streaming
 
     def _whole(self) -> Completion:
         choices = [
-            self._choice(at, job, made) for at, job in enumerate(self._answer.jobs) for made in job.output.outputs
+            self._choice(number, collector, output)
+            for number, collector in enumerate(self._stream.collectors)
+            for output in collector.output.outputs
         ]
         return self._chunk(choices, self._usage())
 
-    async def _pieces(self) -> AsyncGenerator[CompletionChoice, None]:
+    async def _chunk_choices(self) -> AsyncGenerator[CompletionChoice, None]:
         if self._echo:
-            for at, job in enumerate(self._answer.jobs):
-                for made in job.output.outputs:
-                    yield self._piece(at, Delta(made.index, self._prompt_text(job), []))
-        async for at, news in self._answer:
+            for number, collector in enumerate(self._stream.collectors):
+                for output in collector.output.outputs:
+                    yield self._chunk_choice(number, Delta(output.index, self._prompt_text(collector), []))
+        async for number, delta in self._stream:
             if self._scoring:
-                news = Delta(news.index, "", [], finish_reason="length")
-            if news.text or news.finish_reason or self._top is not None:
-                yield self._piece(at, news)
+                delta = Delta(delta.index, "", [], finish_reason="length")
+            if delta.text or delta.finish_reason or self._top_logprobs is not None:
+                yield self._chunk_choice(number, delta)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
@@ -112,45 +119,48 @@ class Writing(OpenAIAnswer[CompletionChoice]):
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
         return usage
 
-    def _choice(self, at: int, job: Collector, made: CompletionOutput) -> CompletionChoice:
-        ids: Sequence[int] = made.token_ids
-        positions: Sequence[dict[int, Logprob] | None] = made.logprobs or []
-        text, reason, stop_reason = made.text, made.finish_reason, made.stop_reason
+    def _choice(self, number: int, collector: Collector, output: CompletionOutput) -> CompletionChoice:
+        """A whole choice of prompt `number`."""
+        ids: Sequence[int] = output.token_ids
+        positions: Sequence[dict[int, Logprob] | None] = output.logprobs or []
+        text, reason, stop_reason = output.text, output.finish_reason, output.stop_reason
         if self._scoring:
             ids, positions, text, reason, stop_reason = [], [], "", "length", None
         if self._echo:
-            ids = [*job.output.prompt_token_ids, *ids]
-            positions = [*(job.output.prompt_logprobs or []), *positions]
-            text = self._prompt_text(job) + text
+            ids = [*collector.output.prompt_token_ids, *ids]
+            positions = [*(collector.output.prompt_logprobs or []), *positions]
+            text = self._prompt_text(collector) + text
         return CompletionChoice(
-            index=self._number(at, made.index),
+            index=self._choice_index(number, output.index),
             text=text,
             logprobs=self._logprobs(ids, positions, 0),
             finish_reason=reason,
             stop_reason=stop_reason,
         )
 
-    def _piece(self, at: int, news: Delta) -> CompletionChoice:
-        number = self._number(at, news.index)
-        offset = self._lengths.get(number, 0)
-        self._lengths[number] = offset + len(news.text)
+    def _chunk_choice(self, number: int, delta: Delta) -> CompletionChoice:
+        """A chunk's choice of prompt `number`."""
+        index = self._choice_index(number, delta.index)
+        offset = self._sent_characters.get(index, 0)
+        self._sent_characters[index] = offset + len(delta.text)
         return CompletionChoice(
-            index=number,
-            text=news.text,
-            logprobs=self._logprobs(news.token_ids, news.logprobs or [], offset) if news.token_ids else None,
-            finish_reason=news.finish_reason,
-            stop_reason=news.stop_reason,
+            index=index,
+            text=delta.text,
+            logprobs=self._logprobs(delta.token_ids, delta.logprobs or [], offset) if delta.token_ids else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
     def _logprobs(
         self, ids: Sequence[int], positions: Sequence[dict[int, Logprob] | None], offset: int
     ) -> CompletionLogprobs | None:
-        if self._top is None:
+        if self._top_logprobs is None:
             return None
-        return completion_logprobs([self._frontend.token_text(id) for id in ids], positions, self._top, offset)
+        tokens = [self._frontend.token_text(id) for id in ids]
+        return completion_logprobs(tokens, positions, self._top_logprobs, offset)
 
-    def _number(self, at: int, index: int) -> int:
-        return at * self._answer.jobs[0].params.n + index
+    def _choice_index(self, number: int, index: int) -> int:
+        return number * self._stream.collectors[0].params.n + index
 
-    def _prompt_text(self, job: Collector) -> str:
-        return self._frontend.prompt_text(job.output)
+    def _prompt_text(self, collector: Collector) -> str:
+        return self._frontend.prompt_text(collector.output)

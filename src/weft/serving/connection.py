@@ -1,4 +1,4 @@
-"""Connection: uvicorn's HTTP/1.1 over httptools, bounded in what one client can make it hold."""
+"""Connection: uvicorn's HTTP/1.1 protocol over httptools, with limits on what one client can make it hold."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
-from weft.serving.errors import ErrorFrame, HttpError, describe, refusal
-from weft.serving.service import shut_down
+from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.service import shutting_down_error
 
 HEAD_END = b"\r\n\r\n"
-PIECE = 2**14  # bytes that the parser gets at once, if their number is not known to be a body's
+PIECE = 2**14  # bytes given to the parser at once, unless they are known to be a body's
 
-# Paths that are answered on any connection.
+# Paths that are answered even on connections over the limit.
 PROBES = ("/health", "/health/live", "/health/ready")
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection. The parser is fed one head at a time, so that no more requests are taken in than
-    `ConnectionLimits` allows; the rest waits, and then in the client. An error of the protocol is answered in its turn,
-    as the API's JSON, and the connection ends once the client could read that."""
+    """One client's connection.
+
+    The parser gets one head at a time, so that at most as many requests are accepted as `ConnectionLimits` allows.
+    Further bytes wait here, and then in the client. A protocol error is answered after the requests before it, as the
+    API's JSON, and the connection ends once the client could read the error.
+    """
 
     def __init__(
         self,
@@ -43,61 +46,62 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, loop)
         self._admission = admission
         self._limits = admission.limits
-        self._served = True  # within the limit of connections
-        self._pending = b""  # came, and is not parsed yet
-        self._part: Literal["", "head", "body"] = ""  # of a request, that is being received
-        self._body_left = 0  # bytes, if the length is known
-        self._framing = 0  # bytes since the last head was complete, that are no body
-        self._chunks = 0  # pieces of the body that is being received, if its length is not known
-        self._chunked_bytes = 0  # in them
+        self._served = True  # False if over the limit of connections
+        self._pending = b""  # received, not parsed yet
+        self._part: Literal["", "head", "body"] = ""  # part of a request that is being received
+        self._body_left = 0  # bytes still to come of a body of known length
+        self._framing = 0  # bytes since the last complete head that are not body
+        self._chunks = 0  # chunks received of a body of unknown length
+        self._chunked_bytes = 0  # in these chunks
         self._unfinished = 0  # bytes of the request that is being received
-        self._queued = 0  # bytes of requests that wait for the one that is being answered
-        self._held = 0  # bytes that admission knows of
+        self._queued = 0  # bytes of complete requests behind the one that is being answered
+        self._held = 0  # bytes reported to Admission
         self._running: RequestResponseCycle | None = None
-        self._fault: HttpError | None = None  # what a callback of the parser objects to
-        self._farewell: HttpError | None = None  # to be said when all before it is answered
-        self._early = False  # the answer has begun before the request was whole, and ends the connection
-        self._deaf = False  # what comes is thrown away
+        self._fault: HttpError | None = None  # raised by a parser callback
+        self._last_error: HttpError | None = None  # to be sent after all requests before it
+        self._early = False  # the response began before the request was complete, and ends the connection
+        self._discarding = False  # received bytes are discarded
         self._timer: asyncio.TimerHandle | None = None
         self._timed: Literal["", "head", "body"] = ""
         self.url = b""
 
-    # The transport's side
+    # Callbacks of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = Flow(self)
+        self.flow = BoundedFlowControl(self)
         self._served = self._admission.enter(self)
         self._watch()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._deaf = True
+        self._discarding = True
         self._stop_timer()
         self._unset_keepalive_if_required()
         self._pending = b""
         self._admission.leave(self)
-        if self._running is not None:  # uvicorn tells only the newest, which may be one that waits
+        if self._running is not None:  # uvicorn tells only the newest request, which may be a queued one
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        if self._deaf:
+        if self._discarding:
             return
         self._pending += data
         self._feed()
 
     def shutdown(self) -> None:
-        """Close, or do so after the request that is being answered. A request whose body is not whole is refused."""
+        """Close now, or after the request that is being answered. A request with an incomplete body is refused."""
         if self._part == "body":
-            self.refuse(shut_down())
-        if not self._deaf:
+            self.refuse(shutting_down_error())
+        if not self._discarding:
             super().shutdown()
         elif not self._busy:
             self.transport.close()
 
     def drop(self) -> None:
+        """Close at once, without a response."""
         self.transport.abort()
         self._admission.leave(self)
 
@@ -105,29 +109,29 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _busy(self) -> bool:
-        """A request is being answered."""
+        """True if a request is being answered."""
         running = self._running
         return running is not None and not running.response_complete and not running.disconnected
 
-    def full(self) -> bool:
-        """Nothing more is to be read for now."""
-        if self._deaf:
+    def queue_full(self) -> bool:
+        """Return True if nothing more may be read for now."""
+        if self._discarding:
             return False
         waiting = len(self.pipeline) >= self._limits.queued_requests or self._queued > self._limits.head_bytes
         return waiting or bool(self._pending)
 
     def _feed(self) -> None:
-        """Parse what has come, as far as requests may be queued."""
+        """Parse the pending bytes, as far as requests may be queued."""
         data, self._pending = self._pending, b""
         view, at = memoryview(data), 0
-        while at < len(data) and not self._deaf and not self.full():
+        while at < len(data) and not self._discarding and not self.queue_full():
             size = self._next_piece(data, at)
             if not size:
                 break
             self._unfinished += size
             self._queued += size if self.pipeline else 0
             at += self._parse(view[at : at + size])
-        if self._deaf:
+        if self._discarding:
             return
         if at < len(data):
             self._pending = data[at:]
@@ -139,21 +143,21 @@ class Connection(HttpToolsProtocol):
         self._watch()
 
     def _next_piece(self, data: bytes, at: int) -> int:
-        """Number of bytes to parse at once: to the end of a body, or of a head; 0 if the request is refused.
+        """Number of bytes to parse at once: to the end of the body, or of the head. 0 if the request is refused.
 
-        What is not known to be of a body counts as head until there is one; what frames a chunked body, from one byte
-        of the body to the next.
+        Bytes that are not known to be body count as head until a head is complete. The framing of a chunked body is
+        counted from one byte of the body to the next.
         """
         if self._body_left:
             return min(self._body_left, len(data) - at)
         limit = self._limits.head_bytes
-        most = min(PIECE, limit - self._framing)
-        if not most:
-            status, what = (414, "the URL is") if 2 * len(self.url) > limit else (431, "URL and header fields are")
-            self.refuse(HttpError(status, f"{what} longer than {limit} bytes; send less", code="header_too_large"))
+        room = min(PIECE, limit - self._framing)
+        if not room:
+            status, subject = (414, "the URL is") if 2 * len(self.url) > limit else (431, "URL and header fields are")
+            self.refuse(HttpError(status, f"{subject} longer than {limit} bytes; send less", code="header_too_large"))
             return 0
-        end = data.find(HEAD_END, at, at + most)
-        size = min(most, len(data) - at) if end < 0 else end + len(HEAD_END) - at
+        end = data.find(HEAD_END, at, at + room)
+        size = min(room, len(data) - at) if end < 0 else end + len(HEAD_END) - at
         self._framing += size
         return size
 
@@ -161,13 +165,13 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
-            return int(upgrade.args[0])  # which we do not; the request is answered as if it had not asked
+            return int(upgrade.args[0])  # not supported: the request is answered as if it had not asked for it
         except httptools.HttpParserError as error:
             unusable = HttpError(400, f"this is not valid HTTP: {error}", code="invalid_http")
             self.refuse(self._fault or unusable)
         return len(piece)
 
-    # The parser's side
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -198,7 +202,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _count_chunk(self, size: int) -> None:
-        """Raise HttpError for a body of too many small chunks: each costs the event loop as much as a large one."""
+        """Raise HttpError for too many small chunks: each costs the event loop as much as a large one."""
         self._chunks += 1
         self._chunked_bytes += size
         limits = self._limits
@@ -216,17 +220,17 @@ class Connection(HttpToolsProtocol):
         self._body_left = self._framing = self._unfinished = 0
         super().on_message_complete()
 
-    # Answers
+    # Responses
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, partial(self._answer, cycle, app))
+        super()._start_asgi_task(cycle, partial(self._respond, cycle, app))
 
-    async def _answer(
+    async def _respond(
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Run the application, with what the transport adds to its answer."""
-        within = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
+        """Run the application and adapt its response to the transport."""
+        allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 
         async def send_framed(message: Message) -> None:
@@ -235,33 +239,34 @@ class Connection(HttpToolsProtocol):
                 self._early = cycle.more_body
                 cycle.keep_alive &= self._served and not self._early
                 if scope["http_version"] == "1.0" and "content-length" not in Headers(raw=message["headers"]):
-                    # The end of the connection is the end of the body: that version knows no chunks.
+                    # HTTP/1.0 has no chunks: the end of the connection is the end of the body.
                     unframed, cycle.chunked_encoding = True, False
             elif unframed:
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
-            # Else uvicorn would close at once, and the answer be lost to a client that still writes.
+            # Else uvicorn would close at once, and a client that still sends would lose the response.
             cycle.keep_alive |= self._early
 
         try:
-            await (app if within else refusal(self._admission.full()))(scope, receive, send_framed)
+            responder = app if allowed else error_response(self._admission.too_many_connections())
+            await responder(scope, receive, send_framed)
         except asyncio.CancelledError:  # the server ends before the request does
             if not cycle.response_started and not self.transport.is_closing():
-                self.transport.write(encoded(shut_down()))
+                self.transport.write(encode_error_response(shutting_down_error()))
             cycle.disconnected = True
             self.transport.close()
 
     def on_response_complete(self) -> None:
         if self._early:
             self._linger()
-        elif self._farewell and not self.pipeline:
-            self._say(self._farewell)
+        elif self._last_error and not self.pipeline:
+            self._send_error(self._last_error)
         else:
-            super().on_response_complete()  # which starts the next
+            super().on_response_complete()  # starts the next queued request
             self._refill()
 
     def _refill(self) -> None:
-        """Parse what had to wait, once nothing that was parsed waits."""
+        """Parse pending bytes once no parsed request is queued."""
         if self.pipeline or self.transport.is_closing():
             return
         self._queued = 0
@@ -269,37 +274,40 @@ class Connection(HttpToolsProtocol):
             self._feed()
             self.flow.resume_reading()
 
-    # Endings
+    # Closing
 
     def refuse(self, error: HttpError) -> None:
-        """Answer with an error once all requests before are answered, and end the connection."""
-        if self._deaf:
+        """Send an error after all requests before it are answered, and end the connection."""
+        if self._discarding:
             return
-        unheard = self._part == "body"
-        self._deaf, self._pending, self._part = True, b"", ""
+        incomplete = self._part == "body"
+        self._discarding, self._pending, self._part = True, b"", ""
         self._stop_timer()
         self._admission.hold(self, 0)
-        if unheard and self.pipeline and self.pipeline[0][0] is self.cycle:
-            self.pipeline.popleft()  # the one that is not whole
-        elif unheard and self.cycle.response_started:
-            self.transport.close()  # within an answer nothing else can be said
+        if incomplete and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()  # the incomplete request
+        elif incomplete and self.cycle.response_started:
+            self.transport.close()  # an error cannot be sent within a response
             return
-        elif unheard:
+        elif incomplete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self._busy:
-            self._farewell = error
+            self._last_error = error
         else:
-            self._say(error)
+            self._send_error(error)
 
-    def _say(self, error: HttpError) -> None:
+    def _send_error(self, error: HttpError) -> None:
         if not self.transport.is_closing():
-            self.transport.write(encoded(error))
+            self.transport.write(encode_error_response(error))
             self._linger()
 
     def _linger(self) -> None:
-        """Close when the client has, or soon: its unread bytes would reset the connection, and the answer be lost."""
-        self._deaf, self._pending = True, b""
+        """Close after the client has, or after `linger_s`.
+
+        Closing at once would reset the connection if unread bytes are left, and the client would lose the response.
+        """
+        self._discarding, self._pending = True, b""
         self._admission.hold(self, 0)
         self._stop_timer()
         self._unset_keepalive_if_required()
@@ -310,11 +318,11 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
         self._timer = self.loop.call_later(self._limits.linger_s, self.transport.close)
 
-    # Time
+    # Timeouts
 
     def _watch(self) -> None:
-        """Have a timer run for what the client owes."""
-        if self._deaf:
+        """Run a timer for the part of a request that the client has still to send."""
+        if self._discarding:
             return
         if self._part == "body":
             self._start_timer("body", self._limits.body_s)
@@ -336,29 +344,30 @@ class Connection(HttpToolsProtocol):
     def _expire(self, part: str, seconds: float) -> None:
         self._timer, self._timed = None, ""
         if self.flow.read_paused:
-            self._watch()  # it is us who do not read
+            self._watch()  # the server itself has paused reading
         elif part == "head" and self._part != "head":
-            self.transport.close()  # nothing was asked
+            self.transport.close()  # no request has begun
         else:
-            what = "its head is not complete" if part == "head" else "no byte of its body came"
-            self.refuse(HttpError(408, f"the request was given up: {what} after {seconds:g} s", code="request_timeout"))
+            fault = "its head is not complete" if part == "head" else "no byte of its body came"
+            message = f"the request was given up: {fault} after {seconds:g} s"
+            self.refuse(HttpError(408, message, code="request_timeout"))
 
 
-class Flow(FlowControl):
-    """Reading goes on only while there is room for what is read, whoever asks for it."""
+class BoundedFlowControl(FlowControl):
+    """Flow control that resumes reading only while the connection has room for more requests."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
     def resume_reading(self) -> None:
-        if not self._connection.full():
+        if not self._connection.queue_full():
             super().resume_reading()
 
 
-def encoded(error: HttpError) -> bytes:
-    """An error as a whole response, the last of its connection."""
-    status, body, headers = describe(error)
+def encode_error_response(error: HttpError) -> bytes:
+    """An error as a complete HTTP response, the last of its connection."""
+    status, body, headers = describe_error(error)
     content = msgspec.json.encode(ErrorFrame(body))
     headers |= {
         "Content-Type": "application/json",

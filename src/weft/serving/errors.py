@@ -1,4 +1,4 @@
-"""Errors on the wire: one shape for every one of them, in OpenAI's words."""
+"""Error responses in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.executors.ranks import CLOSED
 
 
 class HttpError(WeftError):
-    """An error that only HTTP knows: its status, and the short code that programs read."""
+    """An error with an HTTP status and the short `code` that programs read."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
@@ -32,13 +32,13 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorFrame(msgspec.Struct):
-    """What a body holds, and an event of a stream."""
+    """The body of an error response, and the error event of a stream."""
 
     error: ErrorBody
 
 
-class Json(Response):
-    """A response from anything that msgspec encodes."""
+class JsonResponse(Response):
+    """A JSON response of anything that msgspec encodes."""
 
     media_type = "application/json"
 
@@ -46,8 +46,8 @@ class Json(Response):
         return msgspec.json.encode(content)
 
 
-def kind(status: int) -> str:
-    """The `type` of an error, which follows from its status."""
+def error_type(status: int) -> str:
+    """The `type` field of an error with this status."""
     match status:
         case 401:
             return "authentication_error"
@@ -59,8 +59,8 @@ def kind(status: int) -> str:
             return "invalid_request_error" if status < 500 else "server_error"
 
 
-def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
-    """Status, body and headers of any error."""
+def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
+    """Status, body and headers of the response to any exception."""
     status, code, param, headers = 500, "internal_error", None, {}
     message = str(error)
     match error:
@@ -85,26 +85,26 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             pass
         case _:
             message = f"{type(error).__name__}: {error}"
-    return status, ErrorBody(message, kind(status), param, code), headers
+    return status, ErrorBody(message, error_type(status), param, code), headers
 
 
-def frame(error: Exception) -> ErrorFrame:
-    return ErrorFrame(describe(error)[1])
+def error_frame(error: Exception) -> ErrorFrame:
+    return ErrorFrame(describe_error(error)[1])
 
 
-def refusal(error: Exception) -> Response:
-    """An error as a response."""
-    status, body, headers = describe(error)
-    return Json(ErrorFrame(body), status, headers)
+def error_response(error: Exception) -> Response:
+    """The response to an exception."""
+    status, body, headers = describe_error(error)
+    return JsonResponse(ErrorFrame(body), status, headers)
 
 
-async def respond(request: Request, error: Exception) -> Response:
-    """Starlette's handler for everything that is raised."""
+async def handle_exception(request: Request, error: Exception) -> Response:
+    """Starlette's exception handler for everything that an endpoint raises."""
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
-        what = "unknown URL" if error.status_code == 404 else "method not allowed"
-        error = HTTPException(error.status_code, f"{what}: {request.method} {request.url.path}", error.headers)
-    return refusal(error)
+        problem = "unknown URL" if error.status_code == 404 else "method not allowed"
+        error = HTTPException(error.status_code, f"{problem}: {request.method} {request.url.path}", error.headers)
+    return error_response(error)
 
 
-# Exception alone would do, but Starlette raises what it catches by that name once more, and the server logs it.
-HANDLERS: Mapping[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, WeftError, Exception), respond)
+# A handler for Exception alone would do, but Starlette re-raises what that one caught, and the server logs it.
+HANDLERS: Mapping[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, WeftError, Exception), handle_exception)

@@ -1,22 +1,22 @@
-"""Health, which is three questions (are you there, do you take requests, are you well), and the load."""
+"""Endpoints for liveness, readiness, health, load and metrics."""
 
 from __future__ import annotations
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.serving.errors import HttpError, Json
+from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.service import Service
 
 
 async def live(request: Request) -> Response:
-    """The process answers."""
-    return Json({"status": "ok"})
+    """/health/live: the process responds."""
+    return JsonResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """New requests are welcome."""
+    """/health/ready: new requests are accepted."""
     service: Service = request.app.state.service
     if service.draining:
         raise HttpError(503, "the server is shutting down", code="shutting_down")
@@ -24,20 +24,21 @@ async def ready(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """The engine lives, and steps finish while requests run."""
+    """/health: the engine is alive, and steps finish while requests run."""
     service: Service = request.app.state.service
-    trouble = service.trouble()
-    if trouble is not None:
-        raise HttpError(503, trouble, code="unhealthy")
-    return Json({"status": "ok"})
+    reason = service.unhealthy_reason()
+    if reason is not None:
+        raise HttpError(503, reason, code="unhealthy")
+    return JsonResponse({"status": "ok"})
 
 
-async def load(request: Request) -> Response:
-    """Requests that are being answered."""
+async def server_load(request: Request) -> Response:
+    """/load: number of HTTP requests that are being answered by the engine."""
     service: Service = request.app.state.service
-    return Json({"server_load": len(service.answers)})
+    return JsonResponse({"server_load": len(service.streams)})
 
 
 async def metrics(request: Request) -> Response:
+    """/metrics: Prometheus text."""
     service: Service = request.app.state.service
-    return Response(service.metrics.page(), media_type=CONTENT_TYPE)
+    return Response(service.metrics.render(), media_type=CONTENT_TYPE)

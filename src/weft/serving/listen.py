@@ -1,4 +1,4 @@
-"""The socket to serve on, taken before anything slow: a port that is taken is known at once."""
+"""The socket to serve on, bound before anything slow: a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 from weft.errors import ConfigError, error_reason
 from weft.serving.options import ServeOptions
 
-BACKLOG = 2048  # connections that wait to be accepted; uvicorn's own
+BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError for an address that cannot be had."""
+    """Bind a socket that does not listen yet. Raises ConfigError for an address that cannot be bound."""
     if options.uds is not None:
         return _bind_path(options.uds)
     if not 0 <= options.port <= 65535:
@@ -42,19 +42,19 @@ def bind(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def begin(listener: socket.socket, options: ServeOptions) -> None:
-    """Let clients in. Raises ConfigError where somebody else has come first after all."""
+def start_listening(listener: socket.socket, options: ServeOptions) -> None:
+    """Begin to accept clients. Raises ConfigError if another process took the address meanwhile."""
     if options.uds is None:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it counts once more now
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # `bind` cleared it
     try:
-        # Here and not in the loop, which would go on without a word where it fails.
+        # Here and not in the event loop, which would go on silently after a failure.
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigError(_advice(options, error)) from None
 
 
 def check_tls(options: ServeOptions) -> None:
-    """Raises ConfigError where certificate and key do not make a server."""
+    """Raise ConfigError if the certificate and the key cannot be used."""
     if options.ssl_certfile is None and options.ssl_keyfile is None:
         return
     if options.ssl_certfile is None:
@@ -65,8 +65,8 @@ def check_tls(options: ServeOptions) -> None:
         raise ConfigError(f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}") from None
 
 
-def address(listener: socket.socket, options: ServeOptions) -> str:
-    """Where clients find it."""
+def public_url(listener: socket.socket, options: ServeOptions) -> str:
+    """URL at which clients reach the server."""
     if options.uds is not None:
         return f"unix:{options.uds}"
     host, port = listener.getsockname()[:2]
@@ -75,8 +75,11 @@ def address(listener: socket.socket, options: ServeOptions) -> str:
 
 
 class PathListener(socket.socket):
-    """A socket at a path of the file system, which one process at a time may have: a lock beside it says so from the
-    first moment, when nobody listens yet. Closing it removes both files. Raises OSError."""
+    """A Unix socket that one process at a time may own.
+
+    A lock file beside it shows the owner from the first moment, before the socket listens. Closing the socket removes
+    both files. Raises OSError.
+    """
 
     def __init__(self, path: str) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -100,7 +103,7 @@ class PathListener(socket.socket):
         super().close()
 
     def _unlock(self) -> None:
-        """Remove the lock before it is given up: whoever waits for it sees that, and makes a new one."""
+        """Remove the lock file, then release the lock: a process that waits for it then creates a new one."""
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 os.unlink(f"{self._path}.lock")
@@ -119,8 +122,10 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _lock(path: str) -> int:
-    """The descriptor of a locked file, which the system unlocks when this process ends in any way. Raises
-    BlockingIOError if another has it."""
+    """Descriptor of a locked file, which the system unlocks when this process ends in any way.
+
+    Raises BlockingIOError if another process holds the lock.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
@@ -135,7 +140,7 @@ def _lock(path: str) -> int:
 
 
 def _is_left_over(path: str) -> bool:
-    """A socket at which nobody listens any more."""
+    """Return True if `path` is a socket on which no process listens any more."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False
@@ -146,26 +151,33 @@ def _is_left_over(path: str) -> bool:
 
 
 def _advice(options: ServeOptions, error: OSError) -> str:
+    """Message for an address that cannot be bound."""
     where = f"port {options.port} on {options.host}"
     if error.errno == errno.EADDRINUSE:
         holder = _holder(options.port)
         return f"{where} is taken{f' by {holder}' if holder else ''}; stop that, or give another --port (0: any)"
     if error.errno == errno.EACCES:
-        return f"{where} needs rights that this user has not; give a --port from 1024 on"
+        return f"{where} needs privileges that this user does not have; give a --port from 1024 on"
     return f"cannot listen on {where}: {error.strerror}"
 
 
 def _holder(port: int) -> str | None:
-    """The program that listens on a port, as far as this user may see it. Linux only."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # listens
-                    inodes.add(f"socket:[{fields[9]}]")
+    """The program that listens on a port, if this user may see it. Linux only."""
+    inodes = _listening_sockets(port)
     for files in Path("/proc").glob("[0-9]*/fd") if inodes else ():
         with contextlib.suppress(OSError):
             if any(os.readlink(file) in inodes for file in files.iterdir()):
                 return f"{(files.parent / 'comm').read_text().strip()} (process {files.parent.name})"
     return None
+
+
+def _listening_sockets(port: int) -> set[str]:
+    """Sockets that listen on a port, as /proc/PID/fd names them."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # state: listening
+                    inodes.add(f"socket:[{fields[9]}]")
+    return inodes

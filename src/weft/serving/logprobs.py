@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes."""
+"""Logprobs in the two shapes of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from weft.client.outputs import Logprob
 from weft.serving.openai_types import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 
-LOWEST = -9999.0  # JSON has no infinity; OpenAI's own stand-in
+LOWEST = -9999.0  # JSON has no infinity; this is the value that OpenAI sends instead
 
 
-def best(position: dict[int, Logprob], top: int) -> list[tuple[int, Logprob]]:
-    """The `top` likeliest of a position with their ids, best first."""
-    return sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
+def top_entries(position: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    """The `count` likeliest tokens of a position as (id, logprob), best first."""
+    return sorted(position.items(), key=lambda item: item[1].rank or 0)[:count]
 
 
 def chat_logprobs(
     positions: Iterable[dict[int, Logprob]], top: int, token_bytes: Callable[[int], bytes]
 ) -> ChatLogprobs:
-    """The first entry of each position is the token that was chosen."""
+    """Logprobs of a chat choice. The first entry of each position is the sampled token."""
 
     def fields(token: int, entry: Logprob) -> tuple[str, float, list[int]]:
         return entry.decoded_token or "", max(entry.logprob, LOWEST), list(token_bytes(token))
@@ -26,7 +26,10 @@ def chat_logprobs(
     content = []
     for position in positions:
         text, logprob, raw = fields(*next(iter(position.items())))
-        tops = [TopLogprob(token=t, logprob=p, bytes=b) for t, p, b in (fields(*item) for item in best(position, top))]
+        tops = []
+        for token, entry in top_entries(position, top):
+            top_text, top_logprob, top_raw = fields(token, entry)
+            tops.append(TopLogprob(token=top_text, logprob=top_logprob, bytes=top_raw))
         content.append(TokenLogprob(token=text, logprob=logprob, bytes=raw, top_logprobs=tops))
     return ChatLogprobs(content=content)
 
@@ -34,19 +37,22 @@ def chat_logprobs(
 def completion_logprobs(
     tokens: Sequence[str], positions: Sequence[dict[int, Logprob] | None], top: int, offset: int
 ) -> CompletionLogprobs:
-    """`tokens[i]` is the text of position i, `positions[i]` None for the first of a prompt; `offset` is where
-    the first token lies in the choice's text, in characters."""
-    made = CompletionLogprobs([], [], [], [])
+    """Logprobs of a completion choice, or of a part of one.
+
+    `tokens[i]` is the text of position i. `positions[i]` is None for the first token of a prompt. `offset` is the
+    number of characters of the choice's text before the first token.
+    """
+    logprobs = CompletionLogprobs([], [], [], [])
     for token, position in zip(tokens, positions, strict=True):
-        made.tokens.append(token)
-        made.text_offset.append(offset)
+        logprobs.tokens.append(token)
+        logprobs.text_offset.append(offset)
         offset += len(token)
         if position is None:
-            made.token_logprobs.append(None)
-            made.top_logprobs.append(None)
+            logprobs.token_logprobs.append(None)
+            logprobs.top_logprobs.append(None)
         else:
-            chosen = next(iter(position.values()))
-            likeliest = [entry for _, entry in best(position, top)]
-            made.token_logprobs.append(max(chosen.logprob, LOWEST))
-            made.top_logprobs.append({e.decoded_token or "": max(e.logprob, LOWEST) for e in (chosen, *likeliest)})
-    return made
+            sampled = next(iter(position.values()))
+            entries = [sampled, *(entry for _, entry in top_entries(position, top))]
+            logprobs.token_logprobs.append(max(sampled.logprob, LOWEST))
+            logprobs.top_logprobs.append({entry.decoded_token or "": max(entry.logprob, LOWEST) for entry in entries})
+    return logprobs

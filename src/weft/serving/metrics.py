@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' format, under vLLM's names, so that its dashboards work."""
+"""Prometheus metrics under vLLM's names, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector as Source
+from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.core.request import Stats
 
@@ -44,16 +44,16 @@ REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 24
 
 
 def token_buckets(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to `most` tokens."""
-    found, scale = [], 1
+    """Histogram bounds 1, 2, 5, 10, 20, 50, ... up to `most` tokens."""
+    bounds, scale = [], 1
     while scale <= most:
-        found += [step * scale for step in (1, 2, 5) if step * scale <= most]
+        bounds += [step * scale for step in (1, 2, 5) if step * scale <= most]
         scale *= 10
-    return found
+    return bounds
 
 
-class EngineStats(Source):
-    """The core's own numbers, read when somebody looks."""
+class EngineStats(PrometheusCollector):
+    """Counters and gauges of the core, collected when Prometheus asks for them."""
 
     def __init__(self, model: str, stats: Callable[[], Stats]) -> None:
         self._labels = (model, ENGINE)
@@ -63,7 +63,7 @@ class EngineStats(Source):
         now = self._stats()
         gauges = (
             ("num_requests_running", "Requests in the running batch.", float(now.running)),
-            ("num_requests_waiting", "Requests that wait for room.", float(now.waiting)),
+            ("num_requests_waiting", "Requests waiting in the queue.", float(now.waiting)),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", now.blocks_used / max(1, now.blocks_total)),
         )
         for name, text, value in gauges:
@@ -75,9 +75,9 @@ class EngineStats(Source):
             ("generation_tokens", "Tokens generated.", now.generation_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits),
-            ("num_preemptions", "Requests put back to make room.", now.preemptions),
-            ("spec_decode_num_draft_tokens", "Tokens guessed ahead.", now.draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Guessed tokens that were right.", now.accepted_tokens),
+            ("num_preemptions", "Requests preempted to free KV blocks.", now.preemptions),
+            ("spec_decode_num_draft_tokens", "Draft tokens proposed.", now.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", now.accepted_tokens),
         )
         for name, text, total in counters:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
@@ -94,7 +94,7 @@ class EngineStats(Source):
 
 
 class Metrics:
-    """One engine's metrics; `model` is the first served name."""
+    """Metrics of one engine; `model` is the first served name."""
 
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Stats]) -> None:
         self.registry = CollectorRegistry()
@@ -102,8 +102,8 @@ class Metrics:
         tokens = token_buckets(max_model_len)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
-            return made.labels(model, ENGINE)
+            family = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
+            return family.labels(model, ENGINE)
 
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self.itl = histogram("inter_token_latency_seconds", "Between one token and the next.", ITL)
@@ -122,8 +122,10 @@ class Metrics:
         )
         self._model = model
 
-    def finished(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
+        """Count one finished choice."""
         self._success.labels(self._model, ENGINE, reason).inc()
 
-    def page(self) -> bytes:
+    def render(self) -> bytes:
+        """The body of /metrics."""
         return generate_latest(self.registry)

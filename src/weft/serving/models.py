@@ -1,4 +1,4 @@
-"""What is served, and its tokeniser: /v1/models, /tokenize, /detokenize, /version."""
+"""Endpoints about the served models and their tokenizer: /v1/models, /tokenize, /detokenize, /version."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.errors import RequestError
-from weft.serving.errors import Json
+from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import DetokenizeRequest, TokenizeRequest
 from weft.serving.service import Service
 from weft.text.limits import LIMITS
 
 
-async def models(request: Request) -> Response:
+async def list_models(request: Request) -> Response:
+    """/v1/models: every name that the model is served under."""
     service: Service = request.app.state.service
-    return Json({"object": "list", "data": [row(service, name) for name in service.names]})
+    return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.names]})
 
 
-async def model(request: Request) -> Response:
+async def get_model(request: Request) -> Response:
+    """/v1/models/NAME."""
     service: Service = request.app.state.service
-    return Json(row(service, service.named(request.path_params["name"])))
+    return JsonResponse(describe_model(service, service.resolve_model(request.path_params["name"])))
 
 
-def row(service: Service, name: str) -> dict[str, Any]:
-    """One model in OpenAI's words, with vLLM's additions."""
+def describe_model(service: Service, name: str) -> dict[str, Any]:
+    """One model object of OpenAI's API, with vLLM's additional fields."""
     return {
         "id": name,
         "object": "model",
@@ -56,36 +58,40 @@ def row(service: Service, name: str) -> dict[str, Any]:
 
 
 async def tokenize(request: Request) -> Response:
+    """/tokenize."""
     service: Service = request.app.state.service
-    return await service.prepared(request, tokenized)
+    return await service.prepare(request, tokenize_body)
 
 
-def tokenized(service: Service, content: bytes) -> Response:
-    """The answer to /tokenize, encoded: both take long for a long text."""
-    wire = service.wire(content, TokenizeRequest)
-    service.named(wire.model)
-    if (wire.prompt is None) == (wire.messages is None):
+def tokenize_body(service: Service, content: bytes) -> Response:
+    """Tokenize the text or the conversation in a body, and encode the response: both are slow for a long text."""
+    body = service.decode_body(content, TokenizeRequest)
+    service.resolve_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
-    if wire.messages is not None:
-        text, special = service.render(wire.messages, wire), False
+    frontend = service.frontend
+    if body.messages is not None:
+        text, special = frontend.render_chat(body.messages, **service.template_arguments(body)), False
     else:
-        text, special = wire.prompt or "", wire.add_special_tokens is not False
-    service.frontend.check_text(text, least=LIMITS.tokenize_characters)
-    ids = service.frontend.encode(text, special=special)
-    return Json({"count": len(ids), "max_model_len": service.frontend.max_model_len, "tokens": ids})
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    frontend.check_text(text, least=LIMITS.tokenize_characters)
+    ids = frontend.encode(text, special=special)
+    return JsonResponse({"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids})
 
 
 async def detokenize(request: Request) -> Response:
+    """/detokenize."""
     service: Service = request.app.state.service
-    return await service.prepared(request, detokenized)
+    return await service.prepare(request, detokenize_body)
 
 
-def detokenized(service: Service, content: bytes) -> Response:
-    """The answer to /detokenize."""
-    wire = service.wire(content, DetokenizeRequest)
-    service.named(wire.model)
-    return Json({"prompt": service.frontend.decode(wire.tokens)})
+def detokenize_body(service: Service, content: bytes) -> Response:
+    """Decode the token ids in a body."""
+    body = service.decode_body(content, DetokenizeRequest)
+    service.resolve_model(body.model)
+    return JsonResponse({"prompt": service.frontend.decode(body.tokens)})
 
 
 async def version(request: Request) -> Response:
-    return Json({"version": __version__})
+    """/version."""
+    return JsonResponse({"version": __version__})

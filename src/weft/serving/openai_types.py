@@ -1,4 +1,4 @@
-"""The OpenAI wire types, requests and answers, with vLLM's extra fields."""
+"""Request and response types of the OpenAI API, with vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
-    """What both endpoints take. None is as good as absent: OpenAI's clients send it."""
+class SamplingRequest(Struct, kw_only=True):
+    """Fields that both completion endpoints accept. None counts as absent: OpenAI's clients send it."""
 
     model: str | None = None
     temperature: float | None = None
@@ -40,15 +40,15 @@ class Sampling(Struct, kw_only=True):
     priority: int | None = None
 
 
-class Rendering(Protocol):
-    """How a request wants its messages put through the chat template."""
+class TemplateRequest(Protocol):
+    """The fields of a request that control the chat template."""
 
     add_generation_prompt: bool | None
     continue_final_message: bool | None
     chat_template_kwargs: dict[str, Any] | None
 
 
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(SamplingRequest, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -58,7 +58,7 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(SamplingRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
@@ -66,7 +66,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """Of a text (`prompt`) or of a conversation (`messages`)."""
+    """Request to tokenize a text (`prompt`) or a conversation (`messages`)."""
 
     model: str | None = None
     prompt: str | None = None
@@ -109,8 +109,11 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class CompletionLogprobs(Struct):
-    """The legacy shape: one list per property. `text_offset` counts characters of the choice's text, and
-    `top_logprobs` holds the chosen token too where it is none of the likeliest."""
+    """Logprobs of the legacy endpoint: one list per property.
+
+    `text_offset` counts characters of the choice's text. `top_logprobs` includes the sampled token even if it is not
+    among the likeliest.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -118,7 +121,7 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-class Message(Struct, kw_only=True):
+class ChatMessage(Struct, kw_only=True):
     role: str
     content: str
     refusal: None = None
@@ -126,7 +129,7 @@ class Message(Struct, kw_only=True):
 
 class ChatChoice(Struct, kw_only=True):
     index: int
-    message: Message
+    message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
@@ -141,14 +144,14 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
 
 
-class Delta(Struct, kw_only=True, omit_defaults=True):
+class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
-    delta: Delta
+    delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -172,7 +175,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class Completion(Struct, kw_only=True):
-    """Whole, or one chunk of a stream: the legacy endpoint gives both the same name."""
+    """A whole response, or one chunk of a stream: the legacy endpoint uses one type for both."""
 
     id: str
     object: str = "text_completion"

@@ -1,4 +1,4 @@
-"""ServeOptions: what a user may say about the HTTP side, and the only place for its defaults."""
+"""ServeOptions: the options of the HTTP server, and the only place for their defaults."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Names are the flags' names (`--api-key` is `api_key`). Times are seconds.
+    """Options of the HTTP server, named as their flags (`--api-key` is `api_key`). Times are seconds.
 
-    `served_model_name` empty: the model as typed. `uds`, a path, takes the place of host and port.
-    `shutdown_timeout` is how long running requests may go on after SIGTERM. A request longer than
-    `max_body_bytes` is refused unread (None: 8 MiB, or 16 bytes per token of the model's length, if that is more); an
-    open stream with nothing to say sends a comment every
-    `keepalive_interval`; requests that run while no step finishes for `progress_timeout` are unhealthy.
+    `served_model_name`: empty means the model as the user typed it. `uds`: a path, used instead of host and port.
+    `shutdown_timeout`: time that running requests get after SIGTERM.
+    `max_body_bytes`: longer bodies are refused unread; None is 8 MiB, or 16 bytes per token of the model's maximum
+    length if that is larger.
+    `keepalive_interval`: time after which an idle stream sends a comment.
+    `progress_timeout`: the server is unhealthy if requests run and no step finishes for this time.
     """
 
     host: str = "127.0.0.1"

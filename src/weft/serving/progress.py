@@ -1,4 +1,4 @@
-"""Progress: whether steps finish while requests run."""
+"""Progress: detects an engine that finishes no step while requests run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Tells an engine that works from one that hangs. `clock` gives seconds."""
+    """Time since the engine's last finished step. `clock` returns seconds."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
@@ -15,14 +15,16 @@ class Progress:
         self._moved_at = clock()
 
     def begin(self) -> None:
-        """There is work again, after there was none."""
+        """Restart the time: the engine has work again after it had none."""
         self._moved_at = self._clock()
 
     def stalled_s(self, steps: int) -> float:
-        """For an engine that has work and has finished `steps` so far: the seconds since the last one, where
-        that is too long, else 0."""
+        """Seconds since the last finished step if they exceed the timeout, else 0.
+
+        Call it only while the engine has work; `steps` is the number of steps finished so far.
+        """
         now = self._clock()
         if steps != self._steps:
             self._steps, self._moved_at = steps, now
-        still = now - self._moved_at
-        return still if still > self._timeout_s else 0.0
+        stalled = now - self._moved_at
+        return stalled if stalled > self._timeout_s else 0.0

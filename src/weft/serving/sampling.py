@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams, and what is refused because Weft does not have it."""
+"""Sampling fields of a request, limits on their lengths, and unsupported fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import RequestError
-from weft.serving.openai_types import Sampling
+from weft.serving.openai_types import SamplingRequest
 from weft.text.limits import LIMITS
 
-# Fields that are SamplingParams' own, which checks their values.
-SAME = [
+# Fields that SamplingParams has under the same name, and whose values it checks.
+SHARED_FIELDS = [
     "temperature",
     "top_p",
     "n",
@@ -32,8 +32,8 @@ SAME = [
     "bad_words",
 ]
 
-# Known to OpenAI's or vLLM's clients, and without influence on the answer here.
-HARMLESS = [
+# Fields that clients of OpenAI or vLLM send, and that do not change the response here.
+IGNORED = [
     "user",
     "store",
     "metadata",
@@ -45,7 +45,7 @@ HARMLESS = [
     "best_of",
 ]
 
-# Known features that Weft does not have, each with the values of its field that ask for nothing.
+# Features that Weft does not have: the field, and the values of it that request nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -68,10 +68,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": ([],),
 }
-KNOWN = frozenset((*HARMLESS, *UNSUPPORTED))
+ACCEPTED_FIELDS = frozenset((*IGNORED, *UNSUPPORTED))
 
-# Most items of a field that is a list or an object, and most characters of all items together.
-LENGTHS: Mapping[str, tuple[int, int | None]] = {
+# By field: most items of a list or an object, and most characters of all items together.
+MAX_LENGTHS: Mapping[str, tuple[int, int | None]] = {
     "stop": (LIMITS.stops, LIMITS.stop_characters),
     "bad_words": (LIMITS.bad_words, LIMITS.bad_word_characters),
     "stop_token_ids": (LIMITS.stop_token_ids, None),
@@ -81,30 +81,31 @@ LENGTHS: Mapping[str, tuple[int, int | None]] = {
 
 
 def check_lengths(raw: Mapping[str, Any], *, vocab: int, max_model_len: int) -> None:
-    """Raise RequestError for a field with more items, or more text, than any use of it needs."""
-    of_model = {
+    """Raise RequestError for a field with more items or more text than any use of the field needs."""
+    model_lengths = {
         "allowed_token_ids": (vocab, None),
         "tokens": (max(LIMITS.detokenize_ids, max_model_len), None),
     }
-    for name, (items, characters) in {**LENGTHS, **of_model}.items():
+    for name, (items, characters) in {**MAX_LENGTHS, **model_lengths}.items():
         value = raw.get(name)
         if isinstance(value, list | dict) and len(value) > items:
             raise RequestError(f"{name} has {len(value):,} items; the limit is {items:,}", param=name)
-        if characters is not None and (total := _characters(value)) > characters:
+        total = 0 if characters is None else _characters(value)
+        if characters is not None and total > characters:
             raise RequestError(f"{name} has {total:,} characters in all; the limit is {characters:,}", param=name)
 
 
 def _characters(value: object) -> int:
-    """Characters of a text, or of all texts in a list."""
+    """Number of characters of a text, or of all texts in a list."""
     texts = value if isinstance(value, list) else [value]
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    """RequestError for a known feature that Weft does not have."""
-    for name, idle in UNSUPPORTED.items():
+def check_supported(raw: Mapping[str, Any]) -> None:
+    """Raise RequestError for a known feature that Weft does not have."""
+    for name, harmless in UNSUPPORTED.items():
         value = raw.get(name)
-        if value is None or value in idle:
+        if value is None or value in harmless:
             continue
         of_type = f" of type {value.get('type')!r:.80}" if isinstance(value, dict) and "type" in value else ""
         raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name)
@@ -113,6 +114,6 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
 
 
-def said(request: Sampling) -> dict[str, Any]:
-    """What a request says of sampling; None where it says nothing."""
-    return {name: getattr(request, name) for name in SAME}
+def sampling_fields(request: SamplingRequest) -> dict[str, Any]:
+    """The request's fields that SamplingParams shares; None if the request does not set one."""
+    return {name: getattr(request, name) for name in SHARED_FIELDS}

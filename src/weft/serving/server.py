@@ -1,4 +1,4 @@
-"""serve: from a config to a server that answers, and to its orderly end."""
+"""serve(): open the model, start the engine, serve HTTP and shut down in order."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.formats.checkpoint import Checkpoint
-from weft.hardware.host import Host, probe
+from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run, seen
+from weft.planner.execution import measured_speeds, plan_to_run
 from weft.serving import listen
 from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
-from weft.serving.app import app
+from weft.serving.app import create_app
 from weft.serving.connection import Connection
-from weft.serving.foreseen import Foreseen
 from weft.serving.options import ServeOptions
+from weft.serving.predicted import PredictionCheck
 from weft.serving.service import Service
-from weft.serving.stopping import bounded_stop, drain, lift_bound
+from weft.serving.stopping import cancel_exit_deadline, drain, handle_stop_signals
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
@@ -43,34 +43,34 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-# What uvicorn says looks as what we say.
+# Gives uvicorn's log lines the form of ours.
 logging.getLogger("uvicorn").parent = log
-# What is our intent, and uvicorn takes for an oversight: a failed stream that is cut, and a client too slow for CUT_S.
+# uvicorn reports these as faults, but both are intended: cutting a failed stream, and a client slower than CUT_S.
 INTENDED = ("without completing response", "timeout graceful shutdown exceeded")
 logging.getLogger("uvicorn.error").addFilter(lambda record: not any(part in record.getMessage() for part in INTENDED))
 
-CUT_S = 1  # what connections get to take their last bytes, once they are to end
+CUT_S = 1  # time that connections get for their last bytes at shutdown
 STATS_S = 10.0
 
 
 def serve(config: EngineConfig, options: ServeOptions) -> None:
     """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended.
 
-    Raises ConfigError, ModelError, PlanError and EngineError where it cannot start, EngineError when the
-    engine dies, and KeyboardInterrupt for Ctrl-C while it starts, or for a second one while requests end.
+    Raises ConfigError, ModelError, PlanError and EngineError if it cannot start, and EngineError if the engine dies.
+    Raises KeyboardInterrupt for Ctrl-C during the start, or for a second one while requests end.
     """
     began = time.monotonic()
     memory.limit_arenas()
     listen.check_tls(options)
     with listen.bind(options) as listener:
-        # Not in the loop: a download must end with Ctrl-C, and a thread would not.
+        # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # whose end waits for threads
+            with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # closing it waits for threads
                 runner.run(_serve(config, options, checkpoint, text_tools, listener, began))
         finally:
-            lift_bound()
+            cancel_exit_deadline()
 
 
 async def _serve(
@@ -82,37 +82,37 @@ async def _serve(
     began: float,
 ) -> None:
     files = raise_file_limit()
-    host = probe()
+    host = probe_host()
     plan = plan_to_run(config, checkpoint, host)
-    known = None if options.disable_log_stats else _seen(plan, host)
-    # While the engine starts, which takes longer: all is there to tell before the first request comes.
-    foreseeing = asyncio.create_task(asyncio.to_thread(_foresee, plan, host, known)) if known else None
+    speeds = None if options.disable_log_stats else _machine_speeds(plan, host)
+    # Predict while the engine starts, which takes longer: the prediction is ready before the first request.
+    predicting = asyncio.create_task(asyncio.to_thread(_predict, plan, host, speeds)) if speeds else None
     starting = time.monotonic()
     engine = await AsyncEngine.start(plan, config)
     try:
         for line in capacity_lines(plan, engine.ready.num_blocks):
             log.info(line)
-        expected = await foreseeing if foreseeing else None
+        expected = await predicting if predicting else None
         if expected:
-            log.info(_beside(expected, engine.ready))
+            log.info(_compare_start(expected, engine.ready))
         frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
         capacity = config.max_num_seqs + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
-        service.foreseen = Foreseen(expected) if expected else None
-        # A few of the longest bodies can always be on their way at once.
+        service.prediction_check = PredictionCheck(expected) if expected else None
+        # Room for a few bodies of the maximum size at once.
         held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
         limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
         if limits.connections < capacity:
             log.warning(
-                "at most %d connections are served, for no more than %d files may be open; raise `ulimit -n`",
+                "at most %d connections are served, because no more than %d files may be open; raise `ulimit -n`",
                 limits.connections,
                 files,
             )
-        server = Server(service, listener, engine.died, limits)
-        address = listen.address(listener, options)
-        listen.begin(listener, options)
-        gc.freeze()  # what is there by now stays, and no answer waits until it has been looked through
+        server = ServingServer(service, listener, engine.died, limits)
+        address = listen.public_url(listener, options)
+        listen.start_listening(listener, options)
+        gc.freeze()  # what exists now stays: no response waits while the collector scans it
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
         await server.until_ended()
         failure = engine.failure
@@ -122,9 +122,8 @@ async def _serve(
         raise failure
 
 
-class Server(uvicorn.Server):
-    """uvicorn, with our own connections, and our own idea of an end: readiness first, then the running requests, then
-    the sockets."""
+class ServingServer(uvicorn.Server):
+    """uvicorn's server with our connections and our shutdown: readiness first, then running requests, then sockets."""
 
     def __init__(
         self,
@@ -133,22 +132,22 @@ class Server(uvicorn.Server):
         ended: Callable[[], Awaitable[object]],
         limits: ConnectionLimits,
     ) -> None:
-        """`ended` waits for the end of the engine."""
+        """`ended` returns when the engine has ended."""
         options = service.options
         super().__init__(
             uvicorn.Config(
-                app(service),
+                create_app(service),
                 ws="none",
                 lifespan="off",
                 root_path=options.root_path,
                 ssl_keyfile=options.ssl_keyfile,
                 ssl_certfile=options.ssl_certfile,
                 server_header=False,
-                date_header=False,  # it would be renewed once a second; `app` adds it
+                date_header=False,  # uvicorn would update it only once a second; `app` adds it
                 access_log=False,
                 log_config=None,
                 log_level="warning",
-                timeout_keep_alive=limits.keepalive_s,  # type: ignore[arg-type]  # a fraction does too
+                timeout_keep_alive=limits.keepalive_s,  # type: ignore[arg-type]  # fractions work too
                 timeout_graceful_shutdown=CUT_S,
             )
         )
@@ -156,32 +155,34 @@ class Server(uvicorn.Server):
         self._listener = listener
         self._ended = ended
         self._limits = limits
-        self._drain: asyncio.Task[None] | None = None
-        self._patience: asyncio.Task[None] | None = None
-        self._leaving = asyncio.Event()
+        self._shutdown: asyncio.Task[None] | None = None
+        self._draining_requests: asyncio.Task[None] | None = None
+        self._exit_requested = asyncio.Event()
         self._interrupted = False
 
     async def until_ended(self) -> None:
-        """Serve until a signal, or the engine's death."""
-        beside = [asyncio.create_task(self._watch())]
+        """Serve until a signal or the death of the engine."""
+        tasks = [asyncio.create_task(self._watch_engine())]
         if not self._service.options.disable_log_stats:
-            beside.append(asyncio.create_task(_log_stats(self._service)))
+            tasks.append(asyncio.create_task(_log_stats(self._service)))
         try:
-            with bounded_stop(self._on_signal, self._service.options.shutdown_timeout):
+            with handle_stop_signals(self._on_signal, self._service.options.shutdown_timeout):
                 await self.serve(sockets=[self._listener])
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
         if self._interrupted:
             raise KeyboardInterrupt
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections of our kind; a TLS handshake gets the time of a head."""
-        made = partial(Connection, Admission(self._limits), self.config, self.server_state, self.lifespan.state)
+        """Accept connections as `Connection`s. A TLS handshake gets as much time as a request's head."""
+        create_connection = partial(
+            Connection, Admission(self._limits), self.config, self.server_state, self.lifespan.state
+        )
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
         server = await loop.create_server(
-            lambda: made(loop),
+            lambda: create_connection(loop),
             sock=self._listener,
             ssl=tls,
             ssl_handshake_timeout=self._limits.head_s if tls else None,
@@ -191,60 +192,60 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def main_loop(self) -> None:
-        """Sleep until the end; uvicorn's own looks ten times a second whether it has come."""
-        await self._leaving.wait()
+        """Sleep until shutdown; uvicorn's own loop polls ten times a second."""
+        await self._exit_requested.wait()
 
     def leave(self) -> None:
-        """Close the connections and end; what runs is cut off."""
+        """Close all connections and end; running requests are cut off."""
         self.should_exit = True
-        self._leaving.set()
+        self._exit_requested.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Signals are ours."""
+        """Leave signals alone: `handle_stop_signals` handles them."""
         yield
 
     def _on_signal(self, number: signal.Signals, at_s: float) -> None:
-        """The first lets requests end, the second cuts them off, the third does not even wait until they know."""
-        if self._drain is None:
-            self._drain = asyncio.create_task(self._end(number, at_s))
+        """First signal: drain. Second: cut requests off. Third: do not even wait for their connections."""
+        if self._shutdown is None:
+            self._shutdown = asyncio.create_task(self._shut_down(number, at_s))
             return
         self.force_exit, self._interrupted = self._interrupted, True
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._draining_requests is not None:
+            self._draining_requests.cancel()
 
-    async def _end(self, number: signal.Signals, at_s: float) -> None:
-        """Take nothing new, let what runs end, as long as that may take, and stop."""
+    async def _shut_down(self, number: signal.Signals, at_s: float) -> None:
+        """Refuse new requests, let running ones end within the shutdown timeout, and stop."""
         service, limit = self._service, self._service.options.shutdown_timeout
         service.draining = True
-        if service.answers:
+        if service.streams:
             again = "Ctrl-C again" if number == signal.SIGINT else f"another {number.name}"
             log.info(
                 "%s: stopping; %d requests still run, and get up to %g s; %s stops at once",
                 number.name,
-                len(service.answers),
+                len(service.streams),
                 limit,
                 again,
             )
         else:
             log.info("%s: stopping; no request runs", number.name)
-        self._patience = asyncio.create_task(drain(service, at_s + limit))
-        await asyncio.wait({self._patience})
-        if service.answers:
-            log.warning("requests cut off: %d", len(service.answers))
-            for answer in service.answers:
-                answer.cut_off()
+        self._draining_requests = asyncio.create_task(drain(service, at_s + limit))
+        await asyncio.wait({self._draining_requests})
+        if service.streams:
+            log.warning("requests cut off: %d", len(service.streams))
+            for stream in service.streams:
+                stream.cut_off()
         self.leave()
 
-    async def _watch(self) -> None:
-        """A dead engine ends the server; its requests have failed with the cause."""
+    async def _watch_engine(self) -> None:
+        """End the server when the engine dies; its requests have failed with the cause."""
         await self._ended()
         self._service.draining = True
         self.leave()
 
 
 async def _log_stats(service: Service) -> None:
-    """A line every so often while there is something to tell."""
+    """Log throughput and cache use every STATS_S seconds in which a step finished."""
     before = service.engine.stats
     while True:
         await asyncio.sleep(STATS_S)
@@ -266,26 +267,28 @@ async def _log_stats(service: Service) -> None:
         before = now
 
 
-def _foresee(plan: Plan, host: Host, known: Speeds) -> Forecast | None:
-    from weft.planner.forecast import forecast
+def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
+    """The planner's prediction for `plan` on this machine; None for hardware that the planner does not know."""
+    from weft.planner.forecast import forecast_plan
 
     try:
-        return forecast(plan, host, known)
-    except (ConfigError, PlanError) as error:  # a GPU that nobody knows
+        return forecast_plan(plan, host, speeds)
+    except (ConfigError, PlanError) as error:  # an unknown GPU
         log.info("no predictions: %s", error)
         return None
 
 
-def _beside(expected: Forecast, ready: Ready) -> str:
-    """What the ranks reported, beside what the planner expected of them."""
-    from weft.planner.forecast import started
+def _compare_start(expected: Forecast, ready: Ready) -> str:
+    """Log line that compares the ranks' reports at the start with the prediction."""
+    from weft.planner.forecast import start_report
 
-    return started(expected, ready.ranks, ready.num_blocks)
+    return start_report(expected, ready.ranks, ready.num_blocks)
 
 
-def _seen(plan: Plan, host: Host) -> Speeds | None:
+def _machine_speeds(plan: Plan, host: Host) -> Speeds | None:
+    """Measured or known speeds of this machine; None if there are none."""
     try:
-        return seen(plan, host)
+        return measured_speeds(plan, host)
     except ConfigError as error:
         log.info("no predictions: %s", error)
         return None

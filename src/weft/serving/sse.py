@@ -1,4 +1,4 @@
-"""Server-sent events, and requests whose client may go away."""
+"""Server-sent events, and work that stops when the client disconnects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.serving.errors import frame
+from weft.serving.errors import error_frame
 
 log = logging.getLogger("weft.serving")
 
@@ -23,70 +23,73 @@ DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
 
 
-def event(value: Any) -> bytes:
+def encode_event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client has hung up."""
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def settle(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel what still runs and wait until it has ended."""
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel the tasks that still run, and wait until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None, with `work` cancelled, where the client goes away first."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await settle(task, watch)
+        await cancel_and_wait(task, watch)
 
 
-class Source(Protocol):
-    """What the events are made from: closing it aborts its requests."""
+class Closable(Protocol):
+    """The engine's stream behind a response; closing it aborts its unfinished requests."""
 
     async def aclose(self) -> None: ...
 
 
-async def reply(
+async def send_reply(
     request: Request,
-    source: Source,
+    source: Closable,
     *,
-    stream: bool,
+    streaming: bool,
     events: Callable[[], AsyncGenerator[bytes, None]],
     whole: Callable[[], Coroutine[Any, Any, Response]],
     keepalive_s: float,
 ) -> Response:
-    """The answer of `source` as its events while they come, or whole; closed when the client goes away."""
-    if stream:
+    """Response of `source`: its `events` as they arrive if `streaming`, else `whole`.
+
+    `source` is closed when the response ends or the client disconnects.
+    """
+    if streaming:
         return EventStream(events(), source, keepalive_s=keepalive_s)
     try:
-        made = await while_connected(request.receive, whole())
+        response = await while_connected(request.receive, whole())
     finally:
         await source.aclose()
-    return made or Response()  # which nobody reads
+    return response or Response()  # the client is gone: nobody reads this one
 
 
 class EventStream(Response):
-    """Streams `events`, and closes their `source` at the end, also when that is the client's going away.
+    """Response that streams `events` and closes their `source` at the end, even if the client disconnects.
 
-    While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy takes
-    the silence for death. An error after the first byte goes out as an event, and then the connection is
-    cut without the end mark of the body: a client must not take the torso for a whole answer.
+    While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
+    connection as idle. An error after the first byte is sent as an event. The connection is then cut without the end
+    mark of the body, so that a client cannot take the truncated response for a whole one.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: Source, *, keepalive_s: float) -> None:
-        # X-Accel-Buffering: nginx would hold events back.
+    def __init__(self, events: AsyncGenerator[bytes, None], source: Closable, *, keepalive_s: float) -> None:
+        # X-Accel-Buffering: nginx would buffer events.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -97,31 +100,32 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
-        writer = asyncio.ensure_future(self._write(send))
-        watch, beat = asyncio.ensure_future(gone(receive)), asyncio.ensure_future(self._beat(send))
+        writer = asyncio.ensure_future(self._send_events(send))
+        watch = asyncio.ensure_future(wait_for_disconnect(receive))
+        keepalive = asyncio.ensure_future(self._send_keepalives(send))
         try:
             await asyncio.wait({writer, watch}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await settle(writer, watch, beat)
+            await cancel_and_wait(writer, watch, keepalive)
             await self._events.aclose()
             await self._source.aclose()
 
-    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+    async def _send(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
         self._sent_at = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
-    async def _write(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         try:
             async for data in self._events:
                 await self._send(send, data)
         except Exception as error:
             if not isinstance(error, WeftError):
                 log.exception("a stream failed")
-            await self._send(send, event(frame(error)))
+            await self._send(send, encode_event(error_frame(error)))
         else:
-            await self._send(send, b"", more=False)
+            await self._send(send, b"", more_body=False)
 
-    async def _beat(self, send: Send) -> None:
+    async def _send_keepalives(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._sent_at + self._keepalive_s - loop.time())

@@ -1,4 +1,4 @@
-"""Stopping: signals, the time that running requests get, and the bound on all of it."""
+"""Shutdown: signals, the drain of running requests, and the deadline for both."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("weft.serving")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# After requests have been cut off: for their last bytes, and for the engine's end.
+# Time after requests were cut off, for their last bytes and the end of the engine.
 CLOSE_S = 4.5
-STALL_S = 10.0  # without a step, after which nothing that runs is expected to end
-LOOK_S = 0.25
+STALL_S = 10.0  # without a finished step: running requests are not expected to end
+POLL_S = 0.25
 STDERR = 2
 
 
 @contextlib.contextmanager
-def bounded_stop(act: Callable[[signal.Signals, float], None], shutdown_timeout: float) -> Iterator[None]:
-    """Have the event loop call `act` for each SIGINT and SIGTERM, with its time on the monotonic clock, and end this
-    process at the latest `shutdown_timeout` + CLOSE_S seconds after the first, CLOSE_S after any other.
+def handle_stop_signals(act: Callable[[signal.Signals, float], None], shutdown_timeout: float) -> Iterator[None]:
+    """Call `act(signal, monotonic time)` in the event loop for each SIGINT and SIGTERM, and set an exit deadline.
 
-    The handler runs between two instructions of Python, so also while the loop is busy; the bound is kept by a thread
-    of C that needs nothing from Python. It prints what every thread was doing. Children end with their death pipes.
+    The process ends at the latest `shutdown_timeout` + CLOSE_S seconds after the first signal, and CLOSE_S seconds
+    after any later one. The handler runs between two Python instructions, so it runs even while the loop is busy. A C
+    thread keeps the deadline without needing Python; it prints the stack of every thread and exits. Children end with
+    their death pipes.
     """
     loop = asyncio.get_running_loop()
     first = True
@@ -52,19 +53,21 @@ def bounded_stop(act: Callable[[signal.Signals, float], None], shutdown_timeout:
             signal.signal(number, handler)
 
 
-def lift_bound() -> None:
-    """Lift the bound: everything has ended."""
+def cancel_exit_deadline() -> None:
+    """Cancel the exit deadline; call it when everything has ended."""
     faulthandler.cancel_dump_traceback_later()
 
 
 async def drain(service: Service, end_s: float) -> None:
-    """Wait until no request runs, until the monotonic clock is at `end_s`, or until no step has finished for STALL_S
-    seconds: a rank that is stopped ends nothing."""
+    """Wait until no request runs, at most until the monotonic clock reads `end_s`.
+
+    The wait also ends if no step finishes for STALL_S seconds: with a stopped rank no request ends.
+    """
     progress = Progress(STALL_S, time.monotonic)
-    while service.answers and (left := end_s - time.monotonic()) > 0:
+    while service.streams and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
             log.warning("no step has finished for %g s; not waiting any longer", STALL_S)
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(LOOK_S, left)):
+            async with asyncio.timeout(min(POLL_S, left)):
                 await service.idle.wait()

@@ -1,4 +1,4 @@
-"""Threads for work that would keep the event loop, which has other clients' streams to feed."""
+"""Threads for work that would block the event loop, which feeds other clients' streams."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ T = TypeVar("T")
 
 
 class WorkThreads:
-    """At most `places` pieces of work at a time, each in a daemon thread of its own: no work, however long, keeps the
-    process from ending. Made and used in one event loop."""
+    """Runs at most `places` pieces of work at a time, each in its own daemon thread.
+
+    Daemon threads do not keep the process from ending, however long they run. Create and use it in one event loop.
+    """
 
     def __init__(self, places: int) -> None:
         self._free = asyncio.Semaphore(places)
         self._waiting = 0
 
     async def result(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. HttpError 503 if no place becomes free, or if the work is not done, within
-        `LIMITS.work_s`; work that has begun goes on, and keeps its place until it is done."""
+        """Run `work` in a thread, and return or raise what it does.
+
+        Raises HttpError 503 if no place becomes free within `LIMITS.work_s`, or if the work takes longer than that.
+        Work that has begun keeps running, and keeps its place, until it is done.
+        """
         await self._take_place()
         loop = asyncio.get_running_loop()
         future: Future[T] = Future()
         future.add_done_callback(lambda _: _call_in_loop(loop, self._free.release))
-        Thread(target=_settle, args=(future, work), daemon=True, name="weft-request").start()
+        Thread(target=_run_into, args=(future, work), daemon=True, name="weft-request").start()
         try:
             async with asyncio.timeout(LIMITS.work_s):
                 return await asyncio.wrap_future(future)
@@ -57,32 +62,35 @@ class WorkThreads:
             self._waiting -= 1
 
 
-class LoopShare:
-    """Which kinds of work are quick enough for the event loop: those that have run before, and have not taken longer
-    than `LIMITS.tiny_s` for `LIMITS.tiny_after_s`. A template or a tokenizer that is slow stops the loop once a minute
-    at most."""
+class LoopGate:
+    """Decides which kinds of work are quick enough for the event loop.
+
+    A kind is allowed if it has run before and has not taken longer than `LIMITS.tiny_s` during the last
+    `LIMITS.tiny_after_s`. A slow template or tokenizer thus blocks the loop at most once a minute.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._from_s: dict[Callable[..., object], float] = {}  # when each kind may run in the loop
+        self._allowed_from_s: dict[Callable[..., object], float] = {}  # by kind
 
     def allows(self, kind: Callable[..., object]) -> bool:
-        return self._clock() >= self._from_s.get(kind, float("inf"))
+        """Return True if work of this kind may run in the event loop now."""
+        return self._clock() >= self._allowed_from_s.get(kind, float("inf"))
 
     def timed(self, kind: Callable[..., object], work: Callable[[], T]) -> T:
-        """Result of `work`, whose time counts for its kind."""
+        """Run `work`, and count its duration for its kind."""
         began_s = self._clock()
         try:
             return work()
         finally:
             now = self._clock()
             if now - began_s > LIMITS.tiny_s:
-                self._from_s[kind] = now + LIMITS.tiny_after_s
+                self._allowed_from_s[kind] = now + LIMITS.tiny_after_s
             else:
-                self._from_s.setdefault(kind, now)
+                self._allowed_from_s.setdefault(kind, now)
 
 
-def _settle(future: Future[T], work: Callable[[], T]) -> None:
+def _run_into(future: Future[T], work: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -94,5 +102,5 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
 
 
 def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+    with contextlib.suppress(RuntimeError):  # the loop may have closed meanwhile
         loop.call_soon_threadsafe(call)

@@ -1,1 +1,1 @@
-"""The real scheduler on a virtual clock, with the planner's costs: what a deployment makes of a load."""
+"""Simulation of a deployment under a load: the real scheduler on a virtual clock, with the planner's step times."""

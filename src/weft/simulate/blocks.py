@@ -1,4 +1,4 @@
-"""CountedBlocks: KV blocks of which only the number matters."""
+"""CountedBlocks: a pool of KV blocks that only counts them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.core.blocks import BlockPool
 
 
 class CountedBlocks(BlockPool):
-    """A pool without a prefix cache, in which one block is as good as any other: all of them are number 0."""
+    """A block pool without a prefix cache. Blocks are interchangeable, so all have the number 0."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(0, block_size, caching=False)

@@ -1,4 +1,4 @@
-"""Deployment: the replicas of a plan, as a simulation runs them."""
+"""Replica specifications of a planned deployment."""
 
 from __future__ import annotations
 
@@ -6,54 +6,73 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.errors import PlanError
-from weft.planner.footprint import BLOCK
+from weft.planner.footprint import BLOCK, ReplicaMemory
+from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
-from weft.planner.replica import replicas
+from weft.planner.replica import build_replicas
 from weft.planner.search import engine_profile
-from weft.planner.steps import Steps
-from weft.simulate.replica import Spec
+from weft.planner.steps import StepPredictor
+from weft.simulate.replica import ReplicaSpec
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user says of each replica's scheduler; None is what the engine takes by itself. With `lookahead` it
-    schedules a step before the one under way is over, where there is no pipeline."""
+class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's limits for each replica's scheduler; None takes the engine's default.
+
+    `lookahead` schedules a step before the current one has finished, if there is no pipeline.
+    """
 
     max_num_seqs: int | None = None
     max_num_queued: int = EngineConfig.max_num_queued_reqs
     lookahead: bool | None = None
 
 
-def specs(question: Question, candidate: Candidate, limits: Limits) -> list[Spec]:
-    """Of each replica of a candidate, in order; those that are equal are one object. Raises PlanError for limits under
-    which no step could run."""
-    layout, profile = candidate.layout, engine_profile(question)
-    by_stage = layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1
-    steps: dict[int, Steps] = {}
-    known: dict[tuple[int, int], Spec] = {}
-    found = []
-    runs = replicas(question.shape, layout, question.cluster, profile)
-    # An engine without a pipeline has one step under way, on one GPU after the other.
-    stages = layout.pipeline_parallel if profile.pipelined.value else 1
-    # As plan.layout.lookahead: on GPUs, where there is no pipeline.
-    ahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
-    for replica, memory in zip(runs, candidate.memory.replicas, strict=True):
+def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLimits) -> list[ReplicaSpec]:
+    """Specifications of a candidate's replicas, in order; equal replicas share one object.
+
+    Raises PlanError for limits under which no step could run.
+    """
+    profile = engine_profile(question)
+    steps: dict[int, StepPredictor] = {}
+    cache: dict[tuple[int, int], ReplicaSpec] = {}
+    specs = []
+    planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
+    for replica, memory in zip(planned, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
-        if key not in known:
-            most = min(profile.batch(rank.memory_bytes)[1] for rank in memory.ranks)
-            sequences = limits.max_num_seqs or by_stage * most
-            known[key] = Spec(
-                steps=steps.setdefault(id(replica), Steps(replica)),
-                num_blocks=memory.kv_tokens // BLOCK,
-                block_size=BLOCK,
-                max_num_seqs=sequences,
-                max_num_batched_tokens=memory.batched_tokens,
-                max_num_queued=limits.max_num_queued,
-                max_model_len=question.workload.max_model_len or question.shape.longest,
-                stages=stages,
-                lookahead=ahead and stages == 1,
-            )
-        found.append(known[key])
-    if not found[0].num_blocks:
+        if key not in cache:
+            costs = steps.setdefault(id(replica), StepPredictor(replica))
+            cache[key] = _replica_spec(question, candidate, limits, profile, costs, memory)
+        specs.append(cache[key])
+    if not specs[0].num_blocks:
         raise PlanError(f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}")
-    return found
+    return specs
+
+
+def _replica_spec(
+    question: Question,
+    candidate: Candidate,
+    limits: SchedulerLimits,
+    profile: Profile,
+    steps: StepPredictor,
+    memory: ReplicaMemory,
+) -> ReplicaSpec:
+    layout = candidate.layout
+    # An engine without pipelining has one step in flight, which passes through one GPU after the other.
+    stages = layout.pipeline_parallel if profile.pipelined.value else 1
+    # As in plan.layout.lookahead: on GPUs, if there is no pipeline.
+    lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
+    max_num_seqs = limits.max_num_seqs
+    if not max_num_seqs:
+        most = min(profile.batch_limits(rank.memory_bytes)[1] for rank in memory.ranks)
+        max_num_seqs = most * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
+    return ReplicaSpec(
+        steps=steps,
+        num_blocks=memory.kv_tokens // BLOCK,
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=memory.batched_tokens,
+        max_num_queued=limits.max_num_queued,
+        max_model_len=question.workload.max_model_len or question.shape.longest,
+        stages=stages,
+        lookahead=lookahead and stages == 1,
+    )

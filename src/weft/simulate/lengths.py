@@ -1,5 +1,7 @@
-"""Lengths: how many tokens prompts and answers have. `moments` are the mean and the mean square of what is drawn, where
-lengths above `most` are cut to it."""
+"""Distributions of prompt and output lengths, in tokens.
+
+`moments(most)`: mean and mean square of the drawn lengths, with lengths above `most` cut to it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ import msgspec
 
 from weft.errors import ConfigError
 
-MOST_TOKENS = 100_000_000  # of a mean, or a deviation: beyond every model, and still a number to reckon with
+MOST_TOKENS = 100_000_000  # largest mean or deviation: beyond every model, yet small enough to compute with
 
 
-class Fixed(msgspec.Struct, frozen=True):
-    """Always the same."""
+class FixedLength(msgspec.Struct, frozen=True):
+    """Always `tokens` tokens."""
 
     tokens: int
 
@@ -33,8 +35,8 @@ class Fixed(msgspec.Struct, frozen=True):
         return self.tokens
 
 
-class Even(msgspec.Struct, frozen=True):
-    """Any from `low` to `high`, both included, as often as any other."""
+class UniformLength(msgspec.Struct, frozen=True):
+    """Uniform distribution from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -55,19 +57,19 @@ class Even(msgspec.Struct, frozen=True):
         return random.randint(self.low, self.high)
 
 
-class LogNormal(msgspec.Struct, frozen=True):
-    """Many short and a few long ones: a log-normal distribution of this mean and standard deviation, in tokens."""
+class LogNormalLength(msgspec.Struct, frozen=True):
+    """Log-normal distribution with this mean and standard deviation, in tokens: many short and a few long lengths."""
 
     mean: float
     deviation: float
 
     @property
     def longest(self) -> int | None:
-        """None: there is no end."""
+        """None: the distribution has no upper end."""
         return None
 
     def moments(self, most: int) -> tuple[float, float]:
-        """The partial moments of a log-normal distribution, and what is cut counts as `most`."""
+        """Partial moments of the log-normal distribution up to `most`, and `most` for the part above it."""
         mu, sigma = self._logarithm
         if not sigma:
             return min(self.mean, most), min(self.mean, most) ** 2
@@ -88,25 +90,20 @@ class LogNormal(msgspec.Struct, frozen=True):
 
 
 def _normal(at: float) -> float:
-    """How much of a normal distribution lies below."""
+    """Cumulative distribution function of the normal distribution."""
     return erfc(-at / sqrt(2)) / 2
 
 
-Lengths = Fixed | Even | LogNormal
+Lengths = FixedLength | UniformLength | LogNormalLength
 
 
 def parse_lengths(text: str, flag: str) -> Lengths:
-    """`1024`, `100:1024` or `lognormal:MEAN:DEVIATION`. Raises ConfigError, naming the flag."""
-    kind, *rest = text.split(":")
+    """Parse `1024`, `100:1024` or `lognormal:MEAN:DEVIATION`. Raises ConfigError with the flag's name."""
+    kind, *parameters = text.split(":")
     try:
         if kind == "lognormal":
-            mean, deviation = map(float, rest)
-            if not (1 <= mean <= MOST_TOKENS and 0 <= deviation <= MOST_TOKENS):
-                raise ConfigError(
-                    f"{flag} {text!r}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both "
-                    f"{MOST_TOKENS:,} at most"
-                )
-            return LogNormal(mean, deviation)
+            mean, deviation = map(float, parameters)
+            return _log_normal(mean, deviation, f"{flag} {text!r}")
         bounds = [int(part) for part in text.split(":")]
     except ValueError:
         bounds = []
@@ -116,4 +113,12 @@ def parse_lengths(text: str, flag: str) -> Lengths:
         )
     if bounds[0] < 1 or bounds[-1] < bounds[0]:
         raise ConfigError(f"{flag} {text!r}: lengths are 1 or more, and a range begins with the lower end")
-    return Fixed(bounds[0]) if len(bounds) == 1 else Even(*bounds)
+    return FixedLength(bounds[0]) if len(bounds) == 1 else UniformLength(*bounds)
+
+
+def _log_normal(mean: float, deviation: float, given: str) -> LogNormalLength:
+    if not (1 <= mean <= MOST_TOKENS and 0 <= deviation <= MOST_TOKENS):
+        raise ConfigError(
+            f"{given}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both {MOST_TOKENS:,} at most"
+        )
+    return LogNormalLength(mean, deviation)

@@ -1,4 +1,4 @@
-"""Objective: what a service promises, as in ttft_p95=1s,tpot_p95=50ms."""
+"""Objective: latency targets of a service (SLO), as in ttft_p95=1s,tpot_p95=50ms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from weft.errors import ConfigError
 
-METRICS = {  # what may be promised, and what it is
+METRICS = {  # that a target may name, with their meaning
     "ttft": "time to first token",
     "tpot": "time per token after it",
     "itl": "gap between tokens",
@@ -24,8 +24,8 @@ _TARGET = re.compile(
 _DURATION = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?|\.\d+)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 
 
-class Target(msgspec.Struct, frozen=True):
-    """A metric's mean (`percent` None) or percentile is to be at most `limit_s` seconds."""
+class LatencyTarget(msgspec.Struct, frozen=True):
+    """Upper limit of `limit_s` seconds on a metric's percentile, or on its mean if `percent` is None."""
 
     metric: str
     percent: float | None
@@ -33,19 +33,20 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """For example ttft_p95."""
         return f"{self.metric}_mean" if self.percent is None else f"{self.metric}_p{self.percent:g}"
 
     def __str__(self) -> str:
-        return f"{self.name} {duration(self.limit_s)}"
+        return f"{self.name} {format_duration(self.limit_s)}"
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """All targets are to be met. A request meets it by itself that is below the limits of its own times."""
+    """Latency targets that must all be met. A single request meets the objective if its own times are within limits."""
 
-    targets: tuple[Target, ...]
+    targets: tuple[LatencyTarget, ...]
 
     def limit_s(self, metric: str) -> float:
-        """What one request's time may be: the loosest of the metric's limits."""
+        """Limit for the metric of a single request, in seconds: the loosest of the metric's targets."""
         return max((target.limit_s for target in self.targets if target.metric == metric), default=inf)
 
     def __str__(self) -> str:
@@ -53,14 +54,14 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def parse_objective(text: str) -> Objective:
-    """Raises ConfigError for a text that is no objective, saying what is wrong."""
+    """Parse the value of --slo. Raises ConfigError for an invalid one."""
     parts = [part for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError("--slo is empty; write it as ttft_p95=1s,tpot_p95=50ms")
     return Objective(tuple(map(_target, parts)))
 
 
-def _target(text: str) -> Target:
+def _target(text: str) -> LatencyTarget:
     match = _TARGET.fullmatch(text)
     if match is None:
         raise ConfigError(f"--slo {text.strip()!r} is no target; write METRIC_STATISTIC=TIME, as in ttft_p95=1s")
@@ -70,20 +71,20 @@ def _target(text: str) -> Target:
     percent = None if statistic == "mean" else float(statistic[1:])
     if percent is not None and not 0 < percent < 100:
         raise ConfigError(f"--slo {text.strip()!r}: a percentile lies between 0 and 100, as in {metric}_p95")
-    return Target(metric, percent, seconds(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
+    return LatencyTarget(metric, percent, parse_duration(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
 
 
-def seconds(text: str, what: str) -> float:
-    """`50ms`, `1.5s`, `10m`, `1h`. Raises ConfigError, which says of what."""
+def parse_duration(text: str, source: str) -> float:
+    """Seconds of `50ms`, `1.5s`, `10m` or `1h`. Raises ConfigError with `source`, the name of the flag."""
     match = _DURATION.fullmatch(text)
     unit = UNITS_S.get(match["unit"].lower()) if match else None
     if match is None or unit is None or not 0 < float(match["number"]) * unit < inf:
-        raise ConfigError(f"{what}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h")
+        raise ConfigError(f"{source}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h")
     return float(match["number"]) * unit
 
 
-def duration(seconds: float) -> str:
-    """A time as a person reads it."""
+def format_duration(seconds: float) -> str:
+    """Format seconds for a person: 12.3 ms, 1.5 s, 10 min, 3 h."""
     if seconds == inf:
         return "for ever"
     if seconds < 1:
@@ -94,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def percentile(ascending: list[float], percent: float) -> float:
-    """In a straight line between the nearest two, of at least one value; values may be infinite."""
+    """Percentile of at least one value, interpolated linearly between the nearest two. Values may be infinite."""
     at = (len(ascending) - 1) * percent / 100
     low = floor(at)
     if at == low or ascending[low] == inf:

@@ -1,4 +1,4 @@
-"""Report: what a run says of a deployment under a load."""
+"""Report: the results of a simulation run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from statistics import fmean, stdev
 
 import msgspec
 
-from weft.simulate.objective import Objective, Target, percentile
-from weft.simulate.system import Run
+from weft.simulate.objective import LatencyTarget, Objective, percentile
+from weft.simulate.simulation import SimulationResult
 from weft.simulate.tally import Tally
 
-PARTS = 10  # of the measured time, whose differences say how sure a figure is
-STUDENT = 2.262  # of 9 degrees of freedom, 95 %
+PARTS = 10  # batches that the window is divided into for confidence intervals
+STUDENT = 2.262  # Student's t for 95 % and 9 degrees of freedom
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds."""
+class LatencySummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean and percentiles of a latency, in seconds."""
 
     mean: float
     p50: float
@@ -26,15 +26,18 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
-class Distribution(msgspec.Struct, frozen=True):
-    """Seconds at each whole percentile, 0 to 100."""
+class TimePercentiles(msgspec.Struct, frozen=True):
+    """A latency at each whole percentile from 0 to 100, in seconds."""
 
     percentiles_s: tuple[float, ...]
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True):
-    """A target, and what it came to. `plus_minus_s` is the half of its 95 % interval, None where too little was
-    measured. Requests that were refused count as waiting for ever."""
+class TargetVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """A latency target with the measured value.
+
+    `plus_minus_s`: half-width of the 95 % confidence interval, None if too little was measured. A refused request
+    counts as an infinite wait.
+    """
 
     target: str
     limit_s: float
@@ -44,11 +47,13 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates are per second and of the whole deployment, as are counts but for `requests` to `too_long`, which are of
-    what was measured: all replicas, or the share `sampled` of them. Spreads are None where nothing was measured; those
-    of requests are over the ones that were answered; `distributions` has the same times by field name.
+    """Results of a run.
 
-    `goodput_rate` are the requests that meet the objective's limits. `kv_utilisation`, `running` (requests at once)
+    Rates are per second. Rates and counts cover the whole deployment, except the counts `requests` to `too_long`, which
+    cover the `sampled` replicas that were simulated. Latencies are those of completed requests, and None if there are
+    none; `distributions` holds their percentiles by field name.
+
+    `goodput_rate`: requests per second that meet the objective's limits. `kv_utilisation`, `running` (requests at once)
     and `busy` are means over the window and the replicas.
     """
 
@@ -64,16 +69,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     request_rate: float
     input_tok_s: float
     output_tok_s: float
-    ttft_s: Spread | None
-    tpot_s: Spread | None
-    itl_s: Spread | None
-    e2e_s: Spread | None
-    queue_s: Spread | None
-    distributions: dict[str, Distribution]
+    ttft_s: LatencySummary | None
+    tpot_s: LatencySummary | None
+    itl_s: LatencySummary | None
+    e2e_s: LatencySummary | None
+    queue_s: LatencySummary | None
+    distributions: dict[str, TimePercentiles]
     goodput_rate: float | None
     goodput_share: float | None
     met: bool | None
-    objective: tuple[Judged, ...]
+    objective: tuple[TargetVerdict, ...]
     preemptions: int
     prefix_hit_share: float | None
     kv_utilisation: float
@@ -85,8 +90,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     dollars_per_million_tokens: float | None
 
 
-def report(
-    run: Run,
+def create_report(
+    result: SimulationResult,
     *,
     replicas: int,
     blocks: float,
@@ -96,82 +101,96 @@ def report(
     users: int | None,
     objective: Objective | None,
 ) -> Report:
-    """`replicas` and `gpus` are the whole deployment's, of which `run` may be a sample; `blocks` the mean KV blocks of
-    a replica."""
-    tally, scale = run.tally, replicas / run.replicas
-    window = tally.end_s - tally.begin_s
-    requests = len(tally.ttft) + len(tally.refused) + tally.impossible
-    good = good_requests(tally, objective) if objective else 0
-    judged = tuple(judge(tally, target) for target in objective.targets) if objective else ()
-    tok_s, hourly = tally.output_tokens * scale / window, None if price is None else price * gpus
+    """Create the report of a run.
+
+    `replicas` and `gpus` are those of the whole deployment, of which the run may have simulated a sample. `blocks`:
+    mean number of KV blocks of a replica. `price`: dollars per GPU and hour.
+    """
+    tally, scale = result.tally, replicas / result.replicas
+    window_s = tally.end_s - tally.begin_s
+    replica_s = window_s * result.replicas
+    tok_s = tally.output_tokens * scale / window_s
+    hourly = None if price is None else price * gpus
+    goodput = _goodput(tally, objective) if objective else None
+    verdicts = tuple(judge_target(tally, target) for target in objective.targets) if objective else ()
     return Report(
         rate=rate,
         users=users,
         replicas=replicas,
-        sampled=run.replicas,
-        window_s=window,
-        requests=requests,
+        sampled=result.replicas,
+        window_s=window_s,
+        requests=_measured_requests(tally),
         completed=len(tally.ttft),
         refused=len(tally.refused),
-        too_long=tally.impossible,
-        request_rate=tally.ended * scale / window,
-        input_tok_s=tally.input_tokens * scale / window,
+        too_long=tally.too_long,
+        request_rate=tally.ended * scale / window_s,
+        input_tok_s=tally.input_tokens * scale / window_s,
         output_tok_s=tok_s,
-        ttft_s=spread(tally.ttft),
-        tpot_s=spread(tpots(tally)),
-        itl_s=gaps(tally),
-        e2e_s=spread(tally.e2e),
-        queue_s=spread(tally.queued),
-        distributions=distributions(tally),
-        goodput_rate=good * scale / window if objective else None,
-        goodput_share=good / requests if objective and requests else None,
-        met=all(it.met for it in judged) if objective else None,
-        objective=judged,
-        preemptions=round(run.preemptions * scale),
-        prefix_hit_share=run.prefix_hits / run.prefix_queries if run.prefix_queries else None,
-        kv_utilisation=tally.block_s / (window * run.replicas * blocks),
-        running=tally.request_s / (window * run.replicas),
-        busy=tally.busy_s / (window * run.replicas),
+        ttft_s=summarize_times(tally.ttft),
+        tpot_s=summarize_times(tpot_times(tally)),
+        itl_s=summarize_gaps(tally),
+        e2e_s=summarize_times(tally.e2e),
+        queue_s=summarize_times(tally.queued),
+        distributions=time_percentiles(tally),
+        goodput_rate=None if goodput is None else goodput * scale / window_s,
+        goodput_share=_share(goodput, _measured_requests(tally)),
+        met=all(verdict.met for verdict in verdicts) if objective else None,
+        objective=verdicts,
+        preemptions=round(result.preemptions * scale),
+        prefix_hit_share=_share(result.prefix_hits, result.prefix_queries),
+        kv_utilisation=tally.block_s / (replica_s * blocks),
+        running=tally.request_s / replica_s,
+        busy=tally.busy_s / replica_s,
         gpus=gpus,
-        gpu_hours=gpus * window / 3600,
+        gpu_hours=gpus * window_s / 3600,
         dollars_per_hour=hourly,
         dollars_per_million_tokens=hourly / 3600 / tok_s * 1e6 if hourly is not None and tok_s else None,
     )
 
 
-def tpots(tally: Tally) -> list[float]:
-    """Of each answer of more than one token."""
+def _measured_requests(tally: Tally) -> int:
+    return len(tally.ttft) + len(tally.refused) + tally.too_long
+
+
+def _share(part: int | None, whole: int) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def tpot_times(tally: Tally) -> list[float]:
+    """Time per output token of each completed request with more than one token, in seconds."""
     rows = zip(tally.ttft, tally.e2e, tally.output_len, strict=True)
     return [(e2e - ttft) / (tokens - 1) for ttft, e2e, tokens in rows if tokens > 1]
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def summarize_times(values: Sequence[float]) -> LatencySummary | None:
+    """Mean and percentiles of seconds; None without values."""
     if not values:
         return None
     ascending = sorted(values)
-    return Spread(mean=fmean(values), **{f"p{q}": percentile(ascending, q) for q in (50, 90, 95, 99)})
+    return LatencySummary(mean=fmean(values), **{f"p{q}": percentile(ascending, q) for q in (50, 90, 95, 99)})
 
 
-def distributions(tally: Tally) -> dict[str, Distribution]:
-    """Times of the answered requests, under the names of the report's fields."""
-    times = {"ttft_s": tally.ttft, "tpot_s": tpots(tally), "e2e_s": tally.e2e, "queue_s": tally.queued}
-    return {name: distribution(values) for name, values in times.items() if values}
+def time_percentiles(tally: Tally) -> dict[str, TimePercentiles]:
+    """Percentiles of the completed requests' latencies, by the names of the report's fields."""
+    times = {"ttft_s": tally.ttft, "tpot_s": tpot_times(tally), "e2e_s": tally.e2e, "queue_s": tally.queued}
+    return {name: _whole_percentiles(values) for name, values in times.items() if values}
 
 
-def distribution(values: Sequence[float]) -> Distribution:
+def _whole_percentiles(values: Sequence[float]) -> TimePercentiles:
     ascending = sorted(values)
-    return Distribution(tuple(percentile(ascending, percent) for percent in range(101)))
+    return TimePercentiles(tuple(percentile(ascending, percent) for percent in range(101)))
 
 
-def gaps(tally: Tally) -> Spread | None:
+def summarize_gaps(tally: Tally) -> LatencySummary | None:
+    """Mean and percentiles of the gaps between tokens; None without gaps."""
     if not tally.gap_count:
         return None
     percents = {f"p{q}": tally.gap_percentile(q) for q in (50, 90, 95, 99)}
-    return Spread(mean=tally.gap_sum / tally.gap_count, **percents)
+    return LatencySummary(mean=tally.gap_sum / tally.gap_count, **percents)
 
 
-def good_requests(tally: Tally, objective: Objective) -> int:
-    """How many measured requests meet the limits of their own times."""
+def _goodput(tally: Tally, objective: Objective) -> int:
+    """Number of measured requests that meet the objective's limits."""
     ttft, tpot, e2e, queue = (objective.limit_s(metric) for metric in ("ttft", "tpot", "e2e", "queue"))
     rows = zip(tally.ttft, tally.e2e, tally.output_len, tally.queued, strict=True)
     return sum(
@@ -180,53 +199,53 @@ def good_requests(tally: Tally, objective: Objective) -> int:
     )
 
 
-def judge(tally: Tally, target: Target) -> Judged:
-    """What a target came to, and whether it is met."""
+def judge_target(tally: Tally, target: LatencyTarget) -> TargetVerdict:
+    """Compare a target with the measured value."""
     if target.metric == "itl":
-        value = gap_value(tally, target)
-        return Judged(
+        value = _gap_value(tally, target)
+        return TargetVerdict(
             target=target.name, limit_s=target.limit_s, value_s=value, plus_minus_s=None, met=value <= target.limit_s
         )
-    rows = waits(tally, target.metric)
-    value = statistic([wait for _, wait in rows], target)
+    rows = request_waits(tally, target.metric)
+    value = _target_value([wait for _, wait in rows], target)
     parts: list[list[float]] = [[] for _ in range(PARTS)]
-    for asked, wait in rows:
-        parts[int((asked - tally.begin_s) / (tally.end_s - tally.begin_s) * PARTS)].append(wait)
-    return Judged(
+    for arrival_s, wait in rows:
+        parts[int((arrival_s - tally.begin_s) / (tally.end_s - tally.begin_s) * PARTS)].append(wait)
+    return TargetVerdict(
         target=target.name,
         limit_s=target.limit_s,
         value_s=value,
-        plus_minus_s=half_interval([statistic(part, target) for part in parts if part]),
+        plus_minus_s=half_interval([_target_value(part, target) for part in parts if part]),
         met=value <= target.limit_s,
     )
 
 
-def gap_value(tally: Tally, target: Target) -> float:
+def _gap_value(tally: Tally, target: LatencyTarget) -> float:
     if not tally.gap_count:
         return 0.0
     return tally.gap_sum / tally.gap_count if target.percent is None else tally.gap_percentile(target.percent)
 
 
-def waits(tally: Tally, metric: str) -> list[tuple[float, float]]:
-    """When each measured request was asked, and its time; infinity where it was refused."""
+def request_waits(tally: Tally, metric: str) -> list[tuple[float, float]]:
+    """(arrival time, latency) of each measured request, in seconds; the latency of a refused one is infinite."""
     if metric == "tpot":
-        rows = zip(tally.asked, tally.ttft, tally.e2e, tally.output_len, strict=True)
-        found = [(asked, (e2e - ttft) / (tokens - 1)) for asked, ttft, e2e, tokens in rows if tokens > 1]
+        rows = zip(tally.arrivals, tally.ttft, tally.e2e, tally.output_len, strict=True)
+        waits = [(arrival_s, (e2e - ttft) / (tokens - 1)) for arrival_s, ttft, e2e, tokens in rows if tokens > 1]
     else:
         times = {"ttft": tally.ttft, "e2e": tally.e2e, "queue": tally.queued}[metric]
-        found = list(zip(tally.asked, times, strict=True))
-    return found + [(asked, inf) for asked in tally.refused]
+        waits = list(zip(tally.arrivals, times, strict=True))
+    return waits + [(arrival_s, inf) for arrival_s in tally.refused]
 
 
-def statistic(values: list[float], target: Target) -> float:
-    """0 where there is nothing: a promise that nobody has asked for is kept."""
+def _target_value(values: list[float], target: LatencyTarget) -> float:
+    """The target's mean or percentile of `values`; 0 without values: a target without requests is met."""
     if not values:
         return 0.0
     return fmean(values) if target.percent is None else percentile(sorted(values), target.percent)
 
 
 def half_interval(parts: Sequence[float]) -> float | None:
-    """Half-width of the 95 % confidence interval of a mean, from equal parts of the time (batch means)."""
+    """Half-width of the 95 % confidence interval of a mean, from equal parts of the window (batch means)."""
     if len(parts) < PARTS or not all(map(isfinite, parts)):
         return None
     return STUDENT * stdev(parts) / sqrt(len(parts))

@@ -1,4 +1,4 @@
-"""StretchScheduler: the real scheduler, and rounds of steps whose batch does not change taken in one go."""
+"""StretchScheduler: the real scheduler, which can also take many rounds with an unchanged batch at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from weft.core.step import StepPlan, StepResult
 
 
 class StretchScheduler(Scheduler):
-    """A round is one step of every group of requests that takes turns in the stages: without a pipeline, one step. With
-    `lookahead` there is one group, of which a step is under way when the next one is scheduled.
+    """A scheduler that can advance by rounds.
 
-    What a request is answered with is its own key, again and again: requests with one key have one content.
+    A round is one step of every group of requests that take turns in the pipeline stages; without a pipeline, it is one
+    step. With `lookahead` there is one group, of which one step is in flight when the next one is scheduled.
+
+    The sampled tokens of a request are its own key, repeated: requests with one key have equal contents.
     """
 
     def finish(self, plan: StepPlan) -> list[Output]:
@@ -22,32 +24,26 @@ class StretchScheduler(Scheduler):
         return self.apply(StepResult(plan.id, tokens, [None] * len(tokens), {}))
 
     def groups(self) -> list[list[Sequence]]:
-        """The requests of each step that a round has from now on, those whose turn it is first."""
+        """The requests of each step of a round, in the order of their turns."""
         return [list(self._ready), *([] if self.lookahead else (flight.rows for flight in self._in_flight))]
 
     def quiet_rounds(self) -> int:
-        """How many rounds from now on give one token to each running request and do nothing else: nobody is admitted
-        or preempted, no prompt is read, and nobody ends: but in the last of them, where no step is under way. Asked
-        when a step can be scheduled."""
-        running, flights = self._running, self._in_flight
-        groups = [len(group) for group in self.groups()]
-        # A step takes a stage's share of those that run: larger groups would change.
-        most = min(-(-len(running) // self.stages), self.max_num_batched_tokens)
-        if not groups[0] or max(groups) > most or sum(groups) != len(running):
-            return 0
-        if self.lookahead and (len(flights) != 1 or len(flights[0].rows) != len(running)):
-            return 0
-        if any(len(flight.plan.tokens) != len(flight.rows) for flight in flights) or not self._shut():
+        """Number of rounds from now on that only give one token to each running request.
+
+        In these rounds no request is admitted or preempted, and no prompt is computed. No request ends, except in the
+        last round if no step is in flight then. Call it when a step can be scheduled.
+        """
+        running = self._running
+        if not self._groups_are_stable() or not self._flights_decode() or not self._admits_none():
             return 0
         rounds = self.max_model_len
         for sequence in running.values():
             length = len(sequence.tokens)
-            # All that is not computed of each is the token that its next step is for, and that is none of its prompt.
+            # The only token of each request that is not computed is the input of its next step, and no prompt token.
             if sequence.computed - sequence.pending + 1 != length or length == sequence.prompt_length:
                 return 0
             rounds = min(rounds, sequence.limit - length)
-        # The tokens that are under way come beside those of the rounds, and scheduled ahead, a request's last step is
-        # not followed by another.
+        # Tokens in flight come in addition to those of the rounds. With lookahead, no step follows a request's last.
         rounds -= 2 if self.lookahead else self.stages > 1
         if rounds < 1:
             return 0
@@ -55,7 +51,7 @@ class StretchScheduler(Scheduler):
         return rounds if enough else self._rounds_with_room(rounds)
 
     def advance(self, rounds: int) -> list[str]:
-        """Go on by so many rounds, at most `quiet_rounds`. Returns the ids of those that have ended."""
+        """Advance by `rounds` rounds, at most `quiet_rounds`. Return the ids of the requests that have ended."""
         size, caching, ended = self.pool.block_size, self.pool.caching, []
         counters = self._counters
         for group in self.groups():
@@ -72,17 +68,32 @@ class StretchScheduler(Scheduler):
                 self.tables.register_full_blocks(sequence)
             if len(sequence.tokens) >= sequence.limit:
                 ended.append(sequence)
-        # All of the last step have their blocks before any gives them back.
+        # All requests of the last step get their blocks before any request frees its own.
         for sequence in ended:
             self._finish(sequence)
         return [sequence.request.id for sequence in ended]
 
     @property
     def blocks_used(self) -> int:
+        """Number of KV blocks in use."""
         return self.pool.num_blocks - self.pool.free
 
-    def _shut(self) -> bool:
-        """Whether nobody can be admitted before somebody ends."""
+    def _groups_are_stable(self) -> bool:
+        """Return True if every running request is in a group, and no group would be divided."""
+        groups = [len(group) for group in self.groups()]
+        # A step takes a stage's share of the running requests: larger groups would be divided.
+        most = min(-(-len(self._running) // self.stages), self.max_num_batched_tokens)
+        return bool(groups[0]) and max(groups) <= most and sum(groups) == len(self._running)
+
+    def _flights_decode(self) -> bool:
+        """Return True if the steps in flight compute one token for each of their requests."""
+        flights = self._in_flight
+        if self.lookahead and (len(flights) != 1 or len(flights[0].rows) != len(self._running)):
+            return False
+        return all(len(flight.plan.tokens) == len(flight.rows) for flight in flights)
+
+    def _admits_none(self) -> bool:
+        """Return True if no queued request can be admitted before a running one ends."""
         if not self._queue:
             return True
         first = self._queue[0][1]
@@ -90,20 +101,21 @@ class StretchScheduler(Scheduler):
             return False
         if not self._slots:
             return True
-        # What others write may come to be what its prompt begins with.
-        if self.pool.caching and any(it.request.key == first.request.key for it in self._running.values()):
+        # The output of a running request with the same contents may become a cached prefix of the queued one.
+        if self.pool.caching and any(row.request.key == first.request.key for row in self._running.values()):
             return False
-        found = self.tables.match_prefix(first)
+        cached = self.tables.match_prefix(first)
         return not self.tables.has_room(
-            self.tables.count_blocks(len(first.tokens)) - len(found), found, len(self._running)
+            self.tables.count_blocks(len(first.tokens)) - len(cached), cached, len(self._running)
         )
 
     def _new_blocks(self, rounds: int) -> int:
-        """Blocks that so many more tokens of each need."""
-        return sum(self.tables.count_blocks(max(0, it.computed + rounds - it.room)) for it in self._running.values())
+        """Number of count_blocks that `rounds` more tokens of each running request need."""
+        sequences = self._running.values()
+        return sum(self.tables.count_blocks(max(0, row.computed + rounds - row.room)) for row in sequences)
 
     def _rounds_with_room(self, rounds: int) -> int:
-        """The most rounds, up to these, that the free blocks suffice for."""
+        """The most rounds, up to `rounds`, that the free blocks suffice for."""
         if self._new_blocks(rounds) <= self.pool.free:
             return rounds
         low, high = 0, rounds

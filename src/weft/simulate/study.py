@@ -1,4 +1,4 @@
-"""Study: one deployment, simulated under one load after the other."""
+"""Study: one deployment, simulated under several loads."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ import msgspec
 
 from weft.errors import ConfigError
 from weft.gateway.policy import POLICIES
-from weft.simulate.load import RETRY_S, Load
-from weft.simulate.objective import Objective, duration
-from weft.simulate.replica import Spec
-from weft.simulate.report import Report, report, waits
-from weft.simulate.system import simulate
+from weft.simulate.load import RETRY_S, SimulatedLoad
+from weft.simulate.objective import Objective, format_duration
+from weft.simulate.replica import ReplicaSpec
+from weft.simulate.report import Report, create_report, request_waits
+from weft.simulate.simulation import simulate
 from weft.simulate.tally import Tally
 
-REQUESTS = 200_000  # of all runs of a study together; where more would come, equal replicas are sampled,
-LEAST_SAMPLE = 16  # but no fewer than these
-# Of one run, which takes minutes then: each request is somebody's turn, and the policy looks at every replica.
+REQUESTS = 200_000  # of all runs of a study together; with more, only a sample of equal replicas is simulated
+LEAST_SAMPLE = 16  # replicas
+# Limits of one run, which then takes minutes: each request is an event, and the policy looks at every replica.
 MOST_REQUESTS, MOST_REPLICAS = 10_000_000, 10_000
-MARGIN = 1.2  # by which more requests may come than the rate says
+MARGIN = 1.2  # more requests than rate times time may arrive, by at most this factor
 
 
-class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of the virtual clock: how long requests come that count, the first `warmup_s` of them not. An infinite
-    `duration_s` is all of a trace."""
+class MeasurementWindow(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the virtual clock: requests arrive for `duration_s`, and the first `warmup_s` are not measured.
+
+    An infinite `duration_s` covers a whole trace.
+    """
 
     duration_s: float
     warmup_s: float
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays the same from run to run. `specs` are the plan's replicas, each of `gpus_each` GPUs or whatever the
-    `device` is; `capacity` is the most requests per second that one is predicted to answer; `price` dollars for a GPU
-    and hour. `sample` replicas are simulated of those that are equal, None for as many as REQUESTS over `runs` allow.
-    `prefix_caching` None is where prompts share something.
+    """The settings that all runs share.
+
+    `specs`: the plan's replicas, each of `gpus_each` devices of the kind `device`.
+    `capacity`: predicted requests per second of one saturated replica. `price`: dollars per GPU and hour.
+    `sample`: number of equal replicas to simulate; None for as many as REQUESTS over `runs` allow.
+    `prefix_caching`: None enables it if prompts share prefixes.
+    `stretches`: simulate runs of steps with an unchanged batch at once.
     """
 
-    specs: Sequence[Spec]
+    specs: Sequence[ReplicaSpec]
     gpus_each: int
     device: str = "GPU"
     capacity: float
-    times: Times
+    times: MeasurementWindow
     policy: str
     price: float | None = None
     objective: Objective | None = None
@@ -52,46 +57,45 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     stretches: bool = True
 
-    def run(
+    def run_load(
         self,
-        load: Load,
+        load: SimulatedLoad,
         replicas: int | None = None,
         *,
         judging: bool = False,
         on_time: Callable[[float], object] = lambda now: None,
     ) -> Report:
-        """The deployment with so many replicas, or the plan's number, under a load. `judging`: it is only to be said
-        whether the objective is met, and the run ends early where it cannot be. `on_time` is told the virtual time now
-        and then."""
-        self.check(load, replicas)
+        """Simulate a load on `replicas` replicas, or on the plan's number of them.
+
+        `judging`: the caller only needs to know if the objective is met, so the run may end early once it cannot be.
+        `on_time` gets the virtual time from time to time.
+        """
+        self.check_run_length(load, replicas)
         count = replicas or len(self.specs)
-        specs = [self.specs[number % len(self.specs)] for number in range(count)]
-        chosen = specs[: self._sampled(load, count)] if len(set(map(id, specs))) == 1 else specs
-        hopeless = None
-        if judging and self.objective and load.offered:
-            window = self.times.duration_s - self.times.warmup_s
-            hopeless = Hopeless(self.objective, load.offered * len(chosen) / count * window)
-        run = simulate(
-            chosen,
+        specs = self._simulated_specs(load, count)
+        simulated = len(specs)
+        stop = self._early_stop(load, simulated / count) if judging else None
+        result = simulate(
+            specs,
             load.source(),
             POLICIES[self.policy](),
             warmup_s=self.times.warmup_s,
             end_s=self.times.duration_s,
-            prefix_caching=load.shares if self.prefix_caching is None else self.prefix_caching,
-            rest=count - len(chosen),
+            prefix_caching=load.shares_prefixes if self.prefix_caching is None else self.prefix_caching,
+            unsimulated=count - simulated,
             stretches=self.stretches,
-            enough=hopeless or (lambda tally: False),
+            enough=stop or _never,
             on_time=on_time,
         )
-        if run.tally.end_s <= run.tally.begin_s:
+        if result.tally.end_s <= result.tally.begin_s:
             raise ConfigError(
                 f"nothing is measured: all requests come in the {self.times.warmup_s:g} s of warm-up; "
                 "shorten --warmup, or lengthen the load"
             )
-        return report(
-            run,
+        return create_report(
+            result,
             replicas=count,
-            blocks=sum(spec.num_blocks for spec in chosen) / len(chosen),
+            blocks=sum(spec.num_blocks for spec in specs) / simulated,
             gpus=count * self.gpus_each,
             price=self.price,
             rate=load.offered,
@@ -99,49 +103,77 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             objective=self.objective,
         )
 
-    def check(self, load: Load, replicas: int | None = None) -> None:
-        """Raises ConfigError for a run that would have no end in sight."""
+    def check_run_length(self, load: SimulatedLoad, replicas: int | None = None) -> None:
+        """Raise ConfigError for a run with too many replicas or requests to simulate."""
         count = replicas or len(self.specs)
         if count > MOST_REPLICAS:
             raise ConfigError(
                 f"{count:,} replicas; at most {MOST_REPLICAS:,} are simulated: give a smaller --replicas or --rate, "
                 "since equal ones carry equal shares"
             )
-        if load.trace:  # which has an end
+        if load.trace:  # a trace is finite
             return
         most, last_s = count * self.capacity, self.times.duration_s
         if load.users:
-            # Whom the queues have no place for asks again and again.
-            each = fmean(it.max_num_seqs + it.max_num_queued for it in self.specs)
-            rate, what = most + max(0.0, load.users - count * each) / RETRY_S, f"{load.users:,} users"
+            # Refused users ask again and again.
+            places = count * fmean(spec.max_num_seqs + spec.max_num_queued for spec in self.specs)
+            rate, source = most + max(0.0, load.users - places) / RETRY_S, f"{load.users:,} users"
         else:
             assert load.rate is not None
-            rate, what = load.rate, f"{load.rate:g} requests/s"
+            rate, source = load.rate, f"{load.rate:g} requests/s"
         if rate * last_s > MOST_REQUESTS:
             raise ConfigError(
-                f"{what} make about {rate * last_s:,.3g} requests in {duration(last_s)}, of which this deployment can "
-                f"answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or a shorter "
-                "--duration"
+                f"{source} make about {rate * last_s:,.3g} requests in {format_duration(last_s)}, of which this "
+                f"deployment can answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or "
+                "a shorter --duration"
             )
 
-    def _sampled(self, load: Load, count: int) -> int:
-        """How many of so many equal replicas are simulated."""
+    def _simulated_specs(self, load: SimulatedLoad, count: int) -> list[ReplicaSpec]:
+        """Specs of the replicas to simulate: all `count` of them, or a sample if all are equal."""
+        specs = [self.specs[number % len(self.specs)] for number in range(count)]
+        all_equal = len({id(spec) for spec in specs}) == 1
+        return specs[: self._sample_size(load, count)] if all_equal else specs
+
+    def _sample_size(self, load: SimulatedLoad, count: int) -> int:
+        """Number of `count` equal replicas to simulate."""
         if self.sample is not None:
             return min(count, self.sample)
-        most = count * self.capacity
-        requests = min(most, load.offered or inf) * self.times.duration_s if not load.trace else len(load.trace)
+        if load.trace:
+            requests: float = len(load.trace)
+        else:
+            requests = min(count * self.capacity, load.offered or inf) * self.times.duration_s
         share = REQUESTS / self.runs / requests if requests else 1.0
         return count if share >= 1 else min(count, max(LEAST_SAMPLE, ceil(count * share)))
 
+    def _early_stop(self, load: SimulatedLoad, share: float) -> EarlyStop | None:
+        """Condition to end a run early, if `share` of the replicas are simulated; None without one."""
+        if self.objective is None or not load.offered:
+            return None
+        window_s = self.times.duration_s - self.times.warmup_s
+        return EarlyStop(self.objective, load.offered * share * window_s)
 
-class Hopeless:
-    """Whether so many requests have missed a percentile's limit that, of as many as will come, it cannot be met."""
+
+class EarlyStop:
+    """Condition to end a run: so many requests missed a percentile's limit that it cannot be met any more.
+
+    `requests`: expected number of requests of the whole run.
+    """
 
     def __init__(self, objective: Objective, requests: float) -> None:
-        targets = [it for it in objective.targets if it.percent is not None and it.metric != "itl"]
-        self._most = [(it, MARGIN * requests * (1 - (it.percent or 0.0) / 100)) for it in targets]
+        self._allowed_misses = [
+            (target, MARGIN * requests * (1 - target.percent / 100))
+            for target in objective.targets
+            if target.percent is not None and target.metric != "itl"
+        ]
 
     def __call__(self, tally: Tally) -> bool:
-        return any(
-            sum(wait > target.limit_s for _, wait in waits(tally, target.metric)) > most for target, most in self._most
-        )
+        """Return True if the run may end."""
+        for target, allowed in self._allowed_misses:
+            misses = sum(wait > target.limit_s for _, wait in request_waits(tally, target.metric))
+            if misses > allowed:
+                return True
+        return False
+
+
+def _never(tally: Tally) -> bool:
+    return False

@@ -1,4 +1,4 @@
-"""Tally: what is put down while a simulation runs."""
+"""Tally: the measurements of a simulation run."""
 
 from __future__ import annotations
 
@@ -7,117 +7,119 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil, exp, log
 
-FINE = 200  # bins of gaps between tokens for a factor of e: half a percent each
+BINS_PER_E = 200  # histogram bins of gaps between tokens for a factor of e: half a percent each
 
 
-class Answer:
-    """One request's times, in seconds of the virtual clock."""
+class RequestTimes:
+    """Times of one request, in seconds of the virtual clock."""
 
-    __slots__ = ("asked_s", "began_s", "first_s", "id", "input_len", "last_s", "measured", "output_len")
+    __slots__ = ("arrival_s", "began_s", "first_s", "id", "input_len", "last_s", "measured", "output_len")
 
-    def __init__(self, id: str, asked_s: float, input_len: int, output_len: int, measured: bool) -> None:
-        self.id, self.asked_s, self.measured = id, asked_s, measured
-        self.input_len, self.output_len = input_len, output_len  # the tokens that it has when it has ended
-        self.began_s: float | None = None  # when it first took part in a step
-        self.first_s: float | None = None
-        self.last_s: float | None = None
+    def __init__(self, id: str, arrival_s: float, input_len: int, output_len: int, measured: bool) -> None:
+        self.id, self.arrival_s, self.measured = id, arrival_s, measured
+        self.input_len, self.output_len = input_len, output_len  # tokens when the request has ended
+        self.began_s: float | None = None  # first step
+        self.first_s: float | None = None  # first token
+        self.last_s: float | None = None  # latest token
 
 
 class Tally:
-    """What happens in the window from `begin_s` to `end_s`. Of requests, those that come in it are measured."""
+    """Measurements in the window from `begin_s` to `end_s`. Requests are measured if they arrive in the window."""
 
     def __init__(self, begin_s: float, end_s: float) -> None:
         self.begin_s, self.end_s = begin_s, end_s
-        # Of each measured request that was answered.
-        self.asked = array("d")
+        # One entry for each measured request that was completed.
+        self.arrivals = array("d")
         self.queued = array("d")
         self.ttft = array("d")
         self.e2e = array("d")
         self.output_len = array("q")
-        self.refused = array("d")  # when each measured one came that the queue had no place for
-        self.impossible = 0  # measured ones that no replica can hold
-        self.ended = 0  # answers that ended in the window
+        self.refused = array("d")  # arrival times of measured requests that a full queue refused
+        self.too_long = 0  # measured requests that no replica can hold
+        self.ended = 0  # requests that ended in the window
         self.input_tokens = 0
         self.output_tokens = 0.0
-        # Replica-seconds times what was in use.
+        # Replica-seconds times the number of blocks, of requests, and of busy replicas.
         self.block_s = self.request_s = self.busy_s = 0.0
         self._gaps: Counter[int] = Counter()
         self.gap_count = 0
         self.gap_sum = 0.0
 
     def inside(self, now: float) -> bool:
+        """Return True if `now` is in the window."""
         return self.begin_s <= now < self.end_s
 
-    def answered(self, answer: Answer) -> None:
-        """A request has ended."""
-        assert answer.began_s is not None and answer.first_s is not None and answer.last_s is not None
-        self.ended += self.inside(answer.last_s)
-        if answer.measured:
-            self.asked.append(answer.asked_s)
-            self.queued.append(answer.began_s - answer.asked_s)
-            self.ttft.append(answer.first_s - answer.asked_s)
-            self.e2e.append(answer.last_s - answer.asked_s)
-            self.output_len.append(answer.output_len)
+    def count_completed(self, times: RequestTimes) -> None:
+        """Count a completed request."""
+        assert times.began_s is not None and times.first_s is not None and times.last_s is not None
+        self.ended += self.inside(times.last_s)
+        if times.measured:
+            self.arrivals.append(times.arrival_s)
+            self.queued.append(times.began_s - times.arrival_s)
+            self.ttft.append(times.first_s - times.arrival_s)
+            self.e2e.append(times.last_s - times.arrival_s)
+            self.output_len.append(times.output_len)
 
-    def refuse(self, now: float, *, impossible: bool) -> None:
-        """A measured request was refused: by a full queue, or for ever."""
-        if impossible:
-            self.impossible += 1
+    def count_refused(self, now: float, *, too_long: bool) -> None:
+        """Count a measured request that was refused: by a full queue, or as `too_long` for any replica."""
+        if too_long:
+            self.too_long += 1
         else:
             self.refused.append(now)
 
-    def read(self, now: float, answer: Answer) -> None:
-        """A prompt has its first token."""
+    def count_prompt(self, now: float, times: RequestTimes) -> None:
+        """Count the tokens of a prompt whose first output token has come."""
         if self.inside(now):
-            self.input_tokens += answer.input_len
+            self.input_tokens += times.input_len
 
-    def wrote(self, now: float, tokens: int) -> None:
-        """So many tokens of answers are there."""
+    def count_tokens(self, now: float, tokens: int) -> None:
+        """Count output tokens."""
         if self.inside(now):
             self.output_tokens += tokens
 
-    def wrote_evenly(self, since: float, now: float, tokens: int) -> None:
-        """So many tokens came over a time, part of which may lie in the window."""
+    def count_tokens_evenly(self, since: float, now: float, tokens: int) -> None:
+        """Count output tokens that came evenly over a time, part of which may lie in the window."""
         self.output_tokens += tokens * self._overlap(since, now) / (now - since)
 
-    def gaps(self, now: float, gaps: Sequence[float]) -> None:
-        """Seconds between tokens of answers that came now and those before."""
+    def count_gaps(self, now: float, gaps: Sequence[float]) -> None:
+        """Count seconds between tokens that came now and the tokens before them."""
         if gaps and self.inside(now):
             # Most rows of a step had their last token at the same time.
             for seconds, count in Counter(gaps).items():
-                self._gap(seconds, count)
+                self._count_gap(seconds, count)
 
-    def stretch(self, now: float, rounds: int, requests: int, first_s: float, growth_s: float) -> None:
-        """The gaps of a stretch that is over: `rounds` of them for each request, each longer than the one before."""
+    def count_stretch(self, now: float, rounds: int, requests: int, first_s: float, growth_s: float) -> None:
+        """Count the gaps of a stretch: for each request `rounds` gaps, each `growth_s` longer than the one before."""
         if not self.inside(now):
             return
         last_s = first_s + growth_s * (rounds - 1)
-        # In as many parts as there are bins between the first and the last.
-        parts = min(rounds, 1 + ceil(abs(log(last_s / first_s)) * FINE))
+        # One part for each bin between the first gap and the last.
+        parts = min(rounds, 1 + ceil(abs(log(last_s / first_s)) * BINS_PER_E))
         for part in range(parts):
             begin, end = part * rounds // parts, (part + 1) * rounds // parts
-            self._gap(first_s + growth_s * (begin + end - 1) / 2, requests * (end - begin))
+            self._count_gap(first_s + growth_s * (begin + end - 1) / 2, requests * (end - begin))
 
-    def used(self, since: float, now: float, blocks: float, requests: int, *, busy: bool) -> None:
-        """A replica has had so many blocks and requests for a time."""
+    def count_use(self, since: float, now: float, blocks: float, requests: int, *, busy: bool) -> None:
+        """Count the blocks and requests that a replica has held for a time."""
         seconds = self._overlap(since, now)
         self.block_s += seconds * blocks
         self.request_s += seconds * requests
         self.busy_s += seconds * busy
 
     def gap_percentile(self, percent: float) -> float:
-        """Of all gaps, to a quarter of a percent. There must be one."""
+        """Percentile of the gaps between tokens, to a quarter of a percent. There must be at least one gap."""
         left, at = self.gap_count * percent / 100, min(self._gaps)
         for at in sorted(self._gaps):
             left -= self._gaps[at]
             if left <= 0:
                 break
-        return exp(at / FINE)
+        return exp(at / BINS_PER_E)
 
-    def _gap(self, seconds: float, count: int) -> None:
-        self._gaps[round(log(seconds) * FINE)] += count
+    def _count_gap(self, seconds: float, count: int) -> None:
+        self._gaps[round(log(seconds) * BINS_PER_E)] += count
         self.gap_count += count
         self.gap_sum += seconds * count
 
     def _overlap(self, since: float, now: float) -> float:
+        """Seconds of the time that lie in the window."""
         return max(0.0, min(now, self.end_s) - max(since, self.begin_s))

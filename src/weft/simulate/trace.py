@@ -1,4 +1,4 @@
-"""Traces: requests as they came, from a CSV or JSONL file."""
+"""Request traces from CSV and JSONL files."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from typing import Any, TextIO
 import msgspec
 
 from weft.errors import ConfigError, error_reason
-from weft.simulate.ask import Ask, Contents
+from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
-MOST_ERROR_CHARS = 60
+MOST_ERROR_CHARS = 60  # of a value in an error message
 
 
-class Row(msgspec.Struct, frozen=True):
-    """A request of a trace, and when it came, in seconds from the first one."""
+class TraceRow(msgspec.Struct, frozen=True):
+    """A request of a trace; `at` is its arrival time, in seconds after the first request."""
 
     at: float
-    ask: Ask
+    request: SimulatedRequest
 
 
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """What a kind of trace calls its columns, in lower case; `unit_s` is the second of its times."""
+class TraceFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Column names of a kind of trace, in lower case; `unit_s` is the length of its time unit in seconds."""
 
     name: str
     time: str
     input_len: str
     output_len: str
     unit_s: float = 1.0
-    hash_tokens: int = 0  # for which each of a prompt's hash_ids stands
+    hash_tokens: int = 0  # tokens that each of a prompt's hash_ids stands for
 
 
-# Azure: AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md. Mooncake: its FAST25 traces; milliseconds, and
-# 512 tokens for a hash. BurstGPT: its README.
-DIALECTS = (
-    Dialect(name="weft", time="time", input_len="input_len", output_len="output_len"),
-    Dialect(name="azure", time="timestamp", input_len="contexttokens", output_len="generatedtokens"),
-    Dialect(
+# Azure: AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md. Mooncake: the FAST25 traces, with times in
+# milliseconds and 512 tokens per hash. BurstGPT: its README.
+FORMATS = (
+    TraceFormat(name="weft", time="time", input_len="input_len", output_len="output_len"),
+    TraceFormat(name="azure", time="timestamp", input_len="contexttokens", output_len="generatedtokens"),
+    TraceFormat(
         name="mooncake",
         time="timestamp",
         input_len="input_length",
@@ -49,50 +49,52 @@ DIALECTS = (
         unit_s=1e-3,
         hash_tokens=512,
     ),
-    Dialect(name="burstgpt", time="timestamp", input_len="request tokens", output_len="response tokens"),
+    TraceFormat(name="burstgpt", time="timestamp", input_len="request tokens", output_len="response tokens"),
 )
 
 
-def read_trace(path: str) -> tuple[Row, ...]:
-    """All requests of a trace, in the order of their times.
+def read_trace(path: str) -> tuple[TraceRow, ...]:
+    """Read all requests of a trace, in the order of their times.
 
-    CSV with a line of column names, or one JSON object per line. Ours are `time` (seconds, or a date and time),
-    `input_len`, `output_len`, and where prompts share something: `prefix_id` with `prefix_len` (requests with one id
-    begin with the same so many tokens) or `session_id` (a prompt continues what the session has said before). Azure's,
-    Mooncake's and BurstGPT's own columns are understood as they are. Raises ConfigError with the line that is wrong.
+    The file is CSV with a line of column names, or has one JSON object per line. Weft's columns are `time` (seconds, or
+    a date and time), `input_len` and `output_len`. Optional columns for shared prompts are `prefix_id`, with
+    `prefix_len` (requests with the same id begin with the same `prefix_len` tokens), and `session_id` (a prompt
+    continues the earlier text of its session). The columns of Azure's, Mooncake's and BurstGPT's traces are understood
+    as well. Raises ConfigError with the number of the wrong line.
     """
-    contents, rows = Contents(), []
-    dialect: Dialect | None = None
+    contents, rows = ContentIds(), []
+    columns: TraceFormat | None = None
     for number, line in _lines(path):
-        dialect = dialect or _dialect(line, f"{path}, line {number}")
-        rows.append(_row(line, dialect, contents, f"{path}, line {number}"))
+        columns = columns or _trace_format(line, f"{path}, line {number}")
+        rows.append(_row(line, columns, contents, f"{path}, line {number}"))
     if not rows:
         raise ConfigError(f"trace {path} has no requests")
     rows.sort(key=lambda row: row.at)
     start = rows[0].at
-    return tuple(Row(row.at - start, row.ask) for row in rows)
+    return tuple(TraceRow(row.at - start, row.request) for row in rows)
 
 
 def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Each request's columns, their names in lower case, with the number of its line."""
+    """(line number, columns) of each request; names of columns are in lower case."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             first = next((line for line in file if line.strip()), "")
             file.seek(0)
-            yield from (_objects if first.lstrip().startswith("{") else _table)(file, path)
+            is_json = first.lstrip().startswith("{")
+            yield from _json_lines(file, path) if is_json else _csv_lines(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error_reason(error)}") from None
 
 
-def _objects(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """One JSON object a line."""
+def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Lines with one JSON object each."""
     for number, text in enumerate(file, 1):
         if text.strip():
             yield number, _object(text, f"{path}, line {number}")
 
 
-def _table(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """CSV under a line of names."""
+def _csv_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Lines of CSV below a line with the names of the columns."""
     reader = csv.reader(file, skipinitialspace=True)
     names = [name.strip().lower() for name in next(reader, [])]
     for fields in filter(any, reader):
@@ -103,70 +105,87 @@ def _table(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def _object(text: str, where: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(text)
+        decoded = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON: {error.msg}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: {_short(found)} is no object with time, input_len and output_len")
-    return {str(name).lower(): value for name, value in found.items()}
+    if not isinstance(decoded, dict):
+        raise ConfigError(f"{where}: {_short(decoded)} is no object with time, input_len and output_len")
+    return {str(name).lower(): value for name, value in decoded.items()}
 
 
-def _dialect(line: Mapping[str, Any], where: str) -> Dialect:
-    for dialect in DIALECTS:
-        if {dialect.time, dialect.input_len, dialect.output_len} <= line.keys():
-            return dialect
+def _trace_format(line: Mapping[str, Any], where: str) -> TraceFormat:
+    """The format whose columns a line has. Raises ConfigError for none."""
+    for columns in FORMATS:
+        if {columns.time, columns.input_len, columns.output_len} <= line.keys():
+            return columns
     raise ConfigError(
         f"{where}: has {_short(', '.join(line))}; a trace has time, input_len and output_len, or the columns of "
         "Azure's, Mooncake's or BurstGPT's traces"
     )
 
 
-def _row(line: Mapping[str, Any], dialect: Dialect, contents: Contents, where: str) -> Row:
-    at = _time(line.get(dialect.time), dialect, where)
-    input_len = _tokens(line.get(dialect.input_len), dialect.input_len, where)
-    output_len = _tokens(line.get(dialect.output_len), dialect.output_len, where)
-    shared: tuple[tuple[int, int], ...] = ()
-    hashes, prefix, session = line.get("hash_ids"), line.get("prefix_id"), line.get("session_id")
-    if dialect.hash_tokens and hashes is not None:
+def _row(line: Mapping[str, Any], columns: TraceFormat, contents: ContentIds, where: str) -> TraceRow:
+    at = _time(line.get(columns.time), columns, where)
+    input_len = _tokens(line.get(columns.input_len), columns.input_len, where)
+    output_len = _tokens(line.get(columns.output_len), columns.output_len, where)
+    shared = _shared(line, columns, contents, where)
+    session = line.get("session_id")
+    own = contents.id("session", session) if session not in (None, "") and not shared else contents.new()
+    return TraceRow(at, SimulatedRequest(input_len, output_len, own, shared))
+
+
+def _shared(
+    line: Mapping[str, Any], columns: TraceFormat, contents: ContentIds, where: str
+) -> tuple[tuple[int, int], ...]:
+    """(content id, tokens) of the pieces that a prompt shares with others."""
+    hashes, prefix = line.get("hash_ids"), line.get("prefix_id")
+    if columns.hash_tokens and hashes is not None:
         if not isinstance(hashes, list):
             raise ConfigError(f"{where}: hash_ids is {_short(hashes)}; it must be a list")
-        shared = tuple((contents.id("hash", each), dialect.hash_tokens) for each in hashes)
-    elif prefix not in (None, ""):
-        shared = ((contents.id("prefix", prefix), _tokens(line.get("prefix_len"), "prefix_len", where)),)
-    own = contents.id("session", session) if session not in (None, "") and not shared else contents.new()
-    return Row(at, Ask(input_len, output_len, own, shared))
+        return tuple((contents.id("hash", each), columns.hash_tokens) for each in hashes)
+    if prefix not in (None, ""):
+        return ((contents.id("prefix", prefix), _tokens(line.get("prefix_len"), "prefix_len", where)),)
+    return ()
 
 
-def _time(value: Any, dialect: Dialect, where: str) -> float:
+def _time(value: Any, columns: TraceFormat, where: str) -> float:
+    """Seconds of a number in the format's unit, or of a date and time (UTC, unless it names a time zone)."""
     if isinstance(value, str) and not _is_number(value):
         try:
-            found = datetime.fromisoformat(value.strip())
+            date = datetime.fromisoformat(value.strip())
         except ValueError:
-            raise ConfigError(
-                f"{where}: {dialect.time} is {_short(value)}; it must be a number, or a date and time"
-            ) from None
-        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+            raise _time_error(value, columns, where) from None
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
     if isinstance(value, bool) or not isinstance(value, int | float | str) or not isfinite(float(value)):
-        raise ConfigError(f"{where}: {dialect.time} is {_short(value)}; it must be a number, or a date and time")
-    return float(value) * dialect.unit_s
+        raise _time_error(value, columns, where)
+    return float(value) * columns.unit_s
+
+
+def _time_error(value: Any, columns: TraceFormat, where: str) -> ConfigError:
+    return ConfigError(f"{where}: {columns.time} is {_short(value)}; it must be a number, or a date and time")
 
 
 def _tokens(value: Any, column: str, where: str) -> int:
-    number = float(value) if isinstance(value, int | float) or (isinstance(value, str) and _is_number(value)) else 0.0
-    if isinstance(value, bool) or not isfinite(number) or number < 1 or number != int(number):
+    """A number of tokens, 1 or more."""
+    number = float(value) if _is_number(value) else 0.0
+    if not isfinite(number) or number < 1 or number != int(number):
         raise ConfigError(f"{where}: {column} is {_short(value)}; it must be a whole number of tokens, 1 or more")
     return int(number)
 
 
-def _is_number(text: str) -> bool:
+def _is_number(value: Any) -> bool:
+    """Return True for a number, or for a text that is one."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return False
     try:
-        float(text)
+        float(value)
     except ValueError:
         return False
     return True
 
 
 def _short(value: Any) -> str:
+    """A value for an error message, cut to MOST_ERROR_CHARS."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     text = " ".join(text.split())
     return repr(text if len(text) <= MOST_ERROR_CHARS else text[:MOST_ERROR_CHARS] + "...")

@@ -1,1 +1,1 @@
-"""Tokenisers, chat templates, streamed text."""
+"""Tokenizers, chat templates, streamed text."""

@@ -1,4 +1,4 @@
-"""Byte-level BPE: tokens are bytes, each spelled as one printable character, as GPT-2 began it."""
+"""Byte-level BPE, as GPT-2 introduced it: the vocabulary writes each byte of a token as one printable character."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-# The bytes that are printable in Latin-1 stand for themselves, the others for U+0100 and on.
+# Bytes that are printable in Latin-1 are written as themselves, the others as U+0100 and up.
 _PRINTABLE = frozenset((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)))
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-ALPHABET = tuple(chr(byte if byte in _PRINTABLE else 256 + _OTHERS.index(byte)) for byte in range(256))
+_UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
+ALPHABET = tuple(chr(byte if byte in _PRINTABLE else 256 + _UNPRINTABLE.index(byte)) for byte in range(256))
 _BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
-def spell(token: bytes) -> str:
-    """Bytes as the vocabulary writes them."""
+def bytes_to_token(token: bytes) -> str:
+    """The vocabulary's spelling of a token's bytes."""
     return "".join([ALPHABET[byte] for byte in token])
 
 
-def spelled(token: str) -> bytes:
-    """The bytes of a token; a text with any other character (an added token) stands for itself."""
+def token_to_bytes(token: str) -> bytes:
+    """Bytes of a token. A token with any other character is an added token, and stands for its own text."""
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:
         return token.encode()
 
 
-def build(
+def build_byte_level(
     vocab: Mapping[str, int],
     merges: Sequence[tuple[str, str]],
     pre_tokenizer: pre_tokenizers.PreTokenizer,
@@ -34,7 +34,7 @@ def build(
     whole_words: bool,
     normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
-    """A byte-level BPE. `whole_words`: a word that is a token is taken whole, whatever the merges say."""
+    """Create a byte-level BPE tokenizer. `whole_words`: a word that is in the vocabulary is not merged from parts."""
     rust = Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=whole_words))
     rust.pre_tokenizer = pre_tokenizer
     rust.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Tokenisers that take long to make, kept ready to load in $XDG_CACHE_HOME/weft/tokenizers."""
+"""On-disk cache of tokenizers that are slow to create: $XDG_CACHE_HOME/weft/tokenizers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from tokenizers import Tokenizer
 
 from weft.cache import cache_path, write_cache_file
 from weft.errors import ModelError
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 
-FORMAT = 1  # to be raised when what is made from the same file changes
+FORMAT = 1  # raise it when the tokenizer created from the same file changes
 
 
-def cached(source: Path, make: Callable[[Path], tuple[Tokenizer, Settings]]) -> tuple[Tokenizer, Settings]:
-    """make(source), or what it gave before for this very file. A cache that cannot be read or written is no error."""
+def load_cached(
+    source: Path, create: Callable[[Path], tuple[Tokenizer, TokenizerSettings]]
+) -> tuple[Tokenizer, TokenizerSettings]:
+    """Return create(source), from the cache if this very file was loaded before.
+
+    A cache that cannot be read or written is not an error.
+    """
     folder = _folder(source)
     if folder is None:
-        return make(source)
-    # tokenizers raises plain Exceptions for a file that it cannot read.
+        return create(source)
+    # The tokenizers library raises plain Exceptions for a file that it cannot read.
     with suppress(Exception):
-        settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=Settings)
+        settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=TokenizerSettings)
         return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
-    rust, settings = make(source)
+    rust, settings = create(source)
     with suppress(OSError, ModelError):
         write_cache_file(folder / "tokenizer.json", rust.to_str().encode())
-        # Last, so that it vouches for the other.
+        # Written last: its presence shows that the other file is complete.
         write_cache_file(folder / "settings.json", msgspec.json.encode(settings))
     return rust, settings
 
 
 def _folder(source: Path) -> Path | None:
-    """One per state of a file: its path, where it lies on the disk, its size and when it was written."""
+    """Cache folder for one state of a file (path, inode, size, modification time); None without a cache."""
     try:
         root = cache_path()
         path = source.resolve()

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory."""
+"""Tokenizers of Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tokenizers import AddedToken, Tokenizer
 from weft.errors import ModelError
 from weft.formats import limits
 from weft.text import gguf_tokenizer, spm, tiktoken_file
-from weft.text.cache import cached
-from weft.text.settings import Settings
+from weft.text.cache import load_cached
+from weft.text.settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
 
-LOOKED_FOR = "tokenizer.json, tokenizer.model, *.tiktoken, *.gguf"
+PATTERNS = "tokenizer.json, tokenizer.model, *.tiktoken, *.gguf"
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
-    """The vocabulary in the file `path`, or in the directory, and what the files beside it say of it."""
+def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
+    """Read the vocabulary in the file or directory `path`, and the settings in the files beside it."""
     folder = path if path.is_dir() else path.parent
-    rust, settings = _vocabulary(_source(path))
+    rust, settings = _vocabulary(_vocabulary_file(path))
     config = _json(folder / "tokenizer_config.json")
     _add_tokens(rust, config)
     tokens = settings.tokens | _named_tokens(rust, folder, config)
     for text in tokens.values():
-        # Special even where no list of added tokens says so; one without an embedding stays text.
-        if rust.token_to_id(text) is not None:
-            rust.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+        # A named token is special even if no list of added tokens says so; one without an embedding stays text.
+        _make_special(rust, text)
     eos = rust.token_to_id(tokens.get("eos_token", ""))
     return rust, msgspec.structs.replace(
         settings,
@@ -44,76 +44,90 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
     )
 
 
-def _vocabulary(file: Path) -> tuple[Tokenizer, Settings]:
-    """The vocabulary in one file, by what its name says it is."""
+def vocab_size(rust: Tokenizer) -> int:
+    """Highest token id plus one."""
+    return max(rust.get_vocab_size(with_added_tokens=False), 1 + max(rust.get_added_tokens_decoder(), default=-1))
+
+
+def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
+    """Read one vocabulary file; its name tells its format."""
     limits.check_file(file, limits.TOKENIZER_BYTES)
     if file.suffix == ".json":
         try:
             rust = Tokenizer.from_file(str(file))
-        except Exception as error:  # tokenizers has no error of its own
+        except Exception as error:  # the library has no exception class of its own
             raise ModelError(f"{file} is no tokenizer, or a damaged one: {error}") from error
-        # What it was trained with is nothing to us: a prompt is never cut or filled up.
+        # The file may hold the truncation and padding of the training; a prompt must be neither cut nor padded.
         rust.no_truncation()
         rust.no_padding()
-        return rust, Settings()
+        return rust, TokenizerSettings()
     if file.suffix == ".model":
-        return cached(file, spm.read)
+        return load_cached(file, spm.read_sentencepiece)
     if file.suffix == ".tiktoken":
-        return cached(file, tiktoken_file.read)
-    return cached(file, gguf_tokenizer.read)
+        return load_cached(file, tiktoken_file.read_tiktoken)
+    return load_cached(file, gguf_tokenizer.read_gguf_tokenizer)
 
 
-def _source(path: Path) -> Path:
+def _vocabulary_file(path: Path) -> Path:
     if path.is_file():
         return path
-    for pattern in LOOKED_FOR.split(", "):
-        for found in sorted(path.glob(pattern)):
-            return found
-    raise ModelError(f"{path} has no tokenizer (looked for {LOOKED_FOR}); give another's folder with --tokenizer")
+    for pattern in PATTERNS.split(", "):
+        for file in sorted(path.glob(pattern)):
+            return file
+    raise ModelError(f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer")
 
 
 def _add_tokens(rust: Tokenizer, config: Mapping[str, Any]) -> None:
-    """The tokens that only tokenizer_config.json knows, under the ids that it gives them."""
+    """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
     listed = config.get("added_tokens_decoder")
-    tokens = {int(id): token for id, token in listed.items() if id.isdecimal()} if isinstance(listed, dict) else {}
-    known = rust.get_added_tokens_decoder()
-    for id in sorted(tokens.keys() - known.keys()):
-        token = tokens[id]
-        text = _text(token)
-        if text is None or not isinstance(token, dict):
-            continue
-        place = rust.token_to_id(text)
-        if id != (vocab_size(rust) if place is None else place):
-            log.warning(
-                "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there", text, id
-            )
-            continue
-        flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        rust.add_tokens([AddedToken(text, **flags)])
+    if isinstance(listed, dict):
+        tokens = {int(id): token for id, token in listed.items() if id.isdecimal()}
+        for id in sorted(tokens.keys() - rust.get_added_tokens_decoder().keys()):
+            _add_token(rust, id, tokens[id])
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
-    for text in map(_text, extra) if isinstance(extra, list) else ():
-        if text is not None and rust.token_to_id(text) is not None:
-            rust.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+    for token in extra if isinstance(extra, list) else ():
+        text = _token_text(token)
+        if text is not None:
+            _make_special(rust, text)
 
 
-def vocab_size(rust: Tokenizer) -> int:
-    """One more than the highest id."""
-    return max(rust.get_vocab_size(with_added_tokens=False), 1 + max(rust.get_added_tokens_decoder(), default=-1))
+def _add_token(rust: Tokenizer, id: int, token: object) -> None:
+    """Add one token of added_tokens_decoder, unless the vocabulary's ids contradict its id."""
+    text = _token_text(token)
+    if text is None or not isinstance(token, dict):
+        return
+    present_id = rust.token_to_id(text)
+    if id != (vocab_size(rust) if present_id is None else present_id):
+        log.warning(
+            "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there", text, id
+        )
+        return
+    flags = {name: bool(token.get(name)) for name in TOKEN_FLAGS}
+    rust.add_tokens([AddedToken(text, **flags)])
+
+
+def _make_special(rust: Tokenizer, text: str) -> None:
+    """Make a token special if the vocabulary has it."""
+    if rust.token_to_id(text) is not None:
+        rust.add_special_tokens([AddedToken(text, normalized=False, special=True)])
 
 
 def _named_tokens(rust: Tokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    said = _json(folder / "special_tokens_map.json") | config
-    named = {name: text for name, token in said.items() if name.endswith("_token") and (text := _text(token))}
+    """Texts of the named tokens ("bos_token": "<s>"); BOS and EOS also from the ids in config.json."""
+    listed = _json(folder / "special_tokens_map.json") | config
+    texts = {name: _token_text(token) for name, token in listed.items() if name.endswith("_token")}
+    named = {name: text for name, text in texts.items() if text}
     ids = _json(folder / "config.json")
     for name in ("bos_token", "eos_token"):
         id = ids.get(f"{name}_id")
-        if name not in said and isinstance(id, int) and (text := rust.id_to_token(id)):
+        text = rust.id_to_token(id) if name not in listed and isinstance(id, int) else None
+        if text:
             named[name] = text
     return named
 
 
-def _text(token: object) -> str | None:
-    """A token is written as its text, or as an object that has it as content."""
+def _token_text(token: object) -> str | None:
+    """Text of a token, which a file writes as its text or as an object with the text as `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -124,7 +138,7 @@ def _flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | 
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Its own file, or one text, or several by name, of which "default" is for a chat without tools."""
+    """The chat template: in its own file, as one text, or one of several by name; "default" is without tools."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
@@ -136,7 +150,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where there is no such file."""
+    """The object in a JSON file; {} if the file does not exist."""
     try:
         limits.check_file(file, limits.CONFIG_BYTES)
         value = json.loads(file.read_bytes())

@@ -1,36 +1,36 @@
-"""Tokenisers from GGUF metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer"""
+"""Tokenizers from GGUF metadata: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md#tokenizer"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from weft.errors import ModelError
 from weft.formats.gguf import Gguf
-from weft.formats.gguf import read as read_header
+from weft.formats.gguf import read_gguf as read_header
 from weft.text import byte_level, spm
-from weft.text.pretokenizers import WORDS
-from weft.text.settings import Settings
+from weft.text.pretokenizers import PRE_TOKENIZERS
+from weft.text.settings import TokenizerSettings
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("gpt2", "llama")
 
-# Named tokens by their id's field.
+# The metadata field with the id of each named token.
 NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Ids that end an answer, and the control tokens that do so in models whose files name only one of them.
+# Fields with ids that end a completion, and control tokens that end one in models whose files name only one id.
 END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
-    """The tokenizer that a GGUF file describes. ModelError for a kind that Weft does not know."""
+def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
+    """Read the tokenizer in a GGUF file. Raises ModelError for a kind that Weft does not know."""
     header = read_header(path)
     kind = header.metadata.get(PREFIX + "model")
     tokens = [str(token) for token in header.array(PREFIX + "tokens")]
@@ -42,38 +42,46 @@ def read(path: Path) -> tuple[Tokenizer, Settings]:
     types = [int(type) for type in header.array(PREFIX + "token_type")] or [spm.NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ModelError(f"{path} is damaged: {len(types)} token types for {len(tokens)} tokens; fetch it again")
-    make = _sentencepiece if kind == "llama" else _byte_level
-    rust, add_bos = make(header, tokens, types)
+    create = _create_sentencepiece if kind == "llama" else _create_byte_level
+    rust, add_bos = create(header, tokens, types)
     return rust, _settings(header, tokens, types, add_bos)
 
 
-def _byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
+def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
+    """A byte-level BPE tokenizer, and True if such models begin with BOS by default."""
     name = header.metadata.get(PREFIX + "pre", "default")
-    words = WORDS.get(str(name))
-    if words is None:
+    spec = PRE_TOKENIZERS.get(str(name))
+    if spec is None:
         raise ModelError(
-            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: {', '.join(sorted(WORDS))}; "
-            "give the model's own tokenizer with --tokenizer"
+            f"{header.path} cuts words as {name!r} does, which Weft does not know; known: "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer"
         )
-    merges = [str(merge).split(" ") for merge in header.array(PREFIX + "merges")]
     vocab = {token: id for id, token in enumerate(tokens)}
-    for merge in merges:
-        if len(merge) != 2 or merge[0] not in vocab or merge[1] not in vocab or merge[0] + merge[1] not in vocab:
-            raise ModelError(
-                f"{header.path} is damaged: {' '.join(merge)!r} merges no two of its tokens; fetch it again"
-            )
-    pairs = [(left, right) for left, right in merges]
-    rust = byte_level.build(vocab, pairs, words.pre_tokenizer(), whole_words=words.whole)
+    rust = byte_level.build_byte_level(
+        vocab, _merges(header, vocab), spec.create_pre_tokenizer(), whole_words=spec.whole
+    )
     spm.add_tokens(rust, [(token, type) for token, type in zip(tokens, types, strict=True) if type != spm.UNKNOWN])
-    return rust, words.bos
+    return rust, spec.bos
 
 
-def _sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
+def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The file's merges. Raises ModelError for one that does not merge two tokens into a third."""
+    merges = []
+    for text in map(str, header.array(PREFIX + "merges")):
+        parts = text.split(" ")
+        if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
+            raise ModelError(f"{header.path} is damaged: {text!r} merges no two of its tokens; fetch it again")
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _create_sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
+    """A SentencePiece tokenizer, and True: such models begin with BOS by default."""
     scores = [float(score) for score in header.array(PREFIX + "scores")]
     if len(scores) != len(tokens):
         raise ModelError(f"{header.path} is damaged: {len(scores)} scores for {len(tokens)} tokens; fetch it again")
     unk = _id(header, "unknown_token_id", len(tokens))
-    rust = spm.build(
+    rust = spm.build_sentencepiece(
         [spm.Piece(*piece) for piece in zip(tokens, scores, types, strict=True)],
         unigram=False,
         unk_id=0 if unk is None else unk,
@@ -83,19 +91,24 @@ def _sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[int]) ->
     return rust, True
 
 
-def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> Settings:
-    ids = {field: _id(header, field, len(tokens)) for field in (*NAMED.values(), *END_FIELDS)}
-    named = {name: tokens[id] for name, field in NAMED.items() if (id := ids[field]) is not None}
-    ends = [id for field in END_FIELDS if (id := ids[field]) is not None]
-    ends += [id for id, token in enumerate(tokens) if token in END_TOKENS and types[id] == spm.CONTROL]
+def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> TokenizerSettings:
+    named_ids = {name: _id(header, field, len(tokens)) for name, field in NAMED.items()}
+    named = {name: tokens[id] for name, id in named_ids.items() if id is not None}
     template = header.metadata.get("tokenizer.chat_template")
-    return Settings(
+    return TokenizerSettings(
         tokens=named,
         add_bos=_flag(header, "add_bos_token", default=add_bos) and "bos_token" in named,
         add_eos=_flag(header, "add_eos_token", default=False) and "eos_token" in named,
-        end_ids=tuple(dict.fromkeys(ends)),
+        end_ids=_end_ids(header, tokens, types),
         chat_template=template if isinstance(template, str) else None,
     )
+
+
+def _end_ids(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[int, ...]:
+    """Ids that end a completion, without duplicates."""
+    ids = [_id(header, field, len(tokens)) for field in END_FIELDS]
+    ids += [id for id, token in enumerate(tokens) if token in END_TOKENS and types[id] == spm.CONTROL]
+    return tuple(id for id in dict.fromkeys(ids) if id is not None)
 
 
 def _flag(header: Gguf, field: str, *, default: bool) -> bool:
@@ -103,6 +116,6 @@ def _flag(header: Gguf, field: str, *, default: bool) -> bool:
 
 
 def _id(header: Gguf, field: str, vocab: int) -> int | None:
-    """A token id, where the file has one that is in the vocabulary; files say 2**32-1 for none."""
+    """The token id in a metadata field, or None if it is outside the vocabulary; files write 2**32-1 for no token."""
     id = header.metadata.get(PREFIX + field)
     return id if isinstance(id, int) and 0 <= id < vocab else None

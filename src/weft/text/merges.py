@@ -1,4 +1,4 @@
-"""Merges from ranks, for vocabularies that list tokens by rank but not the merges behind them."""
+"""BPE merges derived from token ranks, for vocabularies that store ranks but no merges."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from typing import TypeVar
 Text = TypeVar("Text", str, bytes)
 
 
-def merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
-    """The two parts that each token is put together from, in the order in which to look for them.
+def derive_merges(ranks: Mapping[Text, float]) -> list[tuple[Text, Text]]:
+    """Merges in the order of their priority: the two parts that each token is merged from.
 
-    SentencePiece and tiktoken join the neighbours whose join ranks lowest, the leftmost of equals, until none
-    is a token. Within what becomes one token this goes as if it stood alone, for no join reaches across its
-    ends; so a token has one pair of parts, the last ones that are left of it alone.
+    SentencePiece and tiktoken merge the neighbours whose merge ranks lowest, the leftmost of equals, until no merge is
+    a token. No merge crosses the ends of what becomes one token. A token is therefore merged as if it stood alone, and
+    the last two parts left of it are its only pair.
     """
-    found = []
+    merges = []
     for token, rank in ranks.items():
-        parts = [token[at : at + 1] for at in range(len(token))]
-        while len(parts) > 2:
-            joins = [ranks.get(left + right, inf) for left, right in pairwise(parts)]
-            lowest = min(joins)
-            if lowest == inf:
-                break
-            at = joins.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        parts = _last_parts(token, ranks)
         if len(parts) == 2 and parts[0] in ranks and parts[1] in ranks:
-            found.append((rank, parts[0], parts[1]))
-    # Llama ranks all runs of spaces the same: the leftmost join is the one that makes the longest run longer.
-    found.sort(key=lambda merge: (merge[0], -len(merge[1]), -len(merge[2])))
-    return [(left, right) for _, left, right in found]
+            merges.append((rank, parts[0], parts[1]))
+    # Llama ranks all runs of spaces the same: the leftmost merge is the one that extends the longest run.
+    merges.sort(key=lambda merge: (merge[0], -len(merge[1]), -len(merge[2])))
+    return [(left, right) for _, left, right in merges]
+
+
+def _last_parts(token: Text, ranks: Mapping[Text, float]) -> list[Text]:
+    """Parts of a token after all merges but the last; more than two if no merge of them is a token."""
+    parts = [token[at : at + 1] for at in range(len(token))]
+    while len(parts) > 2:
+        merged = [ranks.get(left + right, inf) for left, right in pairwise(parts)]
+        lowest = min(merged)
+        if lowest == inf:
+            break
+        at = merged.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts

@@ -1,4 +1,4 @@
-"""Messages of a conversation: checked, and put into the form that chat templates expect."""
+"""Check the messages of a conversation and convert them to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from weft.errors import RequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def checked(messages: object, *, developer: bool) -> list[dict[str, Any]]:
-    """Copies with content as one text: parts of type text are joined by line breaks. An assistant's content may be
-    missing where it has tool_calls, whose arguments become objects. Without a `developer` role, its messages are
-    the system's, in one message with those of the system just before.
+def normalize_messages(messages: object, *, developer: bool) -> list[dict[str, Any]]:
+    """Copies of `messages` with their content as one text: parts of type text are joined by line breaks.
 
-    Raises RequestError (param "messages") for anything that is no message.
+    An assistant's content may be missing if it has tool_calls, whose arguments become objects. `developer`: the
+    template knows the role "developer"; else its messages become system messages, joined to a system message directly
+    before them. Raises RequestError (param "messages") for anything that is not a message.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise _wrong("messages must be a list of at least one message")
-    found: list[dict[str, Any]] = []
+    normalized: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        one = _message(message, f"messages[{index}]")
-        if one["role"] == "developer" and not developer:
-            one["role"] = "system"
-            if found and found[-1]["role"] == "system":
-                found[-1]["content"] += "\n\n" + one["content"]
+        copy = _message(message, f"messages[{index}]")
+        if copy["role"] == "developer" and not developer:
+            copy["role"] = "system"
+            if normalized and normalized[-1]["role"] == "system":
+                normalized[-1]["content"] += "\n\n" + copy["content"]
                 continue
-        found.append(one)
-    return found
+        normalized.append(copy)
+    return normalized
 
 
 def _message(message: object, name: str) -> dict[str, Any]:
@@ -39,14 +39,15 @@ def _message(message: object, name: str) -> dict[str, Any]:
     if role not in ROLES:
         raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}")
     content = message.get("content")
-    # Clients send back what they got, fields of no value included; templates ask whether a field is there.
-    one = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    if calls := message.get("tool_calls"):
-        one["tool_calls"] = _calls(calls, f"{name}.tool_calls")
-    called = role == "assistant" and "tool_calls" in one
-    # None is left as it is: templates tell a call from an answer by it.
-    one["content"] = None if called and content is None else _text(content, f"{name}.content")
-    return one
+    # Clients send back the fields that they got, including null ones; templates test only for presence.
+    copy = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
+    calls = message.get("tool_calls")
+    if calls:
+        copy["tool_calls"] = _calls(calls, f"{name}.tool_calls")
+    # None stays None: by it templates tell a tool call from a text.
+    only_calls = role == "assistant" and "tool_calls" in copy and content is None
+    copy["content"] = None if only_calls else _text(content, f"{name}.content")
+    return copy
 
 
 def _text(content: object, name: str) -> str:
@@ -67,7 +68,7 @@ def _text(content: object, name: str) -> str:
 
 
 def _calls(calls: object, name: str) -> list[dict[str, Any]]:
-    """Clients send arguments as JSON in a text; templates write them out as JSON themselves."""
+    """Tool calls with their arguments decoded: clients send JSON in a text, and templates encode it themselves."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise _wrong(f"{name} must be a list of objects")
     return [_call(call, f"{name}[{index}].function.arguments") for index, call in enumerate(calls)]

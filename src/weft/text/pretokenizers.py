@@ -1,6 +1,6 @@
-"""How byte-level vocabularies cut a text into words before merging, by the names that GGUF gives it.
+"""Pre-tokenizers of byte-level vocabularies: cut a text into words before merging, by their names in GGUF.
 
-The patterns are data of the models: each must be the one that the vocabulary's merges were learned with.
+The patterns belong to the models: each must be the one that the vocabulary's merges were learned with.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-�
 
 
 @dataclass(frozen=True)
-class Words:
-    """`splits` are applied one after the other; then each digit is a word where `digits`, then GPT-2's own pattern
-    cuts where `gpt2`. `whole`: a word that is in the vocabulary is taken as it is, without merging. `bos`: such
-    models begin with BOS unless they say not.
+class PreTokenizerSpec:
+    """Rules that cut a text into words.
+
+    `splits`: patterns that are applied one after the other. `digits`: then cut out each digit. `gpt2`: then cut by
+    GPT-2's own pattern. `whole`: a word that is in the vocabulary is one token, without merging. `bos`: models of this
+    kind begin with BOS unless their files say otherwise.
     """
 
     splits: tuple[str, ...] = ()
@@ -35,7 +37,8 @@ class Words:
     whole: bool = False
     bos: bool = False
 
-    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+    def create_pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """Create the pre-tokenizer of the tokenizers library."""
         cuts: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.splits
         ]
@@ -44,20 +47,20 @@ class Words:
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)])
 
 
-GPT2 = Words(gpt2=True)
-QWEN = Words(_QWEN2)
-_SINGLE_DIGITS = Words(digits=True, gpt2=True)
-_LLAMA = Words(_LLAMA3, whole=True, bos=True)
+GPT2 = PreTokenizerSpec(gpt2=True)
+QWEN = PreTokenizerSpec(_QWEN2)
+_SINGLE_DIGITS = PreTokenizerSpec(digits=True, gpt2=True)
+_LLAMA = PreTokenizerSpec(_LLAMA3, whole=True, bos=True)
 
-# tokenizer.ggml.pre -> words
-WORDS = {
+# By tokenizer.ggml.pre.
+PRE_TOKENIZERS = {
     **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "exaone4"), GPT2),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS
     ),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), Words(_LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), PreTokenizerSpec(_LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), QWEN),
-    "tekken": Words(_TEKKEN, whole=True, bos=True),
-    "deepseek-coder": Words(_DEEPSEEK_CODER, digits=True),
+    "tekken": PreTokenizerSpec(_TEKKEN, whole=True, bos=True),
+    "deepseek-coder": PreTokenizerSpec(_DEEPSEEK_CODER, digits=True),
 }

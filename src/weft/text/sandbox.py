@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: sandboxed, and bounded in time and in the size of what it makes.
+"""Jinja environment of chat templates: sandboxed, and bounded in time and in the size of its texts.
 
-A template comes with a checkpoint, from a stranger, and runs in the server. Python cannot end a thread from outside, so
-each construct that multiplies work or text charges a Budget before it does so: passes of loops, calls, operators,
-concatenation, and those filters and methods whose result may be much longer than what they are given.
+A template comes with a checkpoint, from a stranger, and runs in the server. Python cannot stop a thread from outside.
+So each construct that multiplies work or text charges a Budget first: loop iterations, calls, operators, concatenation,
+and filters and methods whose result may be much longer than their arguments.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from jinja2.visitor import NodeTransformer
 
 from weft.text.limits import LIMITS
 
-ITEM = 8  # an item of a list counts as so many characters
+ITEM = 8  # characters that an item of a list counts as
 WIDE = len(str(LIMITS.template_number))  # digits
-# Widths of "%5d" % x and "{:5}".format(x) with too many digits, or that are computed.
+# Widths in "%5d" % x and "{:5}".format(x) that have too many digits or are computed.
 WIDE_PERCENT = re.compile(rf"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{{{WIDE},}}|\d*\.(?:\*|\d{{{WIDE},}}))")
 WIDE_FIELD = re.compile(rf"\{{[^{{}}]*:[^{{}}]*(?:\{{|\d{{{WIDE},}})")
 
-PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})  # methods with a width
-NUMBERED = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")  # filters with one
+WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})  # with a width argument
+WIDTH_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")  # likewise
 
 
 class Budget:
-    """The rest of one rendering: the time until `deadline`, and the characters that it may still make."""
+    """Remaining budget of one rendering: time until `deadline`, and characters that it may still create."""
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + LIMITS.template_s
         self.characters = LIMITS.template_work
 
     def check_time(self) -> None:
+        """Raise TemplateError after the deadline."""
         if time.monotonic() > self.deadline:
             raise TemplateError(f"it has run for {LIMITS.template_s:g} s, which is the limit")
 
     def charge(self, characters: int) -> None:
-        """Take from what is left. Raises TemplateError for one text that is too long, and at the end of all."""
+        """Spend `characters`. Raises TemplateError for one text that is too long, and if the budget is exceeded."""
         if characters > LIMITS.template_characters:
             raise TemplateError(
                 f"it makes a text or list of {characters:,} characters; the limit is {LIMITS.template_characters:,}"
@@ -62,13 +63,13 @@ class Budget:
 _current: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
-def budget() -> Budget:
-    """The rendering's; a fresh one at compile time, when constant expressions are computed."""
+def current_budget() -> Budget:
+    """Budget of the current rendering; a new one at compile time, when Jinja computes constant expressions."""
     return _current.get() or Budget()
 
 
-def bounded(work: Callable[[], str]) -> str:
-    """The result of `work` under a Budget of its own."""
+def run_within_budget(work: Callable[[], str]) -> str:
+    """Run `work` with a new Budget."""
     token = _current.set(Budget())
     try:
         return work()
@@ -76,43 +77,47 @@ def bounded(work: Callable[[], str]) -> str:
         _current.reset(token)
 
 
-def size(value: object) -> int:
-    """Characters that a value takes as text, about; lists that hold others many times count each time."""
+def text_size(value: object) -> int:
+    """Approximate number of characters of a value as text. Repeated occurrences in lists count each time."""
     if isinstance(value, str | bytes):
         return len(value)
     if not isinstance(value, list | tuple | Mapping):
         return 1
-    total, rest = 0, [value]
-    while rest:
-        part = rest.pop()
+    total, pending = 0, [value]
+    while pending:
+        part = pending.pop()
         if isinstance(part, Mapping):
-            rest += [*part, *part.values()]
+            pending += [*part, *part.values()]
         elif isinstance(part, list | tuple):
-            rest += part
+            pending += part
         total += len(part) if isinstance(part, str | bytes) else ITEM
         if total > LIMITS.template_characters:
             break
     return total
 
 
-def joined(parts: Iterable[Any], separator: str = "") -> str:
-    """`separator.join(parts)`, anything as text."""
-    known = list(parts)
-    budget().charge(sum(map(size, known)) + len(separator) * len(known))
-    return separator.join(map(str, known))
+def join_texts(parts: Iterable[Any], separator: str = "") -> str:
+    """`separator.join(parts)`, with every part converted to text, within the budget."""
+    listed = list(parts)
+    _charge_join(listed, separator)
+    return separator.join(map(str, listed))
+
+
+def _charge_join(parts: list[Any], separator: str) -> None:
+    current_budget().charge(sum(map(text_size, parts)) + len(separator) * len(parts))
 
 
 class Bounds(NodeTransformer):
-    """A template's tree, with a call in every pass of a loop, and `~` as a call too: calls are counted."""
+    """Adds a call to every loop iteration, and makes `~` a call: the environment counts calls."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("passed", []), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_call("count_iteration", []), lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("joined", [nodes.List(node.nodes)]).set_lineno(node.lineno)
+        return _call("join_texts", [nodes.List(node.nodes)]).set_lineno(node.lineno)
 
 
 def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
@@ -120,20 +125,20 @@ def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The names and the whitespace rules that Transformers has for templates, within bounds."""
+    """Environment with the names and whitespace rules that Transformers has for templates, within the budget."""
 
     intercepted_binops = frozenset({"+", "*", "%", "**"})
-    concat = staticmethod(joined)
-    joined = staticmethod(joined)
+    concat = staticmethod(join_texts)
+    join_texts = staticmethod(join_texts)
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=_finalize
         )
         self.filters["tojson"] = to_json
-        for name in NUMBERED:
-            self.filters[name] = _with_small_numbers(name, self.filters[name])
-        self.filters["sum"] = _of_numbers(self.filters["sum"])
+        for name in WIDTH_FILTERS:
+            self.filters[name] = _limit_widths(name, self.filters[name])
+        self.filters["sum"] = _sum_of_numbers(self.filters["sum"])
         self.filters |= {"join": _join, "replace": _replace, "string": _string, "format": _format}
         del self.filters["urlize"], self.globals["lipsum"]
         self.globals["raise_exception"] = _raise
@@ -143,18 +148,18 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = Bounds().visit(super()._parse(source, name, filename))
         return tree
 
-    def passed(self) -> None:
-        """One pass of a loop."""
+    def count_iteration(self) -> None:
+        """Count one iteration of a loop: `call` checks the budget."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget().check_time()
+        current_budget().check_time()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str | bytes | int):
-            args = _checked_method(owner, name, args, kwargs)
+            args = _check_method(owner, name, args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget().charge(_result_size(operator, left, right))
+        current_budget().charge(_result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -165,7 +170,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Generation(Extension):
-    """{% generation %} marks the assistant's words for training; here its body is all there is to it."""
+    """The tag {% generation %}, which marks the assistant's text for training; here it only renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -177,8 +182,8 @@ class Generation(Extension):
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own escapes what HTML needs escaped."""
-    budget().charge(size(value) * (1 + (indent if isinstance(indent, int) else 0)))
+    """The filter tojson, without the HTML escapes of Jinja's own."""
+    current_budget().charge(text_size(value) * (1 + (indent if isinstance(indent, int) else 0)))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -187,112 +192,129 @@ def _raise(message: str) -> NoReturn:
 
 
 def _finalize(value: Any) -> Any:
-    """What `{{ value }}` shows."""
+    """Charge for the text of `{{ value }}`."""
     if not isinstance(value, str):
-        budget().charge(size(value))
+        current_budget().charge(text_size(value))
     return value
 
 
-def _small(number: object) -> None:
+def _check_small(number: object) -> None:
+    """Raise TemplateError for a number that is too large for a width or a count."""
     limit = LIMITS.template_number
     if isinstance(number, int) and abs(number) > limit:
         raise TemplateError(f"the number {number:.3g} is over the limit of {limit:,} for a width or a count")
 
 
-def _with_small_numbers(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose widths, and texts in their place, are small for each line that it makes."""
+def _limit_widths(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `plain` with limits on its width arguments, and on the texts that may replace them."""
 
     @wraps(plain)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def limited(*args: Any, **kwargs: Any) -> Any:
         value = next((arg for arg in args if isinstance(arg, str)), "")
         settings = [*(arg for arg in args if arg is not value), *kwargs.values()]
-        widths = [0]
         for setting in settings:
-            _small(setting)
-            if isinstance(setting, int | str) and not isinstance(setting, bool):
-                widths.append(len(setting) if isinstance(setting, str) else abs(setting))
+            _check_small(setting)
         if name == "indent":
-            budget().charge(len(value) + (value.count("\n") + 1) * max(widths))
+            current_budget().charge(len(value) + (value.count("\n") + 1) * max(map(_width, settings), default=0))
         elif name == "wordwrap":
-            budget().charge(len(value) * (1 + max(map(len, (s for s in settings if isinstance(s, str))), default=1)))
+            separators = [len(setting) for setting in settings if isinstance(setting, str)]
+            current_budget().charge(len(value) * (1 + max(separators, default=1)))
         return plain(*args, **kwargs)
 
-    return checked
+    return limited
+
+
+def _width(setting: object) -> int:
+    """Characters per line that an argument of `indent` adds: a number of spaces, or a text."""
+    if isinstance(setting, str):
+        return len(setting)
+    return abs(setting) if isinstance(setting, int) and not isinstance(setting, bool) else 0
 
 
 @pass_environment
 def _join(environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    return joined(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
+    return join_texts(value if attribute is None else map(make_attrgetter(environment, attribute), value), str(d))
 
 
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     text, old, new = str(s), str(old), str(new)
-    budget().charge(len(text) + text.count(old) * len(new))
+    current_budget().charge(len(text) + text.count(old) * len(new))
     return text.replace(old, new, -1 if count is None else count)
 
 
 def _string(value: Any) -> str:
-    return joined([value])
+    return join_texts([value])
 
 
-def _of_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `sum` without lists, whose sum takes quadratic time."""
+def _sum_of_numbers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `sum` without lists: adding lists takes quadratic time."""
 
     @wraps(plain)
-    def checked(environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
+    def limited(environment: Environment, iterable: Iterable[Any], attribute: Any = None, start: Any = 0) -> Any:
         if not isinstance(start, int | float):
             raise TemplateError("the filter sum adds numbers only")
         return plain(environment, iterable, attribute, start)
 
-    return checked
+    return limited
 
 
 def _format(value: Any, *args: Any, **kwargs: Any) -> str:
-    text, inserted = str(value), kwargs or args
-    budget().charge(_result_size("%", text, inserted))
-    return text % inserted
+    text, values = str(value), kwargs or args
+    current_budget().charge(_result_size("%", text, values))
+    return text % values
 
 
-def _checked_method(owner: str | bytes | int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The arguments of a method of a text or a number, once its result is known to be affordable."""
-    if name in PADDING:
-        for number in (*args, *kwargs.values()):
-            _small(number)
-        factor = next((number for number in args if isinstance(number, int)), 8)
-        tabs = owner.count("\t") if isinstance(owner, str) else 0
-        budget().charge(tabs * factor)
+def _check_method(owner: str | bytes | int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Charge for a call of a method of a text or a number. Return its arguments, with iterators made lists."""
+    if name in WIDTH_METHODS:
+        _charge_width_method(owner, args, kwargs)
     elif name == "join" and args and isinstance(owner, str):
         parts = list(args[0])
-        budget().charge(sum(map(size, parts)) + len(owner) * len(parts))
+        _charge_join(parts, owner)
         return (parts, *args[1:])
     elif name == "replace" and len(args) >= 2 and isinstance(owner, str):
-        budget().charge(len(owner) + owner.count(str(args[0])) * size(args[1]))
+        current_budget().charge(len(owner) + owner.count(str(args[0])) * text_size(args[1]))
     elif name == "translate":
         raise TemplateError("str.translate is not available in chat templates")
     return args
 
 
+def _charge_width_method(owner: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for number in (*args, *kwargs.values()):
+        _check_small(number)
+    tab_width = next((number for number in args if isinstance(number, int)), 8)
+    tabs = owner.count("\t") if isinstance(owner, str) else 0
+    current_budget().charge(tabs * tab_width)
+
+
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Characters of the result, before it is computed."""
+    """Number of characters of an operator's result, before it is computed."""
     if operator == "%":
-        if isinstance(left, str) and WIDE_PERCENT.search(left):
-            raise TemplateError(f"the format {left!r:.80} has a width that is too large or computed")
-        return len(left) + size(right) * left.count("%") if isinstance(left, str) else 1
+        return _formatted_size(left, right)
     if operator == "+":
-        return _flat(left) + _flat(right)
-    numbers = isinstance(left, int), isinstance(right, int)
-    if all(numbers):
-        digits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        _small(digits)
+        return _shallow_size(left) + _shallow_size(right)
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        _check_small(bits)
         return 1
-    if operator == "*" and any(numbers):
-        times, part = (left, right) if numbers[0] else (right, left)
-        return _flat(part) * max(0, int(times))
+    if operator == "*" and isinstance(left, int):
+        return _shallow_size(right) * max(0, left)
+    if operator == "*" and isinstance(right, int):
+        return _shallow_size(left) * max(0, right)
     return 1
 
 
-def _flat(value: Any) -> int:
-    """Characters of a text, or of a list that does not copy what it holds."""
+def _formatted_size(left: Any, right: Any) -> int:
+    """Number of characters of `left % right`."""
+    if not isinstance(left, str):
+        return 1
+    if WIDE_PERCENT.search(left):
+        raise TemplateError(f"the format {left!r:.80} has a width that is too large or computed")
+    return len(left) + text_size(right) * left.count("%")
+
+
+def _shallow_size(value: Any) -> int:
+    """Number of characters of a text, or of a list whose items are not copied."""
     if isinstance(value, str | bytes):
         return len(value)
     return ITEM * len(value) if isinstance(value, list | tuple) else 1

@@ -1,15 +1,16 @@
-"""What a model says about its tokens beside the vocabulary itself."""
+"""TokenizerSettings: a model's settings for its tokens, beside the vocabulary itself."""
 
 from __future__ import annotations
 
 import msgspec
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens` are the named ones by Transformers' names ("bos_token": "<s>"), which chat templates know.
+class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a tokenizer.
 
-    `add_bos` and `add_eos`: whether a text gets them; None leaves it to the vocabulary's own post-processor.
-    `end_ids` are all tokens that end an answer as far as the tokeniser knows.
+    `tokens`: named tokens by Transformers' names ("bos_token": "<s>"), which chat templates may use.
+    `add_bos`, `add_eos`: add these tokens to a text; None leaves it to the vocabulary's own post-processor.
+    `end_ids`: ids that end a completion, as far as the tokenizer knows.
     """
 
     tokens: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""SentencePiece models: their file read, and their vocabularies as tokenizers.
+"""Tokenizers from SentencePiece models.
 
-The file is a protocol buffer, sentencepiece_model.proto of https://github.com/google/sentencepiece; the few fields
-that matter here are read directly, which spares two libraries.
+The file is a protocol buffer, sentencepiece_model.proto of https://github.com/google/sentencepiece. The few fields that
+matter here are decoded directly, which avoids two dependencies.
 """
 
 from __future__ import annotations
@@ -14,40 +14,72 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from weft.errors import ModelError
-from weft.text.merges import merges
-from weft.text.settings import Settings
+from weft.text.merges import derive_merges
+from weft.text.settings import TokenizerSettings
 
 SPACE = "▁"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # what a piece is; GGUF counts the same
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of pieces; GGUF uses the same numbers
 UNIGRAM, BPE = 1, 2  # model types
 
 # Field numbers.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
 MODEL_TYPE, BYTE_FALLBACK = 3, 35
-NAMED = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # the field with the id, its default
+NAMED = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2)}  # field with the id, default id
 CHARSMAP, ADD_PREFIX, REMOVE_EXTRA_SPACES = 2, 3, 4
+
+Fields = dict[int, int | bytes]  # of a message, by number
 
 
 class Piece(NamedTuple):
+    """An entry of the vocabulary."""
+
     text: str
     score: float
     type: int
 
 
-def read(path: Path) -> tuple[Tokenizer, Settings]:
-    """The vocabulary of a SentencePiece model file. ModelError for a damaged one."""
+def read_sentencepiece(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
+    """Read a SentencePiece model file. Raises ModelError for a damaged one."""
     try:
-        return parse(path.read_bytes())
+        return parse_sentencepiece(path.read_bytes())
     except (ValueError, IndexError, struct.error) as error:
         raise ModelError(f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}") from error
 
 
-def parse(data: bytes) -> tuple[Tokenizer, Settings]:
-    """A model, BPE or Unigram; BOS is added where it has one. ValueError, IndexError or struct.error for damage."""
+def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
+    """Decode a BPE or Unigram model. BOS is added to texts if the model has one.
+
+    Raises ValueError, IndexError or struct.error for damaged data.
+    """
+    pieces, trainer, normalizer = _decode_model(data)
+    named = {name: _signed(trainer.get(number, default)) for name, (number, default) in NAMED.items()}
+    tokens = {name: pieces[id].text for name, id in named.items() if id >= 0}
+    prefix = bool(normalizer.get(ADD_PREFIX, True))
+    type = trainer.get(MODEL_TYPE, UNIGRAM)
+    if type not in (UNIGRAM, BPE):
+        raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
+    rust = build_sentencepiece(
+        pieces,
+        unigram=type == UNIGRAM,
+        unk_id=named["unk_token"],
+        byte_fallback=bool(trainer.get(BYTE_FALLBACK, False)),
+        prefix=prefix,
+        normalizer_steps=_normalizers(normalizer),
+    )
+    return rust, TokenizerSettings(
+        tokens=tokens,
+        add_bos="bos_token" in tokens,
+        add_eos=False,
+        end_ids=(named["eos_token"],) if "eos_token" in tokens else (),
+    )
+
+
+def _decode_model(data: bytes) -> tuple[list[Piece], Fields, Fields]:
+    """Pieces, trainer fields and normalizer fields of a model."""
     pieces: list[Piece] = []
-    trainer: dict[int, int | bytes] = {}
-    normalizer: dict[int, int | bytes] = {}
+    trainer: Fields = {}
+    normalizer: Fields = {}
     for number, value in _fields(data):
         if number == PIECES and isinstance(value, bytes):
             pieces.append(_piece(value))
@@ -57,47 +89,28 @@ def parse(data: bytes) -> tuple[Tokenizer, Settings]:
             normalizer = dict(_fields(value))
     if not pieces:
         raise ValueError("it has no pieces")
-    named = {name: _signed(trainer.get(number, default)) for name, (number, default) in NAMED.items()}
-    tokens = {name: pieces[id].text for name, id in named.items() if id >= 0}
-    prefix = bool(normalizer.get(ADD_PREFIX, True))
-    type = trainer.get(MODEL_TYPE, UNIGRAM)
-    if type not in (UNIGRAM, BPE):
-        raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
-    rust = build(
-        pieces,
-        unigram=type == UNIGRAM,
-        unk_id=named["unk_token"],
-        byte_fallback=bool(trainer.get(BYTE_FALLBACK, False)),
-        prefix=prefix,
-        before=_normalizers(normalizer),
-    )
-    return rust, Settings(
-        tokens=tokens,
-        add_bos="bos_token" in tokens,
-        add_eos=False,
-        end_ids=(named["eos_token"],) if "eos_token" in tokens else (),
-    )
+    return pieces, trainer, normalizer
 
 
-def build(
+def build_sentencepiece(
     pieces: Sequence[Piece],
     *,
     unigram: bool,
     unk_id: int,
     byte_fallback: bool,
     prefix: bool,
-    before: Sequence[normalizers.Normalizer] = (),
+    normalizer_steps: Sequence[normalizers.Normalizer] = (),
 ) -> Tokenizer:
-    """A tokenizer from SentencePiece's list. `prefix`: a text, and what follows a special token, gets a space
-    before it; `before`: what is done to a text first. Control tokens and the unknown one become special tokens."""
+    """Create a tokenizer from SentencePiece's list of pieces.
+
+    `prefix`: put a space before a text, and before the text after a special token. `normalizer_steps` run first.
+    Control tokens and the unknown token become special tokens.
+    """
     if unigram:
         rust = Tokenizer(models.Unigram([(p.text, p.score) for p in pieces], unk_id, byte_fallback))
     else:
-        ids = {piece.text: id for id, piece in enumerate(pieces)}
-        ranks = {piece.text: -piece.score for piece in pieces if piece.type == NORMAL}
-        unk = pieces[unk_id].text if unk_id >= 0 else None
-        rust = Tokenizer(models.BPE(ids, merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback))
-    steps = [*before, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
+        rust = Tokenizer(_create_bpe(pieces, unk_id, byte_fallback))
+    steps = [*normalizer_steps, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
     rust.normalizer = normalizers.Sequence(steps)
     rust.decoder = decoders.Sequence(
         [
@@ -111,8 +124,15 @@ def build(
     return rust
 
 
+def _create_bpe(pieces: Sequence[Piece], unk_id: int, byte_fallback: bool) -> models.BPE:
+    ids = {piece.text: id for id, piece in enumerate(pieces)}
+    ranks = {piece.text: -piece.score for piece in pieces if piece.type == NORMAL}
+    unk = pieces[unk_id].text if unk_id >= 0 else None
+    return models.BPE(ids, derive_merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+
+
 def add_tokens(rust: Tokenizer, tokens: Sequence[tuple[str, int]]) -> None:
-    """Take the control, unknown and user-defined ones of (text, type) whole wherever they stand in a text."""
+    """Add the control, unknown and user-defined tokens of (text, type): each is one token anywhere in a text."""
     rust.add_tokens(
         [
             AddedToken(text, normalized=False, special=type != USER_DEFINED)
@@ -122,7 +142,7 @@ def add_tokens(rust: Tokenizer, tokens: Sequence[tuple[str, int]]) -> None:
     )
 
 
-def _normalizers(fields: dict[int, int | bytes]) -> list[normalizers.Normalizer]:
+def _normalizers(fields: Fields) -> list[normalizers.Normalizer]:
     steps: list[normalizers.Normalizer] = []
     charsmap = fields.get(CHARSMAP)
     if charsmap and isinstance(charsmap, bytes):
@@ -141,7 +161,7 @@ def _piece(data: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of a message's fields: a varint as int, anything else as its bytes."""
+    """Fields of a message as (number, value): a varint as int, any other type as its bytes."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -174,7 +194,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _signed(value: int | bytes) -> int:
-    """An int32 as protocol buffers write negative ones: in 64 bits."""
+    """Decode an int32; protocol buffers write negative ones in 64 bits."""
     if not isinstance(value, int):
         raise ValueError("an id is no number")
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,4 +1,4 @@
-"""TextStream: the text of one answer while its tokens come."""
+"""TextStream: the text of one completion while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """What `push` and `finish` give, put together, is what `Tokenizer.decode` says of prompt and answer beyond
-    what it says of the prompt alone, up to the first stop string; no part of it is taken back later. A token
-    costs the same, however long the answer is.
+    """Streamed text of a completion, up to its first stop string.
 
-    `stopped` is the stop string that ended the answer; from there on the stream is empty. A stop string counts
-    where it ends in the text of a token after the first `min_tokens`.
+    The results of `push` and `finish`, concatenated, are `Tokenizer.decode` of prompt and completion without the
+    decoded prompt. No part of them is revised later. The cost of a token does not depend on the length of the text.
+
+    `stopped` is the stop string that ended the completion; after it the stream is empty. A stop string counts if it
+    ends in the text of a token after the first `min_tokens`.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
@@ -28,22 +29,23 @@ class TextStream:
         self._stops: StopStrings | None = None
         if params.stop:
             self._stops = StopStrings(StopAutomaton(params.stop), keep=params.include_stop_str_in_output)
-        self._early = params.min_tokens  # tokens that are still to come before stop strings count
+        self._early = params.min_tokens  # tokens still to come before stop strings count
         self._armed = False
 
-    def twin(self) -> TextStream:
-        """Another choice's stream, in the same state. Prompt and stop strings are not looked through again."""
+    def fork(self) -> TextStream:
+        """Stream of another choice, with the same state. Prompt and stop strings are not processed again."""
         other = copy(self)
-        other._text = self._text.twin()
+        other._text = self._text.fork()
         other._stops = copy(self._stops)
         return other
 
     @property
     def stopped(self) -> str | None:
+        """The stop string that ended the completion, if any."""
         return self._stops.match if self._stops is not None else None
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` make certain: without half a character, or what may begin a stop string."""
+        """Text that is final after `ids`: no part of a character, and nothing that may begin a stop string."""
         if self._stops is None:
             return self._decode(ids)
         if self.stopped is not None:
@@ -55,7 +57,7 @@ class TextStream:
         return text + self._stops.push(self._decode(late))
 
     def finish(self) -> str:
-        """The rest, when the answer has ended: half a character as U+FFFD, and what was held back."""
+        """Remaining text at the end of the completion: an incomplete character as U+FFFD, and text held back."""
         if self._stops is None:
             return self._text.flush()
         if self.stopped is not None:

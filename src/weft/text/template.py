@@ -1,4 +1,4 @@
-"""ChatTemplate: from messages to the prompt, by the Jinja template that comes with a model."""
+"""ChatTemplate: renders messages to a prompt with the Jinja template of a model."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import ConfigError, ModelError, RequestError
-from weft.text.messages import checked
+from weft.text.messages import normalize_messages
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
     from weft.text.tokenizer import Tokenizer
 
-# ChatML, for models that have its tokens but no template: Qwen's first ones.
+# ChatML, for models that have its tokens but no template: the first Qwen models.
 CHATML_TOKEN = "<|im_start|>"
 CHATML = """\
 {%- for message in messages %}
@@ -26,16 +26,16 @@ CHATML = """\
 {%- endif %}"""
 
 
-# A template that treats this role in its own way names it.
+# A template that handles this role contains its name.
 DEVELOPER = re.compile("""['"]developer['"]""")
 
 
 class ChatTemplate:
-    """A template's `source` with the texts of `special_tokens` ("bos_token": "<s>") that it may name.
+    """A chat template; `special_tokens` ("bos_token": "<s>") are names that its `source` may use.
 
-    It runs sandboxed: it can neither reach Python nor change what it is given, and it is bounded in time and in the
-    length of what it makes (`LIMITS`). Without a source every `render` is refused. Raises ModelError for a source that
-    is no template.
+    The template runs sandboxed: it can neither reach Python nor change its arguments, and `LIMITS` bound its time and
+    the length of its texts. Without a source every `render` raises RequestError. Raises ModelError for a source that is
+    not a template.
     """
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
@@ -46,11 +46,13 @@ class ChatTemplate:
             self._template = _compile(source)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
-        """The template `given` with --chat-template (a file or the text itself), else the model's own, else ChatML
-        where the vocabulary has its tokens. ConfigError for a file that cannot be read."""
+    def for_tokenizer(cls, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
+        """The template `given` with --chat-template (a file or the text itself), or the model's own.
+
+        A model without one gets ChatML if its vocabulary has the tokens. Raises ConfigError for an unreadable file.
+        """
         if given is not None:
-            source: str | None = _given(given)
+            source: str | None = _read_option(given)
         elif tokenizer.chat_template is None and tokenizer.id(CHATML_TOKEN) is not None:
             source = CHATML
         else:
@@ -60,29 +62,29 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
-        """The prompt of a conversation. `kwargs` are further names that the template knows: tools,
-        enable_thinking, ... It holds BOS already where the model wants it: encode it without special tokens.
+        """Render a conversation to a prompt. `kwargs`: further variables of the template (tools, enable_thinking, ...).
 
-        Raises RequestError for messages that are none, and with the template's own words where it refuses them.
+        The prompt contains BOS if the model wants it: encode it without special tokens. Raises RequestError for invalid
+        messages, and with the template's own message if the template refuses them.
         """
         template = self._template
         if template is None:
             raise RequestError("this model has no chat template; give one with --chat-template", param="messages")
-        from weft.text.sandbox import bounded
+        from weft.text.sandbox import run_within_budget
 
-        names = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        names["messages"] = checked(messages, developer=self._developer)
-        names["add_generation_prompt"] = add_generation_prompt
+        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        variables["messages"] = normalize_messages(messages, developer=self._developer)
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            return bounded(lambda: template.render(names))
-        except Exception as error:  # a template may fail in any way that an expression can
+            return run_within_budget(lambda: template.render(variables))
+        except Exception as error:  # a template can raise anything that an expression can
             raise RequestError(
                 f"the chat template refuses these messages: {error!s:.2000}", param="messages"
             ) from error
 
 
-def _given(text: str) -> str:
-    """--chat-template is the name of a file unless it looks like a template."""
+def _read_option(text: str) -> str:
+    """The template in --chat-template: a file name, unless it looks like a template."""
     if "{{" in text or "{%" in text:
         return text
     try:
@@ -105,5 +107,5 @@ def _compile(source: str) -> Template:
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
             "give another with --chat-template"
         ) from error
-    except (RecursionError, MemoryError, SyntaxError):  # of the Python code that Jinja makes of it
+    except (RecursionError, MemoryError, SyntaxError):  # of the Python code that Jinja generates
         raise ModelError("the chat template is nested too deeply; give another with --chat-template") from None

@@ -12,41 +12,41 @@ from tokenizers import Tokenizer as RustTokenizer
 from weft.errors import ModelError, RequestError
 from weft.formats.gguf import is_gguf
 from weft.text import folder, gguf_tokenizer
-from weft.text.cache import cached
+from weft.text.cache import load_cached
 from weft.text.pieces import Detokenizer, Pieces
-from weft.text.settings import Settings
+from weft.text.settings import TokenizerSettings
 
-# The library's batch calls work without the interpreter's lock, so that a server can make them in a thread beside its
-# event loop. Without this they start a thread per core as well, for a batch of one.
+# The library's batch calls release the interpreter's lock, so that a server can call them in a thread beside its event
+# loop. Without this setting they also start a thread per core, even for a batch of one.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def load(path: str, *, gguf: bool | None = None) -> Tokenizer:
-    """The tokenizer in a Hugging Face directory, a GGUF file, or a tokenizer's own file.
+def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
+    """Load the tokenizer in a Hugging Face directory, a GGUF file, or a tokenizer's own file.
 
-    `gguf` says whether a file is GGUF; None looks at how it begins. Raises ModelError, naming the path, for a
-    tokenizer that is missing, damaged or of a kind that Weft does not know.
+    `gguf`: the file is GGUF; None tests its first bytes. Raises ModelError, with the path, for a tokenizer that is
+    missing, damaged or of an unknown kind.
     """
-    place = Path(path)
-    if not place.exists():
+    file = Path(path)
+    if not file.exists():
         raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
     try:
-        if place.is_file() and (is_gguf(place) if gguf is None else gguf):
-            return Tokenizer(*cached(place, gguf_tokenizer.read))
-        return Tokenizer(*folder.read(place))
+        if file.is_file() and (is_gguf(file) if gguf is None else gguf):
+            return Tokenizer(*load_cached(file, gguf_tokenizer.read_gguf_tokenizer))
+        return Tokenizer(*folder.read_folder(file))
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer at {path}: {error}") from error
 
 
 class Tokenizer:
-    """A vocabulary and what its model says of it.
+    """A vocabulary with its model's settings.
 
-    `vocab_size` is one more than the highest id. `special_tokens` are texts by Transformers' names ("bos_token"),
-    for chat templates; `special_ids` are all ids that `skip_special_tokens` leaves out; `end_ids` are those that
-    end an answer as far as the tokeniser knows (generation_config.json may know more).
+    `vocab_size`: highest id plus one. `special_tokens`: texts by Transformers' names ("bos_token"), for chat templates.
+    `special_ids`: ids that `skip_special_tokens` omits. `end_ids`: ids that end a completion, as far as the tokenizer
+    knows; generation_config.json may list more.
     """
 
-    def __init__(self, rust: RustTokenizer, settings: Settings) -> None:
+    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
         self._rust = rust
         self._settings = settings
         self.pieces = Pieces(rust)
@@ -57,29 +57,32 @@ class Tokenizer:
         self.eos_id = self.id(settings.tokens.get("eos_token", ""))
         self.end_ids = settings.end_ids
         self.chat_template = settings.chat_template
-        # None and None: the vocabulary has its own rule, a post-processor.
-        self._own_rule = settings.add_bos is None and settings.add_eos is None
+        # Both None: the vocabulary's post-processor adds BOS and EOS.
+        self._has_post_processor = settings.add_bos is None and settings.add_eos is None
         self._add_bos = bool(settings.add_bos) and self.bos_id is not None
         self._add_eos = bool(settings.add_eos) and self.eos_id is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. `add_special_tokens` puts BOS (and whatever else the model asks for) around a text, but never a
-        second BOS before one that already begins with it, as what a chat template renders does.
+        """Token ids of a text.
 
-        Raises RequestError for a text that is no valid Unicode.
+        `add_special_tokens` adds BOS and EOS if the model wants them, but never a second BOS before a text that begins
+        with one, as rendered chat templates do. Raises RequestError for a text that is not valid Unicode.
         """
-        rule = add_special_tokens and self._own_rule
+        post_process = add_special_tokens and self._has_post_processor
         try:
-            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=rule)
+            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=post_process)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
         except BaseException as error:
-            raise _panic(error) from None
+            raise _convert_panic(error) from None
         ids: list[int] = encoding.ids
-        if not add_special_tokens:
-            return ids
-        if rule:
-            return ids[1:] if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 else ids
+        if post_process:
+            doubled = self.bos_id is not None and ids[:2] == [self.bos_id] * 2
+            return ids[1:] if doubled else ids
+        return self._with_special_tokens(ids) if add_special_tokens else ids
+
+    def _with_special_tokens(self, ids: list[int]) -> list[int]:
+        """Add BOS and EOS to `ids`, in place, if the settings ask for them and they are missing."""
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if self._add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
@@ -87,43 +90,45 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids; those that no token has add nothing. RequestError for ids that are no ids."""
+        """Text of token ids. Ids without a token add nothing. Raises RequestError for values that are not ids."""
         try:
             text: str
             [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
         except BaseException as error:
-            raise _panic(error) from None
+            raise _convert_panic(error) from None
         if not self.pieces.byte_fallback or "\ufffd" not in text:
             return text
-        # tokenizers gives up a whole run of byte tokens for one that is wrong; SentencePiece only that one.
+        # For one invalid byte token the library replaces the whole run of byte tokens, SentencePiece only that token.
         stream = Detokenizer(self.pieces, skip_special=skip_special_tokens)
         return "".join([stream.push(id) for id in ids]) + stream.flush()
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that a token can stand for: no text of n tokens is longer than n times this. A normalizer may
-        shorten a text before it is cut into tokens: four characters to one, as Unicode's composition does."""
+        """Most characters that a token can stand for: no text of n tokens is longer than n times this.
+
+        A normalizer may shorten a text before it is tokenized: Unicode composition makes one of up to four characters.
+        """
         longest = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
         return longest if self._rust.normalizer is None else 4 * longest
 
     def token_bytes(self, id: int) -> bytes:
-        """What token `id` adds to a text that has begun; b"" for an id without a token."""
+        """Bytes that token `id` adds after other tokens; b"" for an id without a token."""
         piece = self.pieces.piece(id)
         return piece.encode() if isinstance(piece, str) else piece or b""
 
     def token_text(self, id: int) -> str:
-        """The same as text, where a part of a character is U+FFFD."""
+        """Text that token `id` adds after other tokens; U+FFFD for a part of a character."""
         return self.token_bytes(id).decode(errors="replace")
 
     def id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary."""
-        found: int | None = self._rust.token_to_id(token)
-        return found
+        """Id of a token, given its text in the vocabulary; None if there is none."""
+        token_id: int | None = self._rust.token_to_id(token)
+        return token_id
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
-        """The ids of a word at the beginning of a text, and where they differ, after a space."""
+        """Ids of a word at the beginning of a text and, if they differ, after a space."""
         word = text.lstrip()
         if not word:
             raise RequestError(f"a bad word must have more than spaces, not {text!r}", param="bad_words")
@@ -131,9 +136,11 @@ class Tokenizer:
         return list(dict.fromkeys(tuple(form) for form in forms))
 
 
-def _panic(error: BaseException) -> BaseException:
-    """What to raise for an error of the tokenizers library: a ModelError for a panic in its Rust, which no
-    `except Exception` catches; `error` itself for Ctrl-C and the like."""
+def _convert_panic(error: BaseException) -> BaseException:
+    """ModelError for a panic in the Rust code of the tokenizers library; any other error, such as Ctrl-C, unchanged.
+
+    A panic is not an Exception, so `except Exception` does not catch it.
+    """
     if type(error).__name__ != "PanicException":
         return error
     return ModelError(

@@ -1,1 +1,1 @@
-"""From checkpoint to parameters: readers, dequantisation, the loader."""
+"""The loader: from a checkpoint's tensors to a rank's parameters."""

@@ -1,4 +1,4 @@
-"""Dummy: random weights of a known shape, the same ones in every layout."""
+"""Dummy weights: random values of a known shape, the same in every layout."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import torch
 from weft.architectures.place import Span
 from weft.quant.quantised import QuantisedWeight
 
-STD = 0.02  # what models of this family are initialised with
-BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is made in vain
+STD = 0.02  # standard deviation with which models of this family are initialised
+BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is generated in vain
 
 
-class Dummy:
-    """Tensors of the given whole dims, whose values depend on `seed`, their name and the kind of device alone."""
+class DummyWeights:
+    """A `WeightSource` of random values, which depend only on `seed`, the tensor's name and the kind of device.
+
+    `dims` are the dims of every whole tensor, by name.
+    """
 
     def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:
         self.dims, self.seed = dims, seed
 
     def dtype(self, source: str) -> torch.dtype:
-        """What is drawn."""
+        """Return float32, the dtype in which values are drawn."""
         return torch.float32
 
     def holds(self, source: str, type: str) -> bool:
-        """False: nothing is stored."""
+        """Return False: no tensor is stored."""
         return False
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
-        """The same."""
+        """Return False: no tensor is stored."""
         return False
 
-    def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+    def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Fill `into` with source[rows, cols]: ones for norms, else normal with standard deviation STD."""
         if source.endswith("norm.weight"):
             into.fill_(1)

@@ -1,4 +1,4 @@
-"""Load: from a checkpoint into a rank's parameters, its own ranges only."""
+"""The weight loader: it reads a rank's own ranges of a checkpoint into the rank's parameters."""
 
 from __future__ import annotations
 
@@ -9,64 +9,70 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
+import msgspec
 import torch
 
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.formats.checkpoint import sources, tensors
-from weft.plan.fills import Fill, fills, scheme_of
+from weft.formats.checkpoint import expected_tensors, locate_tensors
+from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.dummy import Dummy
-from weft.weights.packed import PackedTensors
+from weft.weights.dummy import DummyWeights
+from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
-from weft.weights.stored import Stored
+from weft.weights.stored import StoredWeights
+
+# Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
+KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at"})
 
 
-class Source(Protocol):
-    """Where a rank's weights come from, under Hugging Face's names."""
+class WeightSource(Protocol):
+    """The tensors of a checkpoint, under Hugging Face's names, read by ranges."""
 
     def dtype(self, source: str) -> torch.dtype:
-        """The smallest that `read` loses nothing in."""
+        """The smallest dtype that `read_range` fills without loss."""
         ...
 
-    def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
-        """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols None for a vector."""
+    def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+        """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols is None for a vector."""
         ...
 
     def holds(self, source: str, type: str) -> bool:
-        """Whether it is stored in a scheme of `formats.schemes`, or in what that has room for."""
+        """Return True if the tensor is stored in the scheme `type` of `formats.schemes`, or in a type that this scheme
+        can represent."""
         ...
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
-        """Fill `into` with source[rows, cols] where that is stored in its scheme; False where it is not."""
+        """Fill `into` with source[rows, cols] and return True if `holds` says so for its scheme, else return False."""
         ...
 
 
-def allocate(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | QuantisedWeight]:
-    """Room for every parameter of a rank, by name."""
-    shape, dtype, room = plan.shape, getattr(torch, plan.dtype), dict[str, torch.Tensor | QuantisedWeight]()
+def allocate_parameters(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | QuantisedWeight]:
+    """Allocate every parameter of a rank, by name, without values."""
+    shape, dtype = plan.shape, getattr(torch, plan.dtype)
+    targets: dict[str, torch.Tensor | QuantisedWeight] = {}
     for name, parameter, layer in rank_parameters(shape, place):
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
-        scheme = scheme_of(parameter, layer, plan.schemes) if cols else None
+        scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
-            room[name] = torch.empty(dims, dtype=dtype, device=device)
+            targets[name] = torch.empty(dims, dtype=dtype, device=device)
         else:
-            room[name] = QuantisedWeight.empty(scheme, dims[0], owned(shape, place, cols), dtype, device)
-    return room
+            targets[name] = QuantisedWeight.empty(scheme, dims[0], owned(shape, place, cols), dtype, device)
+    return targets
 
 
-def open_source(plan: Plan) -> Source:
-    """The plan's checkpoint. Raises ModelError where it is not what the plan was made from."""
+def open_source(plan: Plan) -> WeightSource:
+    """Open the plan's checkpoint. Raises ModelError if it is not the checkpoint that the plan was made from."""
     if plan.load_format == "dummy":
-        return Dummy(dict(sources(plan.shape)), plan.seed)
-    found = tensors(plan.checkpoint, plan.load_format, plan.shape)
-    return PackedTensors(found) if plan.shape.published else Stored(found)
+        return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
+    infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
+    return PackedWeights(infos) if plan.shape.published else StoredWeights(infos)
 
 
-def load(
+def load_weights(
     plan: Plan,
     place: Place,
     targets: Mapping[str, torch.Tensor | QuantisedWeight],
@@ -75,32 +81,46 @@ def load(
 ) -> None:
     """Fill `targets`, one for each parameter of this rank as `architectures.parameters.rank_parameters` lists them.
 
-    They are allocated already, on any device and of any float dtype or scheme; what the checkpoint does not hold in
-    their scheme is made by `rounding`, in several threads, with the `importance` of a parameter's columns where it is
-    known. Raises ModelError.
+    Targets are allocated already, on any device and of any float dtype or scheme. What the checkpoint does not hold in
+    the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
+    it is known. Raises ModelError.
     """
-    source, widths = open_source(plan), dict(sources(plan.shape))
+    source, widths = open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
-    def run(fill: Fill) -> None:
+    def load_fill(fill: Fill) -> None:
+        check_fill(fill)
         into = targets[fill.param].narrow(0, fill.at, len(fill.rows))
         if isinstance(into, torch.Tensor):
-            source.read(fill.source, fill.rows, fill.cols, into)
+            source.read_range(fill.source, fill.rows, fill.cols, into)
         elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
-            read, width = partial(source.read, fill.source), widths[fill.source][-1]
+            read_range, width = partial(source.read_range, fill.source), widths[fill.source][-1]
             stored = source.dtype(fill.source)
-            each = importance.get(fill.param)
-            quantise(read, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, each)
+            columns = importance.get(fill.param)
+            quantise(read_range, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
 
-    with loading() as pool:
-        for job in [pool.submit(run, fill) for fill in fills(plan.shape, place)]:
+    with reader_threads() as pool:
+        for job in [pool.submit(load_fill, fill) for fill in rank_fills(plan.shape, place)]:
             job.result()
 
 
+def check_fill(fill: Fill) -> None:
+    """Assert that `fill` sets no field outside KNOWN_FIELDS."""
+    ignored = [
+        field.name
+        for field in msgspec.structs.fields(fill)
+        if field.name not in KNOWN_FIELDS and getattr(fill, field.name) != field.default
+    ]
+    assert not ignored, f"the loader ignores {', '.join(ignored)} of {fill}"
+
+
 @contextmanager
-def loading() -> Iterator[ThreadPoolExecutor]:
-    """Threads for what is read. Each core takes tensors of its own: no barrier after every small step, and several
-    reads in flight. The caller has one core meanwhile, as each of them."""
+def reader_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that read weights, one per core.
+
+    Each thread takes whole tensors: no barrier after every small step, and several reads in flight. Torch uses one
+    core for the caller meanwhile, as for each of these threads.
+    """
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads, "weft-load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
@@ -108,5 +128,5 @@ def loading() -> Iterator[ThreadPoolExecutor]:
             yield pool
         finally:
             pool.shutdown(cancel_futures=True)
-            # Threads that have no number of their own yet take the last one that was set.
+            # A thread that has set no number of its own takes the last number that any thread set.
             torch.set_num_threads(threads)

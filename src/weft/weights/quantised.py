@@ -1,5 +1,5 @@
-"""Quantised weights from a checkpoint: a GGUF file's blocks as the numbers that they are, everything else rounded while
-it is read."""
+"""Quantised parameters from a checkpoint: blocks of a GGUF file number by number, everything else rounded as it is
+read."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import STORED
+from weft.formats.schemes import GGUF_SCHEMES
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
-from weft.weights.blocks import numbers, zero_of
+from weft.weights.blocks import block_numbers, zero_point
 
-# Elements that are read before they are rounded: on a CPU as many as a core's cache has room for, on a GPU as few times
-# as there is memory for in each thread that reads.
+# Elements that are read before they are rounded: on a CPU as many as a core's cache has room for; on a GPU as many as
+# there is memory for in each thread that reads, since fewer launches are faster.
 BAND, GPU_BAND = 1 << 19, 1 << 24
 
-Read = Callable[[Span, Span, torch.Tensor], None]  # rows and columns, to be copied into a tensor
+ReadRange = Callable[[Span, Span, torch.Tensor], None]  # copies rows and columns of a matrix into a tensor
 
 
-def unpack(data: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> None:
-    """Rows [rows, bytes] uint8, each whole blocks of a GGUF type that the scheme of `into` holds: their columns from
-    `first` on to its parts. Scales and minima that the blocks have as products of two numbers are rounded to float16:
-    by 1 / 4096 of them at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16."""
-    q, scale, lowest = numbers(data, type)
+def unpack_blocks(data: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> None:
+    """Convert GGUF blocks to `into`, whose scheme can represent their type.
+
+    `data` [rows, bytes] uint8 has whole blocks of `type` in each row, of which the columns from `first` on are taken.
+    Scales and minima that the blocks hold as products of two numbers are rounded to float16: by 1 / 4096 of their value
+    at most, or 3e-8 below 6e-5. Raises ModelError for one that is beyond float16.
+    """
+    q, scale, lowest = block_numbers(data, type)
     q = q.view(len(data), -1)[:, first : first + into.shape[1]]
     into.scales.copy_(_spread(scale, type, first, into))
     if into.lowest is None:
-        q = q + (1 << into.scheme.bits - 1) - zero_of(type)
+        q = q + (1 << into.scheme.bits - 1) - zero_point(type)
     elif lowest is None:
-        into.lowest.copy_(into.scales.float() * -zero_of(type))
+        into.lowest.copy_(into.scales.float() * -zero_point(type))
     else:
         into.lowest.copy_(_spread(lowest, type, first, into))
     if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
@@ -40,19 +43,24 @@ def unpack(data: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> 
 
 
 def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) -> torch.Tensor:
-    """[blocks, groups of a block, 1] to [rows, groups of `into`], which may be finer, from column `first` on."""
+    """Repeat the scales of GGUF's groups for the groups of `into`, which may be finer, from column `first` on.
+
+    [blocks, groups of a block, 1] -> [rows, groups of `into`].
+    """
     rows, groups = into.scales.shape
-    each = part.view(rows, -1).repeat_interleave(STORED[type].group // into.scheme.group, dim=1)
-    return each[:, first // into.scheme.group :][:, :groups]
+    repeated = part.view(rows, -1).repeat_interleave(GGUF_SCHEMES[type].group // into.scheme.group, dim=1)
+    return repeated[:, first // into.scheme.group :][:, :groups]
 
 
-def split(blocks: torch.Tensor, into: QuantisedWeight) -> None:
-    """What `unpack` does, of blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`: nothing has to be
-    computed, which takes a twentieth of the time."""
+def split_blocks(blocks: torch.Tensor, into: QuantisedWeight) -> None:
+    """Copy blocks [rows, groups, bytes] uint8 whose type is the scheme of `into`.
+
+    The result is that of `unpack_blocks`. Nothing has to be computed, which takes a twentieth of the time.
+    """
     head = 2 if into.lowest is None else 4
-    into.scales.copy_(_halves(blocks[..., :2]))
+    into.scales.copy_(_view_float16(blocks[..., :2]))
     if into.lowest is not None:
-        into.lowest.copy_(_halves(blocks[..., 2:4]))
+        into.lowest.copy_(_view_float16(blocks[..., 2:4]))
     values = blocks[..., head:]
     into.values.view(values.shape).copy_(values)
     if into.scheme.bits == 8:
@@ -60,7 +68,7 @@ def split(blocks: torch.Tensor, into: QuantisedWeight) -> None:
 
 
 def quantise(
-    read: Read,
+    read_range: ReadRange,
     rows: Span,
     cols: Span,
     width: int,
@@ -70,27 +78,32 @@ def quantise(
     rounding: Rounding = round_into,
     importance: torch.Tensor | None = None,
 ) -> None:
-    """Round rows and columns of a matrix `width` columns wide, which is read in `dtype` and whose rows may be heads of
-    `head_dim`. Groups that are cut are read whole: every rank that has some of one finds the same scale. The importance
-    of columns is for schemes whose groups are never cut."""
+    """Read rows and columns of a matrix and round them to the scheme of `into`.
+
+    The matrix is `width` columns wide and is read in `dtype`; its rows may be interleaved heads of `head_dim` rows.
+    Groups that are cut are read whole: every rank that has some of a group finds the same scale. `importance` of the
+    columns is for schemes whose groups are never cut.
+    """
     group = into.scheme.group
     whole = Span(cols.start - into.lacking, min(-(-cols.stop // group) * group, width))
     assert importance is None or len(importance) == len(whole)
-    for some in bands(rows, len(whole), head_dim, into.device):
-        weight = torch.empty(len(some), len(whole), dtype=dtype, device=into.device)
-        read(some, whole, weight)
-        rounding(weight, into.narrow(0, some.start - rows.start, len(some)), importance)
+    for band in row_bands(rows, len(whole), head_dim, into.device):
+        weight = torch.empty(len(band), len(whole), dtype=dtype, device=into.device)
+        read_range(band, whole, weight)
+        rounding(weight, into.narrow(0, band.start - rows.start, len(band)), importance)
 
 
-def bands(rows: Span, width: int, head_dim: int, device: torch.device) -> Iterator[Span]:
-    """Rows of `width` elements, as many at once as are read and rounded together on the device: whole heads, which may
-    be interleaved."""
-    band = BAND if device.type == "cpu" else GPU_BAND
-    step = max(1, band // width // head_dim) * head_dim
+def row_bands(rows: Span, width: int, head_dim: int, device: torch.device) -> Iterator[Span]:
+    """Cut rows of `width` elements into bands that are read and rounded at once on the device.
+
+    A band holds whole heads of `head_dim` rows, which may be interleaved.
+    """
+    elements = BAND if device.type == "cpu" else GPU_BAND
+    step = max(1, elements // width // head_dim) * head_dim
     for row in range(rows.start, rows.stop, step):
         yield Span(row, min(row + step, rows.stop))
 
 
-def _halves(two: torch.Tensor) -> torch.Tensor:
-    """[..., 2] bytes to [...] float16."""
-    return two.contiguous().view(torch.float16)[..., 0]
+def _view_float16(pairs: torch.Tensor) -> torch.Tensor:
+    """View [..., 2] bytes as [...] float16."""
+    return pairs.contiguous().view(torch.float16)[..., 0]

@@ -1,4 +1,4 @@
-"""Stored: tensors of a checkpoint on disk, read by the ranges that a rank owns."""
+"""Tensors of a checkpoint on disk, read by the ranges that a rank owns."""
 
 from __future__ import annotations
 
@@ -9,85 +9,89 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import ALL, STORED
+from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.blocks import dequantise
-from weft.weights.quantised import split, unpack
+from weft.weights.quantised import split_blocks, unpack_blocks
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Elements dequantised at once: on a CPU as many as its cache holds with what is made on the way.
+# Elements dequantised at once: on a CPU as many as its cache holds together with the intermediate results.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
-class Stored:
-    """Tensors under Hugging Face's names, in safetensors or GGUF files."""
+class StoredWeights:
+    """A `WeightSource` of safetensors or GGUF files."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
 
     def dtype(self, source: str) -> torch.dtype:
-        """The smallest that `read` loses nothing in."""
+        """The smallest dtype that `read_range` fills without loss."""
         return DENSE.get(self.tensors[source].type, torch.float32)
 
-    def read(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+    def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Copy source[rows, cols] to `into`, of the same dims and of any dtype and device.
 
-        Of a matrix it reads the rows' bytes, and of those only the columns' (for quantised ones the blocks
-        that hold them). Raises ModelError where the file cannot be read.
+        Only the bytes of these rows and columns are read; for quantised types, the blocks that hold the columns. Raises
+        ModelError if the file cannot be read.
         """
         info = self.tensors[source]
         if len(info.dims) == 1:
-            # A vector is one row: `rows` are its columns.
+            # A vector is read as one row, of which `rows` are the columns.
             whole = Span(0, info.dims[0])
             vector = torch.empty(1, len(whole), dtype=torch.float32)
-            self._matrix(info, (1, len(whole)), Span(0, 1), whole, vector)
+            self._read_matrix(info, (1, len(whole)), Span(0, 1), whole, vector)
             _copy_rows(vector[0, rows.start : rows.stop], into, info.interleaved)
         else:
-            self._matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
+            self._read_matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
 
     def holds(self, source: str, type: str) -> bool:
-        """Whether it is stored in a scheme, or in what that has room for."""
+        """Return True if the tensor is quantised in the scheme `type`, or in a type that this scheme can represent."""
         stored = self.tensors[source].type
-        return stored in STORED and ALL[type].holds(STORED[stored])
+        return stored in GGUF_SCHEMES and ALL_SCHEMES[type].holds(GGUF_SCHEMES[stored])
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
-        """The same of a matrix that is quantised, and in a type that the scheme of `into` holds; False where it is not.
-        Where its heads are interleaved, the rows are whole heads."""
+        """Copy source[rows, cols] to `into` and return True if `holds` says so for the scheme of `into`, else return
+        False. If the tensor's heads are interleaved, the rows are whole heads."""
         info = self.tensors[source]
         if not self.holds(source, into.type):
             return False
         encoding = ENCODINGS[info.type]
-        data, first, last = self._bytes(info, info.dims, rows, cols)
+        data, first, last = self._row_bytes(info, info.dims, rows, cols)
         step = rows_at_once(into.device, (last - first) * encoding.elements, info.interleaved)
         for row in range(0, len(rows), step):
-            some = data[row : row + step].to(into.device)
+            chunk = data[row : row + step].to(into.device)
             if info.interleaved:
-                ordered = torch.empty_like(some)
-                _copy_rows(some, ordered, info.interleaved)
-                some = ordered
-            part = into.narrow(0, row, len(some))
+                ordered = torch.empty_like(chunk)
+                _copy_rows(chunk, ordered, info.interleaved)
+                chunk = ordered
+            part = into.narrow(0, row, len(chunk))
             if info.type == into.type:
-                split(some.view(len(some), -1, encoding.nbytes), part)
+                split_blocks(chunk.view(len(chunk), -1, encoding.nbytes), part)
             else:
-                unpack(some, info.type, cols.start - first * encoding.elements, part)
+                unpack_blocks(chunk, info.type, cols.start - first * encoding.elements, part)
         return True
 
-    def _bytes(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span) -> tuple[torch.Tensor, int, int]:
-        """The rows [rows, bytes] of blocks `first` to `last`, which have these columns."""
+    def _row_bytes(
+        self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span
+    ) -> tuple[torch.Tensor, int, int]:
+        """Bytes of the blocks that hold these columns, [rows, bytes] uint8, with the number of the first block of a row
+        and of the one after the last."""
         encoding = ENCODINGS[info.type]
         row_bytes = dims[1] // encoding.elements * encoding.nbytes
-        data = mapped(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == dims[1])
+        data = map_bytes(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == dims[1])
         first, last = cols.start // encoding.elements, -(-cols.stop // encoding.elements)
         data = data.view(len(rows), row_bytes)[:, first * encoding.nbytes : last * encoding.nbytes]
         return data, first, last
 
-    def _matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
+    def _read_matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
+        """Copy rows and columns of a tensor with these dims to `into`."""
         encoding = ENCODINGS[info.type]
-        data, first, last = self._bytes(info, dims, rows, cols)
+        data, first, last = self._row_bytes(info, dims, rows, cols)
         interleaved = info.interleaved if dims[0] > 1 else 0
         if info.type in DENSE:
-            _copy_rows(typed(data, DENSE[info.type]), into, interleaved)
+            _copy_rows(view_bytes(data, DENSE[info.type]), into, interleaved)
             return
         inside = slice(cols.start - first * encoding.elements, cols.stop - first * encoding.elements)
         step = rows_at_once(into.device, (last - first) * encoding.elements, interleaved)
@@ -97,31 +101,38 @@ class Stored:
 
 
 def rows_at_once(device: torch.device, width: int, interleaved: int) -> int:
-    """Of so many elements each; whole heads where those are interleaved."""
+    """Number of rows of `width` elements to dequantise at once.
+
+    If heads of `interleaved` rows are interleaved, the number is a multiple of that.
+    """
     rows = max(1, CHUNK[device.type] // width)
     return -(-rows // interleaved) * interleaved if interleaved else rows
 
 
 def _copy_rows(values: torch.Tensor, into: torch.Tensor, interleaved: int) -> None:
-    """Copy [rows, ...] with conversion; `interleaved` heads get the first halves of their pairs, then the second."""
+    """Copy [rows, ...] to `into` with conversion of the dtype.
+
+    If heads of `interleaved` rows are interleaved (GGUF's rotary order), each head gets the first rows of its pairs,
+    then the second ones.
+    """
     if interleaved:
         into = into.unflatten(0, (-1, 2, interleaved // 2))
         values = values.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2)
     into.copy_(values)
 
 
-def typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers; where they lie off their own grid, by way of a copy."""
+def view_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View bytes as numbers of `dtype`, or as those of a copy if the bytes are not aligned for the dtype."""
     aligned = data.data_ptr() % dtype.itemsize == 0
     return (data if aligned else data.clone()).view(dtype)
 
 
-def mapped(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
-    """`nbytes` bytes of a tensor from `start` on, as uint8 on the CPU, read as they are used; where the `whole`
-    range will be, from now on and in one go, which a cold or a remote disk rewards.
+def map_bytes(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
+    """Map `nbytes` bytes of a tensor from byte `start` on: uint8 on the CPU, read from the file as they are used.
 
-    Private and writable, since torch has no tensors that are not; no memory is set aside for writes that do
-    not happen. Unmapped with the last view of it.
+    With `whole` the caller will use the whole range: reading begins now and in one go, which pays on a cold or a remote
+    disk. The mapping is private and writable, since torch has no read-only tensors; no memory is set aside for writes
+    that do not happen. It ends with the last view of it. Raises ModelError if the file cannot be read.
     """
     begin = info.offset + start
     slack = begin % mmap.ALLOCATIONGRANULARITY

@@ -1,4 +1,4 @@
-"""A rank's device: threads, and how much memory it leaves for the KV cache."""
+"""A rank's device: threads, and the memory it leaves for the KV cache."""
 
 from __future__ import annotations
 
@@ -12,39 +12,49 @@ import torch
 
 from weft.errors import ConfigError
 from weft.hardware import host
-from weft.hardware.cuda import BUS, ORDER, digits
+from weft.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
+from weft.kernels.base import KVCache
 from weft.kernels.capture import release_cached_memory
 from weft.plan.plan import Plan
 
 
-def prepare(plan: Plan, rank: int) -> torch.device:
-    """Make the rank's device current and give it its share of the cores."""
+def prepare_device(plan: Plan, rank: int) -> torch.device:
+    """Make the rank's device current and give torch the rank's share of the cores.
+
+    Raises ConfigError if CUDA counts the GPUs in another order than the plan.
+    """
     torch.set_num_threads(plan.threads(rank))
     device = torch.device(plan.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if plan.uuids:
             shown = [str(torch.cuda.get_device_properties(n).uuid) for n in range(torch.cuda.device_count())]
-            check_number(device.index, plan.uuids[rank], shown)
+            check_gpu_number(device.index, plan.uuids[rank], shown)
     return device
 
 
-def check_number(number: int, uuid: str, shown: Sequence[str]) -> None:
-    """Raises ConfigError where CUDA, which shows GPUs with these UUIDs, has the plan's at another number: it was in use
-    in this process before the order was said."""
-    names = [digits(name) for name in shown]
-    if digits(uuid) in names and names[number] != digits(uuid):
+def check_gpu_number(number: int, uuid: str, shown: Sequence[str]) -> None:
+    """Raise ConfigError if CUDA shows the GPU `uuid` at another place of `shown` than `number`.
+
+    This happens if CUDA was in use in this process before the order of GPUs was set.
+    """
+    names = [uuid_digits(name) for name in shown]
+    if uuid_digits(uuid) in names and names[number] != uuid_digits(uuid):
         raise ConfigError(
-            f"GPU {number} is cuda:{names.index(digits(uuid))} in this process, which used CUDA before it was told to "
-            f"count along the PCI bus; set {ORDER}={BUS} from the beginning, or take executor='processes'"
+            f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was "
+            f"told to count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take "
+            "executor='processes'"
         )
 
 
 def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: int) -> int:
-    """What is left for KV: on a CPU the host's free memory, on a GPU the rank's share of the card less all
-    that is there already (others' and ours, weights, context, NCCL) and the activations' peak."""
+    """Bytes left for the KV cache.
+
+    On a CPU that is the host's free memory. On a GPU it is the rank's share of the card, less everything on the card
+    already (of other processes and of this one: weights, context, NCCL) and less the peak of activations.
+    """
     if device.type == "cpu":
-        return host.memory(Path("/"))[1]
+        return host.memory_bytes(Path("/"))[1]
     release_cached_memory()
     free, total = torch.cuda.mem_get_info(device)
     spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -52,9 +62,22 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     return min(int(total * plan.gpu_memory_utilization[rank]) - used, free + spare) - activation_bytes
 
 
-def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A KV cache's memory. Zeros, so that what is masked out of a product is never NaN; on a CPU they are the
-    kernel's untouched pages, which take no memory before they are written (torch.zeros would write them)."""
+def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, num_blocks: int) -> list[KVCache]:
+    """Allocate a KV cache of `num_blocks` blocks for each layer of a rank."""
+    place = plan.places[rank]
+    dims = (num_blocks, plan.block_size, len(place.kv_heads), plan.shape.head_dim)
+    return [
+        KVCache(allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device))
+        for _ in range(len(place.layers))
+    ]
+
+
+def allocate_zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate the memory of keys or values.
+
+    Zeros, so that what is masked out of a product is never NaN. On a CPU they are the system's untouched pages, which
+    take no memory before they are written (torch.zeros would write them).
+    """
     if device.type != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
     pages = mmap.mmap(-1, prod(dims) * dtype.itemsize)
@@ -65,7 +88,7 @@ def zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
 
 
 class ToHost:
-    """A tensor on its way to the host: the copy begins at once, and only `values` waits for it, from any thread."""
+    """A tensor on its way to the host. The copy begins at once; only `values` waits for it, from any thread."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._device, self._values, self._arrived = tensor.device, tensor, None
@@ -76,8 +99,9 @@ class ToHost:
             self._arrived.record()
 
     def values(self) -> list[Any]:
+        """Wait for the copy; return the tensor as a list."""
         if self._arrived:
-            # A thread that has named no device would make a context on GPU 0 by waiting: 0.5 GB of it.
+            # A thread that has set no device would create a context on GPU 0 by waiting: 0.5 GB of its memory.
             torch.cuda.set_device(self._device)
             self._arrived.synchronize()
         return self._values.tolist()

@@ -1,7 +1,7 @@
-"""Filters: from logits to the weights that a token is drawn with: temperature, min-p, top-k, top-p.
+"""Sampling filters: from logits to the weights that a token is drawn with, by temperature, min-p, top-k and top-p.
 
-Each filter is a threshold, so no order of tokens is needed, and tokens as likely as the last one that is kept
-are kept with it, whichever they are.
+Each filter is a threshold, so tokens need not be sorted, and tokens as likely as the last one that is kept are all kept
+with it.
 """
 
 from __future__ import annotations
@@ -9,68 +9,69 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.worker.chunks import pick
+from weft.worker.chunks import pick_rows
 from weft.worker.random import block_sums
-from weft.worker.staging import sent
+from weft.worker.staging import copy_to_device
 
 # Columns of a row's settings, in float64.
 TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
 NEUTRAL = (1.0, -np.inf, 0.0, 1.0)
 
-NUCLEUS = 64  # tokens; most answers' top-p fits, and finding them takes a quarter of a sort
+NUCLEUS = 64  # tokens; the top-p of most answers needs no more, and finding them takes a quarter of a sort
 
 
 def weigh(logits: torch.Tensor, settings: np.ndarray) -> torch.Tensor:
-    """Weights in proportion to the tokens' probabilities, 0 for those filtered out.
+    """Weights in proportion to the tokens' probabilities, 0 for those filtered out: [R, V] float32.
 
-    `logits` are [R, V] float32 and stay as they are; `settings` are [R, 4], temperatures above 0, a top-k of
-    0 or at least V keeping all tokens. Top-p is of the mass that min-p and top-k leave. [R, V] float32 out.
+    `logits` [R, V] float32 are not changed; `settings` are [R, 4], with temperatures above 0. A top-k of 0 or of V and
+    more keeps all tokens. Top-p is a share of the mass that min-p and top-k leave.
     """
     vocab, device = logits.shape[1], logits.device
-    columns = sent(settings, device)
+    columns = copy_to_device(settings, device)
     temperature = columns[:, TEMPERATURE, None].float()
     best = logits.amax(-1, keepdim=True)
     # Not `exp`: on a CPU it takes twenty times as long where results are denormal, as low temperatures make them.
     weights = (logits - best).div_(temperature).softmax(-1)
 
     floor = torch.full_like(best, -torch.inf)
-    least_likely = bool((settings[:, LOG_MIN_P] > -np.inf).any())
-    if least_likely:
+    has_min_p = bool((settings[:, LOG_MIN_P] > -np.inf).any())
+    if has_min_p:
         floor = best + temperature * columns[:, LOG_MIN_P, None].float()
-    few = np.flatnonzero((settings[:, TOP_K] > 0) & (settings[:, TOP_K] < vocab))
-    if few.size:
-        at = sent(few, device)
-        values = pick(logits, few).topk(int(settings[few, TOP_K].max())).values
+    top_k_rows = np.flatnonzero((settings[:, TOP_K] > 0) & (settings[:, TOP_K] < vocab))
+    if top_k_rows.size:
+        at = copy_to_device(top_k_rows, device)
+        values = pick_rows(logits, top_k_rows).topk(int(settings[top_k_rows, TOP_K].max())).values
         last = values.gather(1, columns[at, TOP_K, None].long() - 1)
         floor[at] = torch.maximum(floor[at], last)
-    if few.size or least_likely:
+    if top_k_rows.size or has_min_p:
         weights.mul_(logits >= floor)
 
-    nucleus = np.flatnonzero(settings[:, TOP_P] < 1)
-    if nucleus.size:
-        at = sent(nucleus, device)
+    top_p_rows = np.flatnonzero(settings[:, TOP_P] < 1)
+    if top_p_rows.size:
+        at = copy_to_device(top_p_rows, device)
         least = torch.zeros_like(best)
-        least[at] = _last_in_nucleus(pick(weights, nucleus), columns[at, TOP_P, None])
+        least[at] = _last_in_nucleus(pick_rows(weights, top_p_rows), columns[at, TOP_P, None])
         weights.mul_(weights >= least)
     return weights
 
 
 def _last_in_nucleus(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The least weight that is needed to reach `share` [R, 1] of the sum, the greatest first: [R, V] in, [R, 1] out."""
+    """The least weight needed to reach `share` [R, 1] of the sum, greatest weights first: [R, V] -> [R, 1]."""
     goal = block_sums(weights).sum(-1, keepdim=True, dtype=torch.float64) * share
     if weights.device.type != "cpu":
-        # To ask which rows need more than a few would wait for the device, which costs more than to sort them all.
+        # To find the rows that need more than a few would wait for the device, which costs more than to sort them all.
         return _reach(weights.sort(-1, descending=True).values, goal)[0]
     last, reached = _reach(weights.topk(min(NUCLEUS, weights.shape[1])).values, goal)
-    rest = (~reached).squeeze(1).nonzero().squeeze(1)
-    if len(rest):
+    unreached = (~reached).squeeze(1).nonzero().squeeze(1)
+    if len(unreached):
         # numpy sorts ten times as fast as torch on a CPU.
-        last[rest] = _reach(torch.from_numpy(np.sort(weights[rest].numpy())).flip(-1), goal[rest])[0]
+        descending = torch.from_numpy(np.sort(weights[unreached].numpy())).flip(-1)
+        last[unreached] = _reach(descending, goal[unreached])[0]
     return last
 
 
 def _reach(values: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row's `values`, greatest first: the one with which their sum reaches `goal`, and whether it does."""
+    """The value with which the sum of each row's `values`, greatest first, reaches `goal`, and True where it does."""
     before = torch.searchsorted(values.cumsum(-1, dtype=torch.float64), goal)
     most = values.shape[1]
     return values.gather(1, before.clamp(max=most - 1)), before < most

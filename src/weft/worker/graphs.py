@@ -1,4 +1,4 @@
-"""Graphs: decode steps captured once per batch size and replayed, so that a GPU does not wait for Python."""
+"""CUDA graphs of decode steps, captured once per batch size and replayed, so that a GPU does not wait for Python."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from weft.kernels.staged import NOWHERE, StagedStep
 
 logger = logging.getLogger("weft")
 
-# Forward of a stage: a batch, and what the stage before sent, to [T, hidden].
+# Forward pass of a stage: a batch, and the hidden states from the stage before, to [T, hidden].
 Forward = Callable[[Batch, torch.Tensor | None], torch.Tensor]
-# What a batch needs before each of its forwards that is no work of the GPU's, and so in no graph.
+# Host work that a batch needs before each of its forward passes, and that no graph can hold.
 Prepare = Callable[[Batch], None]
 Replay = Callable[[], None]
-# Runs a function in such a way that it can be run again, on the same tensors.
+# Runs a function in such a way that it can be replayed, on the same tensors.
 Capture = Callable[[Callable[[], None]], Replay]
 
-CAPTURE_S = 2.0  # of captures that a start waits for; the others come while no request runs
+CAPTURE_S = 2.0  # time of the captures that a start waits for; the others come while no request runs
 
 
-def sizes(most: int) -> list[int]:
-    """Batch sizes that are worth a graph: small ones exactly, larger ones with an eighth to spare at most."""
-    found = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
-    return [size for size in found if size < most] + [min(most, found[-1])]
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes that are worth a graph, up to `most` rows: small ones exactly, larger ones with an eighth to spare at
+    most."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
+    return [size for size in sizes if size < most] + [min(most, sizes[-1])]
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedGraph:
     """A graph with the tensors that it reads and writes."""
 
     batch: Batch
@@ -43,10 +44,11 @@ class Captured:
 
 
 class Graphs:
-    """Graphs of `forward` for batches of one token per row. A step replays the smallest captured one that has room.
+    """Graphs of `forward` for batches of one token per row. A step replays the smallest captured graph that has room.
 
-    `width` is the number of columns of a block table, `incoming` the dims and dtype of a row that the stage before
-    sends, None on the first stage. With `alone` no other rank takes part in `forward`. `clock` gives seconds.
+    `rows` is the largest batch, `width` the number of columns of a block table. `incoming` is the width and dtype of
+    the hidden states from the stage before, None on the first stage. With `alone` no other rank takes part in
+    `forward`. `clock` gives seconds.
     """
 
     def __init__(
@@ -64,17 +66,17 @@ class Graphs:
     ) -> None:
         self._forward, self._capture, self._alone = forward, capture, alone
         self._prepare, self._clock = prepare, clock
-        self._sizes = sizes(rows)
-        self._captured: dict[int, Captured] = {}
-        # All graphs read the same tensors, each the beginning of them.
-        self._batch = blank(self._sizes[-1], width, device)
+        self._sizes = graph_sizes(rows)
+        self._captured: dict[int, CapturedGraph] = {}
+        # All graphs read the same tensors, each graph the first rows of them.
+        self._batch = blank_batch(self._sizes[-1], width, device)
         self._incoming = None
         if incoming is not None:
             self._incoming = torch.zeros((self._sizes[-1], incoming[0]), dtype=incoming[1], device=device)
 
     @property
     def largest(self) -> int:
-        """The most rows of a batch that may have a graph; 0 if there is memory for none."""
+        """Number of rows of the largest batch that may have a graph, 0 if there is memory for none."""
         return self._sizes[-1] if self._sizes else 0
 
     @property
@@ -83,15 +85,17 @@ class Graphs:
         return [size for size in self._sizes if size not in self._captured]
 
     def capture_at_start(self, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
-        """Capture the largest size, whose memory the others share, and then the smallest ones for CAPTURE_S seconds:
-        all of them, if as many times the first one's time are not more. `agree` makes all ranks' seconds one number,
-        for all capture the same sizes."""
-        seconds, wanted = 0.0, self.largest
+        """Capture the largest size, whose memory the others share, and then the smallest ones for CAPTURE_S seconds.
+
+        If the first capture's time, once for each size, is no longer than that, all sizes are captured. `agree` turns
+        the seconds of all ranks into one number, since all ranks have to capture the same sizes.
+        """
+        seconds, largest_before = 0.0, self.largest
         while self._sizes and not self._captured:
             began = self._clock()
             self._capture_size(self._sizes[-1])
             seconds = self._clock() - began
-        if self.largest < wanted:
+        if self.largest < largest_before:
             logger.warning(
                 "No memory for CUDA graphs of more than %d rows: larger batches run without; "
                 "a lower --gpu-memory-utilization leaves room",
@@ -104,66 +108,71 @@ class Graphs:
             self.capture_next()
 
     def capture_next(self) -> int:
-        """Capture the smallest size that has no graph yet; returns the number of those that are left."""
+        """Capture the smallest size that has no graph yet; return the number of those that are left."""
         if self.uncaptured:
             self._capture_size(self.uncaptured[0])
         return len(self.uncaptured)
 
-    def room(self, staged: StagedStep) -> Batch | None:
-        """The smallest captured batch that a step can be laid into, if there is one."""
+    def captured_batch(self, staged: StagedStep) -> Batch | None:
+        """The batch of the smallest graph that has room for a step, None if there is none."""
         rows = staged.rows
         size = next((size for size in self._sizes if size >= rows and size in self._captured), None)
         if size is None or staged.decodes < rows:
             return None
         return replace(self._captured[size].batch, host=staged.host.padded(size), idle=size - rows)
 
-    def run(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        """[R, hidden] of a batch in which `room` was made, or else of any; valid until the next run."""
+    def run_batch(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+        """Replay the graph of a batch from `captured_batch`, or run any other batch without a graph.
+
+        Returns [R, hidden], valid until the next call.
+        """
         self._prepare(batch)
         if not batch.fixed:
             return self._forward(batch, incoming)
-        captured, rows = self._captured[batch.rows], batch.rows - batch.idle
+        graph, rows = self._captured[batch.rows], batch.rows - batch.idle
         if incoming is not None:
-            assert captured.incoming is not None
-            captured.incoming[:rows].copy_(incoming)
+            assert graph.incoming is not None
+            graph.incoming[:rows].copy_(incoming)
             if batch.idle:
-                # The layers add to it in place: what is left there would grow with every replay.
-                captured.incoming[rows:].zero_()
-        captured.replay()
-        return captured.out[0][:rows]
+                # The layers add to it in place: what is left in idle rows would grow with every replay.
+                graph.incoming[rows:].zero_()
+        graph.replay()
+        return graph.out[0][:rows]
 
     def _capture_size(self, size: int) -> None:
-        """Capture a size; without memory for it, no size that large is tried again."""
-        batch = begin(self._batch, size)
+        """Capture a size. If memory runs out, no size that large is tried again."""
+        try:
+            self._captured[size] = self._capture_graph(size)
+        except RuntimeError as error:
+            # Other ranks, if there are any, are in the middle of sums with this rank, and would wait for the next one.
+            if not (self._alone and _is_out_of_memory(error)):
+                raise
+            self._sizes = [kept for kept in self._sizes if kept < size or kept in self._captured]
+
+    def _capture_graph(self, size: int) -> CapturedGraph:
+        batch = leading_rows(self._batch, size)
         incoming = None if self._incoming is None else self._incoming[:size]
         out: list[torch.Tensor] = []
 
-        def run() -> None:
-            result = self._forward(batch, incoming)
+        def forward() -> None:
+            hidden = self._forward(batch, incoming)
             if out:
-                out[0].copy_(result)
+                out[0].copy_(hidden)
             else:
-                out.append(result)
+                out.append(hidden)
 
         batch.slots.fill_(NOWHERE)
         batch.context.zero_()
         batch.order.copy_(batch.row_starts[:-1])
-        try:
-            self._prepare(batch)
-            run()  # kernels are compiled, and libraries take their memory, before anything is captured
-            out.clear()
-            replay = self._capture(run)
-        except RuntimeError as error:
-            # The others, where there are any, are in the middle of sums with this rank, and would wait for the rest.
-            if not (self._alone and _is_of_memory(error)):
-                raise
-            self._sizes = [known for known in self._sizes if known < size or known in self._captured]
-        else:
-            self._captured[size] = Captured(batch, incoming, out, replay)
+        self._prepare(batch)
+        forward()  # kernels are compiled, and libraries take their memory, before anything is captured
+        out.clear()
+        replay = self._capture(forward)
+        return CapturedGraph(batch, incoming, out, replay)
 
 
-def blank(rows: int, width: int, device: torch.device) -> Batch:
-    """A batch whose rows do nothing."""
+def blank_batch(rows: int, width: int, device: torch.device) -> Batch:
+    """A batch of `rows` rows that compute nothing, with `width` columns of a block table."""
 
     def zeros(*dims: int) -> torch.Tensor:
         return torch.zeros(dims, dtype=torch.int32, device=device)
@@ -181,8 +190,8 @@ def blank(rows: int, width: int, device: torch.device) -> Batch:
     )
 
 
-def begin(batch: Batch, rows: int) -> Batch:
-    """Its first rows, of one token each, in the same memory."""
+def leading_rows(batch: Batch, rows: int) -> Batch:
+    """The first rows of a batch of one token per row, in the same memory."""
     return Batch(
         tokens=batch.tokens[:rows],
         positions=batch.positions[:rows],
@@ -201,7 +210,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool: object = None
-        # Torch's own is one for the whole process, on the device of whoever was first.
+        # Torch's own stream is one for the whole process, on the device of the first caller.
         self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Replay:
@@ -210,9 +219,9 @@ class CudaGraphs:
         return graph.replay
 
 
-def _is_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: a capture that it has ended says only that it was ended."""
-    within: BaseException | None = error
-    while within and not isinstance(within, torch.OutOfMemoryError):
-        within = within.__context__
-    return within is not None
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return True if memory ran out, which may be the cause of an error that only says that a capture was ended."""
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, torch.OutOfMemoryError):
+        cause = cause.__context__
+    return cause is not None

@@ -1,10 +1,10 @@
-"""Importance: what each column of a matrix is multiplied with, so that 4 bits are spent where errors count.
+"""Importance of a matrix's columns: the size of the numbers they are multiplied with, for rounding to 4 bits.
 
-An error in a weight is an error in the product as large as what the weight is multiplied with; and in a transformer a
-few columns meet numbers that are a hundred times as large as their neighbours'. Which ones is a property of the model,
-hardly of the text: tokens drawn at random tell it. So the model runs one short step before its weights are rounded,
-with the weights of the checkpoint, each matrix read as its turn comes; weighted least squares do the rest
-(quant/rounding.py). What it brings is in docs/benchmarks.md.
+An error in a weight is an error in the product as large as the number that the weight is multiplied with; and in a
+transformer a few columns meet numbers that are a hundred times as large as their neighbours'. Which columns those are
+is a property of the model, hardly of the text: tokens drawn at random show it. So the model runs one short step before
+its weights are rounded, with the weights of the checkpoint, each matrix read when its turn comes; weighted least
+squares do the rest (quant/rounding.py). docs/benchmarks.md says what it brings.
 """
 
 from __future__ import annotations
@@ -18,84 +18,89 @@ import torch.nn.functional as F
 
 from weft.architectures.place import Span
 from weft.comm import Links
-from weft.formats.schemes import ALL, UNIT
+from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
 from weft.layers import rope
-from weft.models.decoder import Decoder
-from weft.plan.fills import Fill, fills
+from weft.models.decoder import DecoderModel
+from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import Source, loading, open_source
-from weft.weights.quantised import bands
+from weft.weights.load import WeightSource, check_fill, open_source, reader_threads
+from weft.weights.quantised import row_bands
 
 TOKENS = 64
-# Of a group's mean: below it, chance in so few tokens would decide between columns.
+# Least importance, as a share of the group's mean: below it, chance in so few tokens would decide between columns.
 LEAST = 0.1
 
 
 @torch.inference_mode()
-def importance(
+def measure_importance(
     plan: Plan, rank: int, links: Links, targets: Mapping[str, torch.Tensor | QuantisedWeight], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The importance [cols] float32 of the columns of this rank's matrices that are to be rounded to 4 bits, by
-    parameter: the mean square of what each is multiplied with, beside that of its group. Empty where nothing is.
+    """Measure the importance [cols] float32 of this rank's matrices that are to be rounded to 4 bits, by parameter.
 
-    All ranks of the plan call it before they load, for they run a step together. It fills those of `targets` that are
-    no matrices. Raises ModelError.
+    The importance of a column is the mean square of the numbers that it is multiplied with, relative to its group.
+    The result is empty if no matrix is rounded. All ranks of the plan call this before they load, since they run a step
+    together. It fills those of `targets` that are no matrices. Raises ModelError.
     """
     source = open_source(plan)
-    if plan.load_format == "dummy" or not is_rounded(plan, source):
+    if plan.load_format == "dummy" or not needs_importance(plan, source):
         return {}
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
     tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    angles = rope.table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
+    angles = rope.rope_table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
     dims = (1, tokens, len(place.kv_heads), shape.head_dim)
-    # One layer after the other: all have the same.
+    # One cache for all layers, which run one after the other.
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
-    with loading() as pool:
-        reading = Reading(source, targets, fills(shape, place), shape.head_dim, pool)
-        model = Decoder(shape, plan.places, rank, dict(targets), links.tensor, reading)
-        hidden = model.hidden(incoming, angles, [cache] * len(place.layers), drawn(shape.vocab, tokens, device))
+    with reader_threads() as pool:
+        kernels = StreamedKernels(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
+        batch = random_batch(shape.vocab, tokens, device)
+        hidden = model.hidden(incoming, angles, [cache] * len(place.layers), batch)
     if not place.last:
         links.pipeline.send(hidden, place.stage + 1)
-    return reading.importance
+    return kernels.importance
 
 
-def is_rounded(plan: Plan, source: Source) -> bool:
-    """Whether any matrix of the model is to be rounded to 4 bits."""
-    return any(ALL[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
+def needs_importance(plan: Plan, source: WeightSource) -> bool:
+    """Return True if any matrix of the model is to be rounded to 4 bits."""
+    return any(ALL_SCHEMES[type].bits == 4 and not source.holds(name, type) for name, type in plan.schemes.items())
 
 
-def drawn(vocab: int, tokens: int, device: torch.device) -> Batch:
-    """One text of random tokens, in the first block; the same ones on every rank."""
+def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:
+    """One row of random tokens, in the first block; the same ones on every rank."""
     ids = torch.randint(vocab, (tokens,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    there = torch.arange(tokens, dtype=torch.int32)
-    ends, context = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    positions = torch.arange(tokens, dtype=torch.int32)
+    row_starts, context = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
     return Batch(
         tokens=ids.to(device),
-        positions=there.to(device),
-        slots=there.long().to(device),
-        row_starts=ends.to(device),
+        positions=positions.to(device),
+        slots=positions.long().to(device),
+        row_starts=row_starts.to(device),
         context=context.to(device),
         tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
         order=context[:0].to(device),
         decodes=0,
-        host=Lengths(ends.long().numpy(), context.long().numpy()),
+        host=Lengths(row_starts.long().numpy(), context.long().numpy()),
     )
 
 
-class Reading(PlainKernels):
-    """Kernels whose products read their matrix when they are called, and keep nothing but how large x was."""
+class StreamedKernels(PlainKernels):
+    """Kernels whose products read their matrix from the checkpoint at each call, and record their columns' importance.
+
+    `targets` are the rank's parameters and `fills` the ranges that they are filled with. Parameters that are no
+    matrices are filled at once.
+    """
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         targets: Mapping[str, torch.Tensor | QuantisedWeight],
-        todo: Iterable[Fill],
+        fills: Iterable[Fill],
         head_dim: int,
         pool: Executor,
     ) -> None:
@@ -103,65 +108,69 @@ class Reading(PlainKernels):
         self._source, self._head_dim, self._pool = source, head_dim, pool
         self._names = {id(target): name for name, target in targets.items()}
         self._fills = defaultdict[str, list[Fill]](list)
-        for fill in todo:
+        for fill in fills:
+            check_fill(fill)
             self._fills[fill.param].append(fill)
             vector = targets[fill.param]
             if isinstance(vector, torch.Tensor) and fill.cols is None:
-                source.read(fill.source, fill.rows, None, vector.narrow(0, fill.at, len(fill.rows)))
+                source.read_range(fill.source, fill.rows, None, vector.narrow(0, fill.at, len(fill.rows)))
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
         name = self._names[id(weight)]
-        wanted = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
+        is_rounded = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            if wanted:
-                self.importance[name] = evened(x.float().square().mean(dim=0))
+            if is_rounded:
+                self.importance[name] = relative_importance(x.float().square().mean(dim=0))
             y = x.new_empty(len(x), weight.shape[0])
-            parts = [
-                (fill, some)
+            bands = [
+                (fill, rows)
                 for fill in self._fills[name]
-                for some in bands(fill.rows, x.shape[1], self._head_dim, x.device)
+                for rows in row_bands(fill.rows, x.shape[1], self._head_dim, x.device)
             ]
             if x.device.type == "cpu":
-                for job in [self._pool.submit(self._multiply, x, *part, y) for part in parts]:
-                    job.result()
+                for multiplication in [self._pool.submit(self._multiply, x, *band, y) for band in bands]:
+                    multiplication.result()
             else:
-                # On a card by this thread alone: for each that calls cuBLAS it sets a workspace aside, of up to 32 MiB
-                # and for good. And a band at a time: there may be no room for a matrix in 16 bits.
-                for part, band in [(part, self._pool.submit(self._read, *part, x.dtype)) for part in parts]:
-                    self._columns(y, *part).copy_(F.linear(x, band.result().to(x.device)))
+                # On a GPU by this thread alone: cuBLAS sets a workspace aside for each thread that calls it, of up to
+                # 32 MiB and for good. And a band at a time: there may be no room for a matrix in 16 bits.
+                reads = [self._pool.submit(self._read_rows, *band, x.dtype) for band in bands]
+                for band, weight_rows in zip(bands, reads, strict=True):
+                    self._output_columns(y, *band).copy_(F.linear(x, weight_rows.result().to(x.device)))
             return y if bias is None else y.add_(bias)
 
         return product
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         (fill,) = self._fills[self._names[id(weight)]]
-        return ReadTable(self._source, fill, weight, self.matrix(weight, None))
+        return StreamedTable(self._source, fill, weight, self.matrix(weight, None))
 
     @torch.inference_mode()
     def _multiply(self, x: torch.Tensor, fill: Fill, rows: Span, y: torch.Tensor) -> None:
-        """x times some rows of a fill, to their columns of y."""
-        self._columns(y, fill, rows).copy_(F.linear(x, self._read(fill, rows, x.dtype)))
+        """Multiply `x` with some rows of a fill, into their columns of `y`."""
+        self._output_columns(y, fill, rows).copy_(F.linear(x, self._read_rows(fill, rows, x.dtype)))
 
     @torch.inference_mode()
-    def _read(self, fill: Fill, rows: Span, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows of a fill, in the host's memory."""
+    def _read_rows(self, fill: Fill, rows: Span, dtype: torch.dtype) -> torch.Tensor:
+        """Read some rows of a fill into the host's memory."""
         assert fill.cols is not None
         weight = torch.empty(len(rows), len(fill.cols), dtype=dtype)
-        self._source.read(fill.source, rows, fill.cols, weight)
+        self._source.read_range(fill.source, rows, fill.cols, weight)
         return weight
 
     @staticmethod
-    def _columns(y: torch.Tensor, fill: Fill, rows: Span) -> torch.Tensor:
-        """Those of y that some rows of a fill become."""
+    def _output_columns(y: torch.Tensor, fill: Fill, rows: Span) -> torch.Tensor:
+        """Columns of `y` that some rows of a fill produce."""
         at = fill.at + rows.start - fill.rows.start
         return y[:, at : at + len(rows)]
 
 
-class ReadTable:
-    """An embedding whose rows are read when they are asked for."""
+class StreamedTable:
+    """An embedding whose rows are read from the checkpoint when they are looked up."""
 
-    def __init__(self, source: Source, fill: Fill, weight: torch.Tensor | QuantisedWeight, product: Product) -> None:
+    def __init__(
+        self, source: WeightSource, fill: Fill, weight: torch.Tensor | QuantisedWeight, product: Product
+    ) -> None:
         self._source, self._fill, self._product = source, fill, product
         self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[1]
 
@@ -169,15 +178,15 @@ class ReadTable:
         out = torch.empty(len(numbers), self._width, dtype=self._dtype, device=self._device)
         for at, number in enumerate(numbers.tolist()):
             row = self._fill.rows.start + number
-            self._source.read(self._fill.source, Span(row, row + 1), self._fill.cols, out[at : at + 1])
+            self._source.read_range(self._fill.source, Span(row, row + 1), self._fill.cols, out[at : at + 1])
         return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x)
 
 
-def evened(squares: torch.Tensor) -> torch.Tensor:
-    """Means of squares [cols], in groups of UNIT, as shares of the group's own, from LEAST on."""
+def relative_importance(squares: torch.Tensor) -> torch.Tensor:
+    """Mean squares [cols], relative to the mean of their group of UNIT columns, LEAST at least."""
     groups = squares.nan_to_num(0, 0, 0).view(-1, UNIT)
     mean = groups.mean(dim=1, keepdim=True)
     return torch.where(mean > 0, groups / mean, 1).clamp_(min=LEAST).flatten()

@@ -1,4 +1,4 @@
-"""Logprobs: how likely the model itself found a token, and which ones it found likelier."""
+"""Logprobs of tokens under the model's own distribution, and the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ import torch
 from weft.core.step import TokenLogprobs
 from weft.kernels.base import Kernels
 from weft.kernels.native import NativeKernels
-from weft.worker.chunks import chunks
+from weft.worker.chunks import row_chunks
 
 
 class Scorer(Protocol):
-    """All find the same, but for rounding."""
+    """Computes logprobs. All implementations agree up to rounding."""
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
-        """Of each row's target: logprob, rank, then the ids of the `top` likeliest tokens, best first, and their
-        logprobs.
+        """Score each row's target: [R, 2 + 2 * top] float64, so that ids and logprobs leave the device together.
 
-        [R, V] of any float type, which stay as they are, and [R] int64 in, [R, 2 + 2 * top] float64 out, so that ids
-        and figures leave the device together; `top` is at most V. Ranks count the tokens that are strictly likelier;
-        among equally likely ones the lower id comes first, as in argmax. A NaN makes all logprobs of its row NaN, and
-        what else is said of that row means nothing.
+        A row of the result holds the target's logprob and rank, then the ids of the `top` likeliest tokens, best first,
+        then their logprobs. `logits` [R, V] of any float type are not changed; `targets` are [R] int64; `top` is at
+        most V. The rank is 1 plus the number of tokens that are strictly likelier. Among equally likely tokens the
+        lower id comes first, as in argmax. A NaN makes all logprobs of its row NaN, and the row's ids mean nothing.
         """
         ...
 
 
-def scorer(kernels: Kernels) -> Scorer:
-    """The one that goes with a model's kernels."""
+def scorer_for(kernels: Kernels) -> Scorer:
+    """Scorer that goes with a model's kernels."""
     return kernels.score if isinstance(kernels, NativeKernels) else score
 
 
 def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
-    """A `Scorer` for any device."""
-    return torch.cat([_score(logits[rows].float(), targets[rows], top) for rows in chunks(len(targets), logits)])
+    """Compute logprobs in plain torch, on any device: a `Scorer`."""
+    return torch.cat([_score(logits[rows].float(), targets[rows], top) for rows in row_chunks(len(targets), logits)])
 
 
-def unpack(row: list[float], top: int) -> TokenLogprobs:
-    """One row of a scorer's figures in words, with its first `top` alternatives."""
+def unpack_logprobs(row: list[float], top: int) -> TokenLogprobs:
+    """Convert one row of a scorer's result, with its first `top` alternatives."""
     width = len(row) // 2 - 1
     ids, logprobs = row[2 : 2 + top], row[2 + width : 2 + width + top]
     return TokenLogprobs(row[0], int(row[1]), [int(token) for token in ids], logprobs)
@@ -55,13 +54,13 @@ def _score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tenso
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Ids of the greatest logits, best first, the lower id first among equals: [R, V] in, [R, count] out.
+    """Ids of the greatest logits, best first, the lower id first among equals: [R, V] -> [R, count].
 
-    `topk` alone breaks ties as it likes, and bf16 logits are full of them: the first id here is argmax's.
+    `topk` alone breaks ties in any order, and bf16 logits are full of them: the first id here is argmax's.
     """
     last = logits.shape[1] - 1
-    # The bits of a float, read as an integer, are in its order once those of negatives are turned round; below
-    # them goes the id. Adding 0 makes -0 and 0 the same.
+    # The bits of a float, read as an integer, sort like the float once those of negatives are inverted; the id fills
+    # the bits below. Adding 0 makes -0 and 0 the same.
     bits = (logits + 0.0).view(torch.int32)
     turn = (bits >> 31).bitwise_and_(0x7FFFFFFF)
     keys = bits.bitwise_xor_(turn).long().mul_(2**32)

@@ -15,16 +15,17 @@ from weft.executors.rank import RankWorker, bind_to_cores, gc_paused, run_rank, 
 
 
 def main(descriptor: int, lifeline: int) -> None:
+    """Run one rank, until its parent ends it. `descriptor` is its socket, `lifeline` the parent's death pipe."""
     # Before torch is imported: from here on this process ends with its parent.
     parent: Parent[ToRank] = Parent(descriptor, ToRank, lifeline)
     logs.configure()
     launch = parent.inbox.get()
 
-    def make() -> RankWorker:
-        # Before torch starts its threads: they inherit it.
+    def create_worker() -> RankWorker:
+        # Before torch starts its threads, which inherit the affinity.
         bind_to_cores(launch.plan.cores[launch.rank])
         with gc_paused():
-            from weft.comm.connect import connect
+            from weft.comm.connect import connect_rank
             from weft.comm.line import Edge
 
         def edge(files: LinkFiles | None) -> Edge | None:
@@ -32,7 +33,7 @@ def main(descriptor: int, lifeline: int) -> None:
 
         worker = worker_class(launch.worker)
         shared = launch.shared
-        links = connect(
+        links = connect_rank(
             launch.plan,
             launch.rank,
             store=launch.store,
@@ -45,11 +46,11 @@ def main(descriptor: int, lifeline: int) -> None:
 
     def send(message: msgspec.Struct) -> None:
         if isinstance(message, Allocated):
-            gc.freeze()  # what a start makes is here to stay: to look through torch's objects takes 80 ms
+            gc.freeze()  # what a start creates is here to stay: to look through torch's objects takes 80 ms
         parent.send(message)
 
-    run_rank(launch.rank, parent.inbox, send, make)
-    # It has failed and said so. Its end is the parent's to bring: a connection that breaks before that would
+    run_rank(launch.rank, parent.inbox, send, create_worker)
+    # The rank has failed and has reported its cause. Its parent ends it: a connection that breaks before that would
     # make the other ranks fail as well.
     while True:
         signal.pause()

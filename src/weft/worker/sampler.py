@@ -1,4 +1,4 @@
-"""Sampler: one token per row from logits, as each request's SamplingParams ask. Only the output rank has one."""
+"""The sampler of the output rank: one token per row of logits, as each request's SamplingParams ask."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ import torch
 
 from weft.core.step import Admission, TokenLogprobs
 from weft.kernels.streams import NOT_FINITE
-from weft.worker.chooser import Chooser, TorchChooser
-from weft.worker.chunks import pick
+from weft.worker.chunks import pick_rows
 from weft.worker.device import ToHost
-from weft.worker.logprobs import Scorer, score, unpack
-from weft.worker.shaping import Edits, Shaping, Wishes, shape
-from weft.worker.staging import sent
+from weft.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
+from weft.worker.logprobs import Scorer, score, unpack_logprobs
+from weft.worker.sample_arrays import SampleArrays, int64_array
+from weft.worker.staging import copy_to_device
+from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
 
 NO_LOGPROBS = -1
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
 
 @dataclass(frozen=True)
-class Order:
-    """Rows that are to be sampled: row r is of slot `slots[r]`, and its token will stand at `positions[r]`, the number
-    of tokens of prompt and output so far; [R] int64 each. `arrays` have to come to the device: these two first."""
+class SampleBatch:
+    """R tokens to sample: their `arrays` on the host, and the requests that learn of their tokens.
 
-    slots: np.ndarray
-    positions: np.ndarray
-    wishes: list[Wishes | None]  # whose figures its token changes
-    scored: np.ndarray  # rows whose logprobs are wanted
-    arrays: list[np.ndarray]
-    edits: int  # of the arrays, after the first three
+    `edited` has one entry per row, or none if no row's request has edits.
+    """
+
+    arrays: SampleArrays[np.ndarray]
+    edited: list[RequestEdits | None]
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """What was sampled: `tokens` [R] int64 on the device, at once, ids in any case; `result` waits for it to reach the
-    host, with NOT_FINITE in place of the token of a row whose logits were not finite."""
+class SampledTokens:
+    """Sampled tokens: `tokens` [R] int64 on the device at once, each a valid id, and a function that waits for them.
+
+    `result` returns (tokens, logprobs), with NOT_FINITE as the token of a row whose logits were not finite.
+    """
 
     tokens: torch.Tensor
     result: Callable[[], Result]
 
 
 class Sampler:
-    """Keeps what sampling needs of the request in each of `slots` slots, over `vocab` token ids.
+    """Sampler of the requests in `slots` slots, over `vocab` token ids.
 
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
-    request's stop_token_ids. Greedy takes the lowest of equally likely ids (as argmax promises), and so does a
-    top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, and its logprobs mean nothing; other
-    rows are as they would be without it. `chooser` has as many slots.
+    request's stop_token_ids. Greedy sampling takes the lowest of equally likely ids, as argmax does, and so does a
+    top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, its logprobs mean nothing; other rows
+    are as they would be without it. `token_sampler` has as many slots.
     """
 
     def __init__(
@@ -57,95 +58,108 @@ class Sampler:
         vocab: int,
         slots: int,
         stop_ids: Iterable[int] = (),
-        chooser: Chooser | None = None,
+        token_sampler: TokenSampler | None = None,
         scorer: Scorer = score,
     ) -> None:
         self.vocab = vocab
-        self._shaping = Shaping(vocab, stop_ids)
-        self._chooser = chooser or TorchChooser(slots)
+        self._edits = LogitsEdits(vocab, stop_ids)
+        self._token_sampler = token_sampler or TorchTokenSampler(slots)
         self._scorer = scorer
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
-        """A request takes a slot, with the output that it had before a preemption, if any."""
+        """Give a slot to a request, with the output that it had before a preemption, if any."""
         slot, params = admission.slot, admission.params
         self._tops[slot] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, self.vocab)
-        self._chooser.admit(slot, params, admission.key)
-        self._shaping.admit(admission)
+        self._token_sampler.admit(slot, params, admission.key)
+        self._edits.admit(admission)
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
-        self._shaping.release(slot)
+        """Free a slot."""
+        self._edits.release(slot)
 
-    def order(self, slots: Sequence[int], positions: Sequence[int]) -> Order:
-        """What is to be sampled next. A row with penalties or bad words has to have its last token's result taken
-        before it is ordered again, and what is ordered has to be sampled: the device hears of an admission once."""
-        slots_, positions_ = np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)
-        edits = self._shaping.edits(slots, positions)
+    def prepare_batch(self, picks: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> SampleBatch:
+        """Prepare the tokens that are sampled next; the lists are the fields of SampleArrays.
+
+        The batch has to be sampled, since the device gets the settings of an admission once. Before a row with
+        penalties or bad words is prepared again, the result of its last token has to be taken.
+        """
+        slots_ = int64_array(slots)
         scored = np.flatnonzero(self._tops[slots_] != NO_LOGPROBS)
-        return Order(
+        edits = self._edits.edit_arrays(slots, positions)
+        arrays = SampleArrays(
+            picks=int64_array(picks),
             slots=slots_,
-            positions=positions_,
-            wishes=self._shaping.of(slots) if edits else [],
-            scored=scored,
-            arrays=[slots_, positions_, scored, *(edits or ()), *self._chooser.arrays()],
-            edits=len(edits or ()),
+            positions=int64_array(positions),
+            scored=scored if scored.size else None,
+            edits=edits,
+            settings=self._token_sampler.take_settings_update(),
         )
+        return SampleBatch(arrays, self._edits.requests_in(slots) if edits else [])
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, order: Order, there: Sequence[torch.Tensor]) -> Sampled:
-        """One token per row, and its logprobs where the request wants them; its result is (tokens, logprobs).
+    def sample(self, logits: torch.Tensor, batch: SampleBatch, tensors: SampleArrays[torch.Tensor]) -> SampledTokens:
+        """Sample one token per row, with its logprobs if the request wants them.
 
-        `logits` [R, vocab] of any float type may be changed; `there` are the order's arrays on the device. The random
+        `logits` [R, vocab] of any float type may be changed; `tensors` are the batch's arrays on the device. The random
         numbers of a token depend only on its request's key and its position.
         """
-        slots, positions, scored, *rest = there
-        edits, rest = rest[: order.edits], rest[order.edits :]
+        arrays = batch.arrays
         raw = None
-        if order.scored.size:
+        if arrays.scored is not None:
             # Logprobs are the model's own: from before anything is changed.
-            raw = pick(logits, order.scored, scored)
-        # Requests may wish for nothing at this position: such logits stay as they are, and as narrow.
-        if any(map(len, edits)):
+            raw = pick_rows(logits, arrays.scored, tensors.scored)
+        # Requests with edits may have none at this position: then logits stay as they are, and in their dtype.
+        if tensors.edits is not None and any(map(len, tensors.edits)):
             if raw is not None and logits.dtype == torch.float32:
                 raw = raw.clone()
             logits = logits.float().contiguous()
-            shape(logits, Edits(*edits))
-        chosen = self._chooser.choose(logits, order.slots, order.positions, [slots, positions, *rest])
-        tops = self._tops[order.slots[order.scored]]
-        # The next step and the scorer take ids alone, and what is broken ends on the host.
-        ids, figures = chosen.clamp(min=0), chosen
-        if raw is not None:
-            scores = self._scorer(raw, pick(ids, order.scored, scored), int(tops.max()))
-            # In one tensor, to be brought to the host together.
-            figures = torch.cat([chosen.double(), scores.flatten()])
-        arrival = ToHost(figures)
+            apply_edits(logits, tensors.edits)
+        tokens = self._token_sampler.sample_tokens(logits, arrays, tensors)
+        # The next step and the scorer need valid ids; NOT_FINITE goes to the host alone.
+        ids = tokens.clamp(min=0)
+        if raw is None or arrays.scored is None:
+            return SampledTokens(ids, self._result(batch, tokens, [], []))
+        tops = self._tops[arrays.slots[arrays.scored]]
+        scores = self._scorer(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
+        # In one tensor, to be copied to the host together.
+        values = torch.cat([tokens.double(), scores.flatten()])
+        return SampledTokens(ids, self._result(batch, values, arrays.scored.tolist(), tops.tolist()))
+
+    @staticmethod
+    def _result(batch: SampleBatch, values: torch.Tensor, scored: list[int], tops: list[int]) -> Callable[[], Result]:
+        """Start to copy tokens and scores to the host; the returned function waits for them, and notes the tokens.
+
+        `values` are the tokens of all rows and then the scores of the rows `scored`, which want `tops` alternatives.
+        """
+        arrival, count = ToHost(values), len(batch.arrays.slots)
 
         def result() -> Result:
-            values = arrival.values()
-            tokens = [int(token) for token in values[: len(order.slots)]]
-            for wishes, token in zip(order.wishes, tokens, strict=False):
-                if wishes and token != NOT_FINITE:
-                    wishes.note(token)
-            return tokens, unpacked(values, len(tokens), order.scored.tolist(), tops.tolist())
+            arrived = arrival.values()
+            tokens = [int(token) for token in arrived[:count]]
+            for request, token in zip(batch.edited, tokens, strict=False):
+                if request and token != NOT_FINITE:
+                    request.note(token)
+            return tokens, split_logprobs(arrived, count, scored, tops)
 
-        return Sampled(ids, result)
+        return result
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
-        """Of tokens that are given: row t of `logits` [T, vocab] foresaw `targets[t]`."""
+        """Logprobs of the given `targets`, with `top` alternatives; row t of `logits` [T, vocab] predicts
+        `targets[t]`."""
         if not targets:
             return []
         top = min(top, self.vocab)
-        wanted = sent(np.array(targets, dtype=np.int64), logits.device)
-        return [unpack(row, top) for row in self._scorer(logits, wanted, top).tolist()]
+        ids = copy_to_device(int64_array(targets), logits.device)
+        return [unpack_logprobs(row, top) for row in self._scorer(logits, ids, top).tolist()]
 
 
-def unpacked(figures: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:
-    """Logprobs of `count` rows, from the figures of all, and then of those of `rows`."""
+def split_logprobs(values: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:
+    """Logprobs of `count` rows, None except for `rows`, whose scores follow the first `count` of the `values`."""
     logprobs: list[TokenLogprobs | None] = [None] * count
     if rows:
-        width = (len(figures) - count) // len(rows)
-        for r, begin, top in zip(rows, range(count, len(figures), width), tops, strict=True):
-            logprobs[r] = unpack(figures[begin : begin + width], top)
+        width = (len(values) - count) // len(rows)
+        for row, begin, top in zip(rows, range(count, len(values), width), tops, strict=True):
+            logprobs[row] = unpack_logprobs(values[begin : begin + width], top)
     return logprobs

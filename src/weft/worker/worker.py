@@ -1,4 +1,4 @@
-"""Worker: one rank. It loads its share, says what room is left, takes its KV blocks and runs steps."""
+"""The worker of one rank: it loads its share of the model, reports its memory, takes its KV blocks and runs steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
 from weft.core.params import SamplingParams
-from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.core.step import StepPlan, StepResult
 from weft.errors import ModelError
 from weft.kernels import create_kernels, create_rounding
 from weft.kernels.base import AttentionShape, KVCache
@@ -22,31 +22,32 @@ from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.streams import NOT_FINITE
 from weft.kernels.warm import warm_kernels
-from weft.layers import rope
-from weft.models.decoder import Decoder
-from weft.plan.fills import weight_bytes
-from weft.plan.memory import SCORED, Capacity, step_bytes
+from weft.layers.rope import rope_table
+from weft.models.decoder import DecoderModel
+from weft.plan.fills import rank_weight_bytes
+from weft.plan.memory import Capacity, step_bytes
 from weft.plan.plan import Plan
-from weft.weights.load import allocate, load
-from weft.worker import device as devices
-from weft.worker.chooser import chooser
-from weft.worker.drafter import Drafter
-from weft.worker.graphs import CudaGraphs, Graphs, sizes
-from weft.worker.importance import importance
-from weft.worker.logprobs import scorer
-from weft.worker.rows import Rows
-from weft.worker.sampler import Order, Sampler
+from weft.weights.load import allocate_parameters, load_weights
+from weft.worker import rehearsal
+from weft.worker.device import allocate_caches, free_bytes, prepare_device
+from weft.worker.draft_runner import DraftRunner
+from weft.worker.graphs import CudaGraphs, Graphs, graph_sizes
+from weft.worker.importance import measure_importance
+from weft.worker.logprobs import scorer_for
+from weft.worker.prompt_logprobs import score_prompts
+from weft.worker.request_slots import RequestSlots
+from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
+from weft.worker.sampler import SampleBatch, Sampler
+from weft.worker.token_sampler import create_token_sampler
 
 logger = logging.getLogger("weft")
 
 GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
 # Of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
 EAGER_BYTES = 128 << 20
-# All that a sampler can be asked for at once: the widest moment of its memory as well. And what leaves logits in the
-# model's own dtype, for which kernels are compiled by themselves.
-DEMANDING = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
-PLAIN = SamplingParams(top_k=50, top_p=0.9)
-SCORING = SamplingParams(prompt_logprobs=20)
+
+# A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
+Result = StepResult | Callable[[], StepResult] | None
 
 
 class Worker:
@@ -60,45 +61,30 @@ class Worker:
         self.caches: list[KVCache] = []
         self.graphs: Graphs | None = None
         self.graph_bytes = 0  # that all graphs keep, a draft's too
-        self.drafter: Drafter | None = None
+        self.draft_runner: DraftRunner | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
-        """Read this rank's weights, build its part of the model, measure a step's peak."""
+        """Read this rank's weights, build its part of the model, and measure the peak memory of a step."""
         began = time.monotonic()
-        plan, shape = self.plan, self.plan.shape
-        self.device = devices.prepare(plan, self.rank)
-        self.rows = Rows(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
-        # The table of parameters gives every dim, so tensors are made once, where they stay.
-        tensors = allocate(plan, self.place, self.device)
-        held = sum(tensor.nbytes for tensor in tensors.values())
-        wanted = plan.attention_backend, self.device, self.attention
-        found = importance(plan, self.rank, self.links, tensors, self.device)
-        load(plan, self.place, tensors, create_rounding(*wanted), found)
-        self.kernels = create_kernels(*wanted)
-        if plan.schemes and self.kernels.name == "torch":
-            held = weight_bytes(shape, self.place, plan.dtype)
-            logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
-        if plan.graphs and not self.kernels.capturable:
-            logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
-        self.model = Decoder(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+        plan = self.plan
+        self.device = prepare_device(plan, self.rank)
+        self.request_slots = RequestSlots(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
+        held = self._load_model()
         if self.device.type != "cpu":
-            # Where the peak is measured, with all that a step needs.
-            self.rope = self._rope(plan.max_model_len)
+            # Here, since the peak is measured with all that a step needs.
+            self.rope = self._rope_table(plan.max_model_len)
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
-        self.sampler: Sampler | None = None
-        if self.rank == plan.output_rank:
-            choosing = chooser(self.kernels, plan.max_num_seqs, self.device)
-            self.sampler = Sampler(shape.vocab, plan.max_num_seqs, shape.eos, choosing, scorer(self.kernels))
+        self.sampler = self._create_sampler() if self.rank == plan.output_rank else None
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
         if self.sampler and plan.speculation and plan.speculation.draft:
-            self.drafter = Drafter(plan)
-            theirs = self.drafter.load()
-            # One after the other: they take turns. But graphs keep what they have.
-            eager = max(eager, theirs.activation_bytes - self.drafter.graph_bytes)
-            self.graph_bytes += self.drafter.graph_bytes
-            held += theirs.weight_bytes
-            block_bytes += theirs.block_bytes
+            self.draft_runner = DraftRunner(plan)
+            draft = self.draft_runner.load()
+            # The larger of the two, since model and draft run in turn. But graphs keep their memory.
+            eager = max(eager, draft.activation_bytes - self.draft_runner.graph_bytes)
+            self.graph_bytes += self.draft_runner.graph_bytes
+            held += draft.weight_bytes
+            block_bytes += draft.block_bytes
         activation = eager + self.graph_bytes
         return Capacity(
             rank=self.rank,
@@ -106,82 +92,101 @@ class Worker:
             device=plan.devices[self.rank],
             weight_bytes=held,
             activation_bytes=activation,
-            free_bytes=devices.free_bytes(plan, self.rank, self.device, activation),
+            free_bytes=free_bytes(plan, self.rank, self.device, activation),
             block_bytes=block_bytes,
             load_s=time.monotonic() - began,
         )
 
+    def _load_model(self) -> int:
+        """Load the weights and build the model; return the bytes of weights that the rank holds."""
+        plan, shape = self.plan, self.plan.shape
+        # The table of parameters gives every dim, so tensors are allocated once, where they stay.
+        tensors = allocate_parameters(plan, self.place, self.device)
+        held = sum(tensor.nbytes for tensor in tensors.values())
+        backend = plan.attention_backend, self.device, self.attention
+        importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
+        load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
+        self.kernels = create_kernels(*backend)
+        if plan.schemes and self.kernels.name == "torch":
+            held = rank_weight_bytes(shape, self.place, plan.dtype)
+            logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
+        if plan.graphs and not self.kernels.capturable:
+            logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
+        self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+        return held
+
+    def _create_sampler(self) -> Sampler:
+        plan, shape = self.plan, self.plan.shape
+        token_sampler = create_token_sampler(self.kernels, plan.max_num_seqs, self.device)
+        return Sampler(shape.vocab, plan.max_num_seqs, shape.eos, token_sampler, scorer_for(self.kernels))
+
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> int:
-        """Take the KV cache, and run a step of each kind so that no request meets a cold path. Returns the number of
-        CUDA graphs that are left to `capture_graph`."""
-        self.caches = self._caches(num_blocks)
-        if self.drafter:
-            self.drafter.allocate(num_blocks)
+        """Allocate the KV cache, and run a step of each kind so that no request meets a cold path.
+
+        Returns the number of CUDA graphs that are left to `capture_graph`.
+        """
+        plan = self.plan
+        self.caches = allocate_caches(plan, self.rank, self.attention.cache_dtype, self.device, num_blocks)
+        if self.draft_runner:
+            self.draft_runner.allocate(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
-            self.rope = self._rope(min(self.plan.max_model_len, num_blocks * self.plan.block_size))
-        tokens = min(16, self.plan.max_model_len, self.plan.max_num_batched_tokens, num_blocks * self.plan.block_size)
+            self.rope = self._rope_table(min(plan.max_model_len, num_blocks * plan.block_size))
+        tokens = min(16, plan.max_model_len, plan.max_num_batched_tokens, num_blocks * plan.block_size)
         self._rehearse([tokens])
-        self._rehearse([1], PLAIN)
+        self._rehearse([1], rehearsal.PLAIN)
         if self._captures:
-            incoming = None if self.place.first else (self.plan.shape.hidden, self.dtype)
-            self.graphs = Graphs(
-                self._forward,
-                CudaGraphs(),
-                prepare=self.kernels.prepare,
-                rows=self.plan.max_num_seqs,
-                width=self.rows.tables.shape[1],
-                incoming=incoming,
-                device=self.device,
-                alone=self.links.tensor.size == 1,
-            )
-            self.graphs.capture_at_start(self._agreed)
+            self.graphs = self._create_graphs()
+            self.graphs.capture_at_start(self._sum_seconds)
         if self.device.type == "cuda":
-            # The largest steps again, beside the KV cache: the allocator keeps what they take, and later steps find it.
-            for counts, params in self._largest_steps():
+            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
+            for counts, params in rehearsal.largest_steps(plan):
                 self._rehearse(counts, params, num_blocks)
         return self.uncaptured
+
+    def _create_graphs(self) -> Graphs:
+        return Graphs(
+            self._forward,
+            CudaGraphs(),
+            prepare=self.kernels.prepare,
+            rows=self.plan.max_num_seqs,
+            width=self.request_slots.tables.shape[1],
+            incoming=None if self.place.first else (self.plan.shape.hidden, self.dtype),
+            device=self.device,
+            alone=self.links.tensor.size == 1,
+        )
+
+    def _sum_seconds(self, seconds: float) -> float:
+        """Sum of all ranks' seconds, the same bits on each."""
+        return self.links.tensor.sum(torch.tensor([seconds], device=self.device)).item()
 
     @property
     def uncaptured(self) -> int:
         """Number of CUDA graphs that are still to be captured, a draft's too."""
-        return (len(self.graphs.uncaptured) if self.graphs else 0) + (self.drafter.uncaptured if self.drafter else 0)
+        own = len(self.graphs.uncaptured) if self.graphs else 0
+        return own + (self.draft_runner.uncaptured if self.draft_runner else 0)
 
     @torch.inference_mode()
     def capture_graph(self) -> int:
-        """Capture one more CUDA graph; returns the number that is left. All ranks call it between the same steps."""
+        """Capture one more CUDA graph; return the number that is left. All ranks call this between the same steps."""
         if self.graphs and self.graphs.uncaptured:
             self.graphs.capture_next()
-        elif self.drafter:
-            self.drafter.capture_graph()
+        elif self.draft_runner:
+            self.draft_runner.capture_graph()
         return self.uncaptured
 
-    def _agreed(self, seconds: float) -> float:
-        """The sum of all ranks' seconds, the same bits on each."""
-        return self.links.tensor.sum(torch.tensor([seconds], device=self.device)).item()
-
     @torch.inference_mode()
-    def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
-        """Run one step; the output rank returns what was sampled, or on a GPU a function that waits for it."""
-        for slot in step.released:
-            self._release(slot)
-        for admission in step.admitted:
-            self.rows.admit(admission)
-            if self.sampler:
-                self.sampler.admit(admission)
-            if self.drafter:
-                self.drafter.admit(admission)
+    def execute(self, step: StepPlan) -> Result:
+        """Run one step. The output rank returns its result, or on a GPU a function that waits for it."""
+        self._update_slots(step)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
-        picks, slots, positions = sampled_positions(step)
-        order = self.sampler.order(slots, positions) if self.sampler and slots else None
-        wanted = order.arrays if order else [np.array(slots, dtype=np.int64)]
-        more = [np.array(picks, dtype=np.int64), *wanted]
-        staged, there = self.rows.stage(step, more, singly=self.is_decode(step))
-        batch = self.lay(staged)
-        if self.drafter:
-            self.drafter.note(step, self.rows)
+        samples, arrays = self._prepare_samples(step)
+        staged, tensors = self.request_slots.stage(step, arrays, singly=self.runs_singly(step))
+        batch = self.fill_batch(staged)
+        if self.draft_runner:
+            self.draft_runner.note(step, self.request_slots)
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
@@ -190,155 +195,176 @@ class Worker:
         if not self.place.last:
             self.links.pipeline.send(hidden, self.place.stage + 1)
             return None
-        result = self._finish(step, hidden, order, there)
-        if self.drafter and self.sampler and any(step.draft_requests):
-            # Guesses come after what was sampled: it is waited for.
-            found = result() if callable(result) else result
-            assert found is not None
-            found.drafts = self.drafter.guess(step, found.tokens, self.rows, self.sampler)
-            return found
+        result = self._finish(step, hidden, samples, tensors)
+        if step.draft_requests and any(step.draft_requests):
+            return self._propose_drafts(step, result)
         return result
 
-    def is_decode(self, step: StepPlan) -> bool:
-        """Whether a step whose rows have several tokens, such as guesses, is run like one of so many rows: as one
-        graph, though attention reads what a row's tokens have in common for each of them."""
+    def _update_slots(self, step: StepPlan) -> None:
+        """Release and admit the requests that a step names."""
+        for slot in step.released:
+            self._release(slot)
+        for admission in step.admitted:
+            self.request_slots.admit(admission)
+            if self.sampler:
+                self.sampler.admit(admission)
+            if self.draft_runner:
+                self.draft_runner.admit(admission)
+
+    def _release(self, slot: int) -> None:
+        self.request_slots.release(slot)
+        if self.sampler:
+            self.sampler.release(slot)
+
+    def _prepare_samples(self, step: StepPlan) -> tuple[SampleBatch | None, SampleArrays[np.ndarray] | None]:
+        """Prepare the tokens that a step samples: a batch on the output rank, arrays on every rank of the last stage.
+
+        Both are None if the step samples no token.
+        """
+        if not self.place.last:
+            return None, None
+        picks, slots, positions = sampled_positions(step)
+        if not picks:
+            return None, None
+        if self.sampler is None:
+            return None, SampleArrays(int64_array(picks), int64_array(slots), int64_array(positions))
+        samples = self.sampler.prepare_batch(picks, slots, positions)
+        return samples, samples.arrays
+
+    def runs_singly(self, step: StepPlan) -> bool:
+        """Return True if each token of the step is to run as a row of its own.
+
+        Rows of several tokens, such as draft tokens, then run as one graph, though attention reads the KV that a row's
+        tokens have in common once for each of them.
+        """
         tokens = len(step.tokens)
         if self.graphs is None or not len(step.slots) < tokens <= self.graphs.largest:
             return False
-        again = sum(
+        read_again = sum(
             (count - 1) * start + count * (count - 1) // 2
             for start, count in zip(step.starts, step.counts, strict=True)
         )
-        each = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
-        return again * each <= EAGER_BYTES
-
-    @property
-    def _captures(self) -> bool:
-        """True if decode steps run as CUDA graphs. Ranks that meet on the host in the middle of a step cannot, nor can
-        kernels that wait for the GPU."""
-        wanted = self.plan.graphs and self.device.type == "cuda"
-        return wanted and self.links.tensor.capturable and self.kernels.capturable
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.graphs = None
-        if self.drafter:
-            self.drafter.close()
-        self.caches = []
-        self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
-        if self.device.type == "cuda":
-            release_cached_memory()
+        token_bytes = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
+        return read_again * token_bytes <= EAGER_BYTES
 
     @torch.inference_mode()
-    def lay(self, staged: StagedStep) -> Batch:
-        """The step as a batch, in a graph's tensors if it can be replayed."""
-        batch = (self.graphs and self.graphs.room(staged)) or staged.eager()
+    def fill_batch(self, staged: StagedStep) -> Batch:
+        """Turn a staged step into a batch, in a graph's tensors if it can be replayed."""
+        batch = (self.graphs and self.graphs.captured_batch(staged)) or staged.eager()
         self.kernels.fill_batch(staged, batch)
         return batch
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, hidden] after this rank's layers, valid until the next call; `incoming` is from the stage before."""
+        """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
         if self.graphs:
-            return self.graphs.run(batch, incoming)
+            return self.graphs.run_batch(batch, incoming)
         self.kernels.prepare(batch)
         return self._forward(batch, incoming)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         return self.model.hidden(incoming, self.rope, self.caches, batch)
 
-    def _release(self, slot: int) -> None:
-        self.rows.release(slot)
-        if self.sampler:
-            self.sampler.release(slot)
-
     def _finish(
-        self, step: StepPlan, hidden: torch.Tensor, order: Order | None, there: list[torch.Tensor]
-    ) -> StepResult | Callable[[], StepResult] | None:
-        """Sample, and score prompts where asked. Every rank of the last stage comes here: the head is cut. `there` are
-        the indices of the tokens to sample after, and then the order's arrays; without a sampler their slots alone."""
-        prompt_logprobs = self._score_prompts(step, hidden) if self.rows.wishes else {}
-        picks, *rest = there
-        if not len(picks):
+        self,
+        step: StepPlan,
+        hidden: torch.Tensor,
+        samples: SampleBatch | None,
+        tensors: SampleArrays[torch.Tensor] | None,
+    ) -> Result:
+        """Sample, and score prompts if requests want it. Every rank of the last stage comes here, since the head is
+        cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
+        prompt_logprobs, scoring = {}, self.request_slots.prompt_logprobs
+        if scoring:
+            prompt_logprobs = score_prompts(step, hidden, scoring, self.model, self.sampler)
+        if tensors is None:
             return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
-        # Every token wanted, the usual decode step: nothing to pick out.
-        if len(picks) < len(hidden):
-            hidden = hidden.index_select(0, picks)
+        # In the usual decode step every token is sampled after: nothing to select.
+        if len(tensors.picks) < len(hidden):
+            hidden = hidden.index_select(0, tensors.picks)
         logits = self.model.logits(hidden)
         if self.sampler is None:
-            self._remember(rest[0], None)
+            self._keep_last_tokens(tensors.slots, None)
             return None
-        assert logits is not None and order is not None
-        sampled, slots = self.sampler.sample(logits, order, rest), order.slots
-        self._remember(rest[0], sampled.tokens)
+        assert logits is not None and samples is not None
+        sampled, slots = self.sampler.sample(logits, samples, tensors), samples.arrays.slots
+        self._keep_last_tokens(tensors.slots, sampled.tokens)
 
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
-            made = StepResult(step.id, tokens, logprobs, prompt_logprobs)
+            step_result = StepResult(step.id, tokens, logprobs, prompt_logprobs)
             if min(tokens) == NOT_FINITE:
-                self._tell_broken(made, slots)
-            return made
+                self._mark_broken(step_result, slots)
+            return step_result
 
         return result() if self.device.type == "cpu" else result
 
-    def _tell_broken(self, made: StepResult, slots: np.ndarray) -> None:
-        """Say which of the rows' `slots` had logits that are not finite; ids take the place of what was not sampled."""
-        why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
-        made.failed = {int(slots[row]): why for row, token in enumerate(made.tokens) if token == NOT_FINITE}
-        made.tokens = [max(token, 0) for token in made.tokens]
-
-    def _remember(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
-        """Keep what was sampled for the step after, on every rank: only the output rank has it, as [R] int64."""
+    def _keep_last_tokens(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Keep the sampled tokens [R] int64 for the next step, on every rank; only the output rank has them."""
         if not self.plan.lookahead:
             return
-        last = self.rows.last
+        last = self.request_slots.last
         if self.links.tensor.size > 1:
             # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
-            given = last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
-            tokens = self.links.tensor.sum(given)
+            own = last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
+            tokens = self.links.tensor.sum(own)
         assert tokens is not None
         last.index_copy_(0, slots, tokens.to(last.dtype))
 
-    def _score_prompts(self, step: StepPlan, hidden: torch.Tensor) -> dict[int, list[TokenLogprobs]]:
-        """For rows that want it: the logprob of each prompt token that follows a position of this step."""
-        scores: dict[int, list[TokenLogprobs]] = {}
-        begin = 0
-        for slot, start, count in zip(step.slots, step.starts, step.counts, strict=True):
-            wish = self.rows.wishes.get(slot)
-            if wish is not None:
-                targets = wish.prompt[start + 1 : start + count + 1]
-                for at in range(0, len(targets), SCORED):
-                    chunk = targets[at : at + SCORED]
-                    logits = self.model.logits(hidden[begin + at : begin + at + len(chunk)])
-                    if self.sampler:
-                        assert logits is not None
-                        scored = self.sampler.prompt_logprobs(logits, chunk, wish.top)
-                        scores.setdefault(slot, []).extend(scored)
-            begin += count
-        return scores
+    def _mark_broken(self, result: StepResult, slots: np.ndarray) -> None:
+        """Mark rows whose logits were not finite as failed, by their `slots`; valid ids replace their tokens."""
+        why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
+        result.failed = {int(slots[row]): why for row, token in enumerate(result.tokens) if token == NOT_FINITE}
+        result.tokens = [max(token, 0) for token in result.tokens]
 
-    def _caches(self, num_blocks: int) -> list[KVCache]:
-        dims = (num_blocks, self.plan.block_size, len(self.place.kv_heads), self.plan.shape.head_dim)
-        return [
-            KVCache(*(devices.zeros(dims, self.attention.cache_dtype, self.device) for _ in range(2)))
-            for _ in range(len(self.place.layers))
-        ]
+    def _propose_drafts(self, step: StepPlan, result: Result) -> Result:
+        """Add the draft model's tokens to a result, which it waits for: they follow the sampled tokens."""
+        if self.draft_runner is None or self.sampler is None:
+            return result
+        step_result = result() if callable(result) else result
+        assert step_result is not None
+        step_result.drafts = self.draft_runner.propose(step, step_result.tokens, self.request_slots, self.sampler)
+        return step_result
 
-    def _rope(self, rows: int) -> torch.Tensor:
+    @property
+    def _captures(self) -> bool:
+        """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
+        kernels that wait for the GPU can be captured."""
+        enabled = self.plan.graphs and self.device.type == "cuda"
+        return enabled and self.links.tensor.capturable and self.kernels.capturable
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.graphs = None
+        if self.draft_runner:
+            self.draft_runner.close()
+        self.caches = []
+        self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
+        if self.device.type == "cuda":
+            release_cached_memory()
+
+    def _rope_table(self, rows: int) -> torch.Tensor:
         """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
         shape = self.plan.shape
-        made = rope.table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
-        return made.to(self.device)
+        table = rope_table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
+        return table.to(self.device)
 
     def _measure(self) -> int:
-        """Bytes that the largest step takes beside the weights and graphs: run on a GPU, reckoned on a CPU."""
+        """Bytes that the largest step takes beside weights and graphs: measured on a GPU, computed on a CPU."""
         plan = self.plan
-        rows, tokens = self._most
+        rows, tokens = rehearsal.step_limits(plan)
         if self.device.type == "cpu":
-            return step_bytes(plan.shape, self.place, tokens, rows, self.dtype.itemsize, guesses=self._guesses)
-        steps = self._largest_steps()
-        num_blocks = max(sum(-(-count // plan.block_size) for count in counts) for counts, _ in steps)
-        self.caches = self._caches(num_blocks)
+            return step_bytes(
+                plan.shape, self.place, tokens, rows, self.dtype.itemsize, draft_tokens=rehearsal.draft_limit(plan)
+            )
+        steps = rehearsal.largest_steps(plan)
+        self.caches = allocate_caches(
+            plan,
+            self.rank,
+            self.attention.cache_dtype,
+            self.device,
+            max(rehearsal.blocks_needed(plan, counts) for counts, _ in steps),
+        )
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         for counts, params in steps:
@@ -347,78 +373,26 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         if self._captures:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
-            captured = sizes(rows)
+            sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._rehearse([1] * captured[-1])
+            self._rehearse([1] * sizes[-1])
             largest = torch.cuda.max_memory_allocated(self.device) - before
-            self.graph_bytes = largest + GRAPH_BYTES * len(captured)
+            self.graph_bytes = largest + GRAPH_BYTES * len(sizes)
         self.caches = []
         return peak
 
-    @property
-    def _most(self) -> tuple[int, int]:
-        """Rows and tokens that a step has at most."""
-        plan = self.plan
-        rows = min(plan.max_num_seqs, plan.max_num_batched_tokens)
-        return rows, min(plan.max_num_batched_tokens, rows * plan.max_model_len)
-
-    def _largest_steps(self) -> list[tuple[list[int], SamplingParams]]:
-        """Prompts' lengths and wishes of the steps that take the most memory."""
-        rows, tokens = self._most
-        return [
-            ([tokens // rows + (r < tokens % rows) for r in range(rows)], DEMANDING),
-            # A prompt's logits are more than those of few requests, beside all else of a step full of it.
-            ([min(tokens, self.plan.max_model_len)], SCORING),
-        ]
-
-    @property
-    def _guesses(self) -> int:
-        """The most that a row of a step may have, each of which is sampled after."""
-        return self.plan.speculation.tokens if self.plan.speculation else 0
-
-    def _rehearse(self, counts: list[int], params: SamplingParams = DEMANDING, num_blocks: int | None = None) -> None:
-        """Run one step of made-up prompts with these lengths, in slots and blocks that nobody holds yet, and with as
-        many guesses as may be. A cache of fewer `num_blocks` than that takes holds some of them one over the other."""
-        size, blocks, first = self.plan.block_size, [], 0
-        for count in counts:
-            need = -(-count // size)
-            blocks.append([block % (num_blocks or first + need) for block in range(first, first + need)])
-            first += need
-        slots = list(range(len(counts)))
-        step = StepPlan(
-            id=-1,
-            released=[],
-            admitted=[Admission(slot, 0, params, [0] * count, []) for slot, count in zip(slots, counts, strict=True)],
-            slots=slots,
-            starts=[0] * len(counts),
-            counts=counts,
-            tokens=[0] * sum(counts),
-            blocks=blocks,
-            samples=[True] * len(counts),
-            draft_counts=[min(self._guesses, count - 1) for count in counts],
-        )
+    def _rehearse(
+        self, counts: list[int], params: SamplingParams = rehearsal.DEMANDING, num_blocks: int | None = None
+    ) -> None:
+        """Run a `rehearsal_step`. Raises ModelError if its logits are not finite."""
+        step = rehearsal.rehearsal_step(self.plan, counts, params, num_blocks)
         result = self.execute(step)
-        made = result() if callable(result) else result
-        for slot in slots:
+        step_result = result() if callable(result) else result
+        for slot in step.slots:
             self._release(slot)
-        if made and made.failed:
+        if step_result and step_result.failed:
             raise ModelError(
                 f"the checkpoint {self.plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
                 f"sampled: its weights are damaged, or beyond what {self.plan.dtype} holds; fetch it again, or try "
                 f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}"
             )
-
-
-def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:
-    """Of all tokens that are sampled: the index in the step of the one before it, its slot, and its position."""
-    picks, slots, positions, end = [], [], [], 0
-    for slot, start, count, samples, guesses in zip(
-        step.slots, step.starts, step.counts, step.samples, step.draft_counts, strict=True
-    ):
-        end += count
-        if samples:
-            for back in range(guesses, -1, -1):
-                picks.append(end - 1 - back)
-                slots.append(slot)
-                positions.append(start + count - back)
-    return picks, slots, positions

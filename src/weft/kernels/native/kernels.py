@@ -118,7 +118,7 @@ class NativeKernels:
     def sample_tokens(self, logits: torch.Tensor, settings: np.ndarray, streams: np.ndarray) -> torch.Tensor:
         """Sample a token for each row of logits [R, V], of the kernels' dtype or float32: [R] int64.
 
-        `settings` [R, 4] float64 are rows of `worker.chooser.Settings.columns`. `streams` [R] int64 are those of
+        `settings` [R, 4] float64 are rows of `SamplingSettings.columns`. `streams` [R] int64 are those of
         `worker.random.seeds`. Both are contiguous.
         """
         if logits.stride(1) != 1:

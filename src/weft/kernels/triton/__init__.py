@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.hardware.host import packages
+from weft.hardware.host import kernel_packages
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.usable import check_usable, gpu_cards, gpu_obstacle, multiprocessor_count, shared_memory_bytes
 from weft.plan import backends
@@ -30,7 +30,7 @@ def triton_available(device: torch.device, head_dim: int, *, required: bool = Fa
 
 def triton_obstacle(device: torch.device, head_dim: int) -> str | None:
     """Reason that the Triton kernels do not run on the device, for a model of this head_dim, or None."""
-    if "triton" not in packages():
+    if "triton" not in kernel_packages():
         return backends.NO_TRITON
     if os.environ.get("TRITON_INTERPRET") != "1" and (reason := gpu_obstacle(device)):
         return f"{reason} (TRITON_INTERPRET=1 interprets them, for tests)"

@@ -77,7 +77,7 @@ class TritonKernels:
     def sum_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
     ) -> torch.Tensor:
-        parts = comm.lay(x) if isinstance(comm, SymmetricComm) else None
+        parts = comm.publish_part(x) if isinstance(comm, SymmetricComm) else None
         if parts is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
         return reduce.sum_add_norm(parts, residual, weight, eps)

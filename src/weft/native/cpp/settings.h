@@ -11,7 +11,7 @@ constexpr uint64_t SPLITMIX_STEP = 0x9E3779B97F4A7C15;
 constexpr uint64_t SPLITMIX_FIRST = 0xBF58476D1CE4E5B9;
 constexpr uint64_t SPLITMIX_SECOND = 0x94D049BB133111EB;
 
-// One request's, a row of `Settings.columns` in worker/chooser.py: temperature 0 is greedy, top_k 0 keeps all tokens.
+// One request's, a row of `SamplingSettings.columns` in worker/token_sampler.py: temperature 0 is greedy, top_k 0 keeps all tokens.
 struct SamplingSettings {
     double temperature, log_min_p, top_k, top_p;
 };

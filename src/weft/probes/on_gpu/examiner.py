@@ -1,6 +1,6 @@
 """Process that measures copies between GPUs: `python -m weft.probes.on_gpu.examiner FD LIFELINE`.
 
-`probes.links` starts it.
+It is started by `probes.links`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from weft.probes.links import Begun, Ended, Examine
 
 
 def main(descriptor: int, lifeline: int) -> None:
+    """Measure the tasks that the parent sends, and report each result."""
     # Before torch is imported: from here on this process ends with its parent.
     parent: Parent[Examine] = Parent(descriptor, Examine, lifeline)
     examine = parent.inbox.get()
@@ -22,12 +23,12 @@ def main(descriptor: int, lifeline: int) -> None:
         copies.check_devices(1 + max(index for task in examine.tasks for index in task))
         for task in examine.tasks:
             parent.send(Begun(task))
-            parent.send(copies.gpu(*task) if len(task) == 1 else copies.pair(*task))
+            parent.send(copies.measure_gpu(*task) if len(task) == 1 else copies.measure_pair(*task))
     except (RuntimeError, ImportError, OSError) as error:
         parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
     else:
         parent.send(Ended(""))
-    while True:  # to end this process is the parent's to do
+    while True:  # the parent ends this process
         signal.pause()
 
 

@@ -1,4 +1,4 @@
-"""Trials: the attention kernels in each of their sizes, timed where they will run, over contexts of mixed lengths."""
+"""Trials of the attention kernels: each candidate size is timed on the GPU, over contexts of mixed lengths."""
 
 from __future__ import annotations
 
@@ -24,56 +24,57 @@ from weft.kernels.triton.tuning import (
 )
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 
-ROWS = (1, 8, 64, 256)  # of decode steps; of other numbers the nearest counts
-SHORTEST, LONGEST = 100, 2048  # of their contexts
+ROWS = (1, 8, 64, 256)  # of decode steps; other numbers use the nearest
+SHORTEST, LONGEST = 100, 2048  # contexts of decode steps, in tokens
 PROMPTS = {"4 prompts of 512": ([512] * 4, [512] * 4), "2,048 tokens after 6,144": ([2048], [8192])}  # counts, contexts
-# Of keys and values that a race goes through in turn, more than the L2 of any GPU holds; but in so many places at most.
+# A race takes keys and values from several caches in turn: more bytes in all than the L2 of any GPU holds, but at most
+# PLACES caches.
 COLD_BYTES, PLACES = 256 << 20, 64
-MARGIN = 0.03  # by which another size has to be faster than the one that was chosen by reading
-ROUNDING = 0.02  # of the greatest number, by which results may differ
+MARGIN = 0.03  # a size must be faster than the default by this share to replace it
+ROUNDING = 0.02  # results may differ by this share of the largest value
 
 # Queries, a cache and a batch -> [T, q_heads * head_dim].
 Attend = Callable[[torch.Tensor, KVCache, Batch], torch.Tensor]
-# Seconds of a layer by what attends, and why others are passed over.
+# Seconds of a layer by kernel size or backend, and why others are excluded.
 Times = dict[object, float]
 Obstacles = dict[object, str]
 
 
 @dataclass
 class Race:
-    """What attends to the same queries, over the same keys and values at several places of memory."""
+    """Attention by several `entries` over the same `samples`: equal inputs at several places of memory."""
 
-    what: str
-    given: Sequence[AttentionInputs]
+    title: str
+    samples: Sequence[AttentionInputs]
     entries: dict[object, Attend]
 
-    def run(self, clock: Clock = graph_seconds) -> tuple[Times, Obstacles]:
-        """Passed over is what cannot run on this device, and what gives other numbers than the first that does."""
+    def run_entries(self, clock: Clock = graph_seconds) -> tuple[Times, Obstacles]:
+        """Time every entry. Excluded are entries that fail on this device, or differ from the first that runs."""
         times: Times = {}
         obstacles: Obstacles = {}
-        want = None
+        expected = None
         for name, attend in self.entries.items():
             try:
-                got = attend(*self.given[0]).float()
-                want = got if want is None else want
-                if not (got - want).abs().max() <= ROUNDING * want.abs().max():
+                result = attend(*self.samples[0]).float()
+                expected = result if expected is None else expected
+                if not (result - expected).abs().max() <= ROUNDING * expected.abs().max():
                     obstacles[name] = "it gives other numbers"
                 else:
-                    times[name] = clock(partial(self._all, attend)) / len(self.given)
-            except Exception as error:  # memory that the device lacks, code that it does not run
+                    times[name] = clock(partial(self._attend_all, attend)) / len(self.samples)
+            except Exception as error:  # too little memory on the device, or code that it does not run
                 obstacles[name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         return times, obstacles
 
-    def _all(self, attend: Attend) -> None:
-        for it in self.given:
-            attend(*it)
+    def _attend_all(self, attend: Attend) -> None:
+        for sample in self.samples:
+            attend(*sample)
 
 
 def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]) -> Race:
-    """A decode step, by each of DECODE_CANDIDATES."""
+    """Race of one decode step with these context lengths, over DECODE_CANDIDATES."""
     q, cache, batch = decode_inputs(shape, device, contexts)
-    more = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
-    caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(more))]
+    copies = min(PLACES - 1, COLD_BYTES // (cache.keys.nbytes + cache.values.nbytes))
+    caches = [cache, *(KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(copies))]
 
     through = torch.zeros(len(contexts) * shape.kv_heads, dtype=torch.int32, device=device)
 
@@ -83,69 +84,74 @@ def decode_race(shape: AttentionShape, device: torch.device, contexts: list[int]
         return out
 
     least, most = min(contexts), max(contexts)
-    what = f"{step(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
-    return Race(what, [(q, it, batch) for it in caches], {it: partial(attend, it) for it in DECODE_CANDIDATES})
+    title = f"{step_name(len(contexts))} over {least:,}" + (f" to {most:,} tokens" if most > least else " tokens")
+    samples = [(q, place, batch) for place in caches]
+    return Race(title, samples, {tuning: partial(attend, tuning) for tuning in DECODE_CANDIDATES})
 
 
-def prefill_race(shape: AttentionShape, device: torch.device, what: str) -> Race:
-    """One of PROMPTS, as far as they may be that long, by each of PREFILL_CANDIDATES."""
-    counts, contexts = ([min(length, shape.length) for length in lengths] for lengths in PROMPTS[what])
+def prefill_race(shape: AttentionShape, device: torch.device, title: str) -> Race:
+    """Race of one of PROMPTS, cut to the longest allowed context, over PREFILL_CANDIDATES."""
+    counts, contexts = ([min(length, shape.length) for length in lengths] for lengths in PROMPTS[title])
 
     def attend(tuning: Tuning, q: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q).flatten(1)
         prefill(q, cache, batch, 0, shape.scale, shape.windows[0], out, tuning, shared_memory_bytes(device))
         return out
 
-    given = prompt_inputs(shape, device, counts, contexts)
-    return Race(what, [given], {it: partial(attend, it) for it in PREFILL_CANDIDATES})
+    sample = prompt_inputs(shape, device, counts, contexts)
+    return Race(title, [sample], {tuning: partial(attend, tuning) for tuning in PREFILL_CANDIDATES})
 
 
-def step(rows: int) -> str:
+def step_name(rows: int) -> str:
+    """Name of a decode step with this number of rows."""
     return f"decode of {rows} row{'s' * (rows > 1)}"
 
 
-def mixed(rows: int, longest: int) -> list[int]:
-    """Contexts that are spread evenly from SHORTEST to LONGEST, or to `longest`, in no order."""
+def mixed_lengths(rows: int, longest: int) -> list[int]:
+    """Context lengths spread evenly from SHORTEST to LONGEST, or to `longest` if less, in a fixed random order."""
     most = min(LONGEST, longest)
     least = min(SHORTEST, most)
     contexts = [least + (most - least) * (2 * row + 1) // (2 * rows) for row in range(rows)]
     return Random(0).sample(contexts, rows)
 
 
-def measured(
+def measure_tunings(
     shape: AttentionShape,
     device: torch.device,
     clock: Clock = graph_seconds,
-    tell: Callable[[str, Times, Obstacles], object] = lambda what, times, obstacles: None,
+    tell: Callable[[str, Times, Obstacles], object] = lambda title, times, obstacles: None,
 ) -> Tunings:
-    """The fastest sizes; `tell` hears of every race. What there is no memory for stays as it is; where nothing can be
-    measured it is a RuntimeError that says why."""
-    told: list[tuple[Times, Obstacles]] = []
+    """Find the fastest sizes for decode and prefill; `tell` gets the result of every race.
 
-    def held(what: str, race: Callable[[], Race]) -> Times:
+    A race that does not fit into memory keeps the default. Raises RuntimeError with the reason if no race can run.
+    """
+    results: list[tuple[Times, Obstacles]] = []
+
+    def run_race(title: str, build: Callable[[], Race]) -> Times:
         try:
-            made = race()
-            what, (times, obstacles) = made.what, made.run(clock)
+            race = build()
+            title, (times, obstacles) = race.title, race.run_entries(clock)
         except torch.OutOfMemoryError as error:
             times, obstacles = {}, {"all": str(error).splitlines()[0]}
-        told.append((times, obstacles))
-        tell(what, times, obstacles)
+        results.append((times, obstacles))
+        tell(title, times, obstacles)
         return times
 
-    found = {}
+    decode_tunings = {}
     for rows in [rows for rows in ROWS if rows <= shape.rows]:
-        race = partial(decode_race, shape, device, mixed(rows, shape.length))
-        found[rows] = best([held(step(rows), race)], DECODE)
-    prefills = [held(what, partial(prefill_race, shape, device, what)) for what in PROMPTS]
-    if not any(times for times, _ in told):
-        raise RuntimeError(next(iter(told[0][1].values())))
-    return Tunings(found, best(prefills, PREFILL))
+        build = partial(decode_race, shape, device, mixed_lengths(rows, shape.length))
+        decode_tunings[rows] = fastest_tuning([run_race(step_name(rows), build)], DECODE)
+    prefills = [run_race(title, partial(prefill_race, shape, device, title)) for title in PROMPTS]
+    if not any(times for times, _ in results):
+        raise RuntimeError(next(iter(results[0][1].values())))
+    return Tunings(decode_tunings, fastest_tuning(prefills, PREFILL))
 
 
-def best(races: Sequence[Mapping[object, float]], chosen: Tuning) -> Tuning:
-    """What took least in all races, each counting the same; `chosen` where nothing is faster by MARGIN."""
-    ran = [it for it in {**races[0]} if isinstance(it, Tuning) and all(it in times for times in races)]
-    took = {it: sum(times[it] / min(times.values()) for times in races) for it in ran}
-    if not took or took.get(chosen, float("inf")) <= min(took.values()) * (1 + MARGIN):
-        return chosen
-    return min(took, key=took.__getitem__)
+def fastest_tuning(races: Sequence[Mapping[object, float]], default: Tuning) -> Tuning:
+    """The size with the least time over all races, each with equal weight; `default` unless another is faster by
+    MARGIN."""
+    complete = [name for name in races[0] if isinstance(name, Tuning) and all(name in times for times in races)]
+    totals = {tuning: sum(times[tuning] / min(times.values()) for times in races) for tuning in complete}
+    if not totals or totals.get(default, float("inf")) <= min(totals.values()) * (1 + MARGIN):
+        return default
+    return min(totals, key=totals.__getitem__)

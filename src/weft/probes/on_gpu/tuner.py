@@ -1,5 +1,7 @@
-"""The process that measures the attention kernels' sizes: `python -m weft.probes.on_gpu.tuner FD LIFELINE`, started by
-`probes.tuning`."""
+"""Process that measures the attention kernels' sizes: `python -m weft.probes.on_gpu.tuner FD LIFELINE`.
+
+It is started by `probes.tuning`.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +12,30 @@ from dataclasses import replace
 from weft.errors import WeftError
 from weft.executors.launch import Parent
 from weft.probes.links import Ended
-from weft.probes.tuning import Raced, Tune, Tuned
+from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest
 
 
 def main(descriptor: int, lifeline: int) -> None:
+    """Run the request that the parent sends, and report each result."""
     # Before torch is imported: from here on this process ends with its parent.
-    parent: Parent[Tune] = Parent(descriptor, Tune, lifeline)
+    parent: Parent[TuneRequest] = Parent(descriptor, TuneRequest, lifeline)
     task = parent.inbox.get()
     try:
-        measure(task, parent)
+        measure_sizes(task, parent)
         parent.send(Ended(""))
     except (RuntimeError, ImportError, OSError, WeftError) as error:
         parent.send(Ended((str(error).strip().splitlines() or [type(error).__name__])[0]))
-    while True:  # to end this process is the parent's to do
+    while True:  # the parent ends this process
         signal.pause()
 
 
-def measure(task: Tune, parent: Parent[Tune]) -> None:
-    """Race after race, and for each number of ranks what came of them."""
+def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
+    """Run the races for each number of ranks; report each race, and then the sizes for that number."""
     from weft.kernels import triton
     from weft.kernels.base import AttentionShape
     from weft.worker import device as devices
 
-    device = devices.prepare(task.plan, 0)
+    device = devices.prepare_device(task.plan, 0)
     whole = AttentionShape.from_plan(task.plan, 0)
     triton.triton_available(device, whole.head_dim, required=True)
     from weft.kernels.triton import saved_tunings
@@ -42,23 +45,23 @@ def measure(task: Tune, parent: Parent[Tune]) -> None:
         shape = replace(whole, q_heads=whole.q_heads // ranks, kv_heads=whole.kv_heads // ranks)
         heads = f"{shape.q_heads} query and {shape.kv_heads} KV heads, "
 
-        def tell(what: str, times: trials.Times, obstacles: trials.Obstacles, heads: str = heads) -> None:
+        def tell(title: str, times: trials.Times, obstacles: trials.Obstacles, heads: str = heads) -> None:
             seconds = {str(name): took for name, took in times.items()}
-            parent.send(Raced(heads + what, seconds, {str(name): why for name, why in obstacles.items()}))
+            parent.send(RaceResult(heads + title, seconds, {str(name): why for name, why in obstacles.items()}))
 
-        found = trials.measured(shape, device, tell=tell)
+        tunings = trials.measure_tunings(shape, device, tell=tell)
         path = lost = ""
         if task.keep:
             try:
-                path = str(saved_tunings.save_tunings(device, shape, found))
+                path = str(saved_tunings.save_tunings(device, shape, tunings))
             except (OSError, RuntimeError, WeftError) as error:
                 lost = str(error)
         parent.send(
-            Tuned(
+            TunedSizes(
                 q_heads=shape.q_heads,
                 kv_heads=shape.kv_heads,
-                decode={rows: str(it) for rows, it in found.decode.items()},
-                prefill=str(found.prefill),
+                decode={rows: str(tuning) for rows, tuning in tunings.decode.items()},
+                prefill=str(tunings.prefill),
                 path=path,
                 lost=lost,
             )

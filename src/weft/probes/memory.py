@@ -1,4 +1,4 @@
-"""Memory of a process and all that it started: proportional set size, so that shared pages count once."""
+"""Memory of a process and its descendants, as proportional set size (PSS), so that shared pages count once."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from pathlib import Path
 from weft.errors import WeftError
 
 
-def tree(pid: int, root: Path = Path("/proc")) -> list[int]:
-    """The process and its descendants, as far as they are there at this moment."""
+def process_tree(pid: int, root: Path = Path("/proc")) -> list[int]:
+    """Process ids of `pid` and its descendants at this moment."""
     children: dict[int, list[int]] = defaultdict(list)
     for folder in root.iterdir():
         if folder.name.isdecimal():
             try:
-                # The name in brackets may hold anything.
+                # The process name in brackets may hold anything.
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, ValueError, IndexError):
-                continue  # it has ended meanwhile
+                continue  # the process has ended meanwhile
             children[parent].append(int(folder.name))
-    found, rest = [], [pid]
-    while rest:
-        one = rest.pop()
-        found.append(one)
-        rest += children[one]
-    return found
+    tree, remaining = [], [pid]
+    while remaining:
+        process = remaining.pop()
+        tree.append(process)
+        remaining += children[process]
+    return tree
 
 
 def pss_bytes(pid: int, root: Path = Path("/proc")) -> int:
-    """Of the whole tree. Raises WeftError where the kernel does not tell."""
+    """PSS of a process and its descendants, in bytes. Raises WeftError if the kernel does not report that of `pid`."""
     total = 0
-    for one in tree(pid, root):
+    for process in process_tree(pid, root):
         try:
-            text = (root / str(one) / "smaps_rollup").read_text()
+            text = (root / str(process) / "smaps_rollup").read_text()
         except ProcessLookupError:
             continue
         except OSError as error:
-            if one == pid:
+            if process == pid:
                 raise WeftError(f"cannot read the memory of process {pid}: {error.strerror}") from error
             continue
         total += next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0) * 1024

@@ -1,4 +1,4 @@
-"""Models of no use but to be measured: a Llama's shape and random weights."""
+"""Synthetic models for measurements: a Llama's shape with random weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 HEAD = 64  # columns of an attention head
-LONGEST = 8192  # tokens
-# Numbers of a layer over its width squared: query and output 2, key and value 1, an MLP of three matrices 2.75 wide.
+LONGEST = 8192  # tokens of context
+# Parameters of a layer over its width squared: query and output 2, key and value 1, an MLP of three matrices 2.75 wide.
 PER_LAYER, FFN, GROUP = 11.25, 2.75, 2
 
 
-class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
-    """Its dims, in numbers."""
+class SyntheticModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Dimensions of a synthetic model."""
 
     name: str
     layers: int
@@ -26,7 +26,7 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
 
     def config(self) -> dict[str, object]:
-        """As config.json has it."""
+        """Content of config.json."""
         heads = self.hidden // HEAD
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -51,19 +51,20 @@ class Synthetic(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextmanager
     def folder(self) -> Iterator[str]:
-        """A directory that an engine can start from with `load_format` "dummy"."""
+        """A temporary directory that an engine can load with `load_format` "dummy"."""
         with TemporaryDirectory(prefix="weft-bench-") as folder:
             (Path(folder) / "config.json").write_text(json.dumps(self.config()))
             yield folder
 
 
-def of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> Synthetic:
-    """As wide as makes the layers' and the head's weights about so many bytes."""
-    numbers, per_layer = nbytes / number_bytes, PER_LAYER * layers
-    width = (sqrt(vocab * vocab + 4 * per_layer * numbers) - vocab) / (2 * per_layer)
+def synthetic_of_size(name: str, nbytes: float, *, layers: int, vocab: int, number_bytes: int = 2) -> SyntheticModel:
+    """A model whose layers and head have about `nbytes` bytes of weights, `number_bytes` for each parameter."""
+    parameters, per_layer = nbytes / number_bytes, PER_LAYER * layers
+    # The positive root of per_layer * width^2 + vocab * width = parameters.
+    width = (sqrt(vocab * vocab + 4 * per_layer * parameters) - vocab) / (2 * per_layer)
     step = HEAD * GROUP
-    return Synthetic(name=name, layers=layers, hidden=max(step, round(width / step) * step), vocab=vocab)
+    return SyntheticModel(name=name, layers=layers, hidden=max(step, round(width / step) * step), vocab=vocab)
 
 
-# A step of it is Python and launches, and next to nothing else.
-TINY = Synthetic(name="tiny", layers=1, hidden=HEAD * GROUP, vocab=1024)
+# Its steps take little but Python and kernel launches.
+TINY = SyntheticModel(name="tiny", layers=1, hidden=HEAD * GROUP, vocab=1024)

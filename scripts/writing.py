@@ -1,0 +1,47 @@
+"""Rules of writing that no linter knows: `python -m scripts.writing FOLDER...` prints every place that breaks one.
+
+A docstring begins with a noun phrase or an imperative verb, never with a relative or interrogative word. A variable has
+a name that says what it holds, so `it` is allowed in comprehensions and lambdas only.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+FORBIDDEN = re.compile(r"\s*(Of|What|Whether|Those|That|Where|Who|How|Which|Is|As)\b")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SHORT = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)  # scopes of one line
+
+
+def violations(source: str) -> Iterator[tuple[int, str]]:
+    """Line and complaint of every violation in a Python source."""
+    tree = ast.parse(source)
+    inside = {id(node) for scope in ast.walk(tree) if isinstance(scope, SHORT) for node in ast.walk(scope)}
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED):
+            docstring = ast.get_docstring(node) or ""
+            if match := FORBIDDEN.match(docstring):
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield line, f"a docstring begins with {match[1]!r}: begin with a noun phrase or an imperative verb"
+        elif isinstance(node, (ast.Name, ast.arg)) and id(node) not in inside:
+            name = node.id if isinstance(node, ast.Name) else node.arg
+            if name == "it":
+                yield node.lineno, "a variable is called 'it': name what it holds"
+
+
+def main() -> int:
+    status = 0
+    for folder in sys.argv[1:]:
+        for path in sorted(Path(folder).rglob("*.py")):
+            for line, complaint in sorted(violations(path.read_text())):
+                print(f"{path}:{line}: {complaint}")
+                status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""OpenAIStream: the part of a response that both completion endpoints share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.serving.errors import JsonResponse
+from weft.serving.openai_types import SamplingRequest, StreamOptions, Usage
+from weft.serving.service import EngineStream, Service
+from weft.serving.sse import DONE, encode_event, send_reply
+from weft.text.limits import LIMITS
+
+ChunkChoice = TypeVar("ChunkChoice")
+
+
+class OpenAIStream(ABC, Generic[ChunkChoice]):
+    """The engine's stream as an OpenAI response: one JSON object, or server-sent events of one choice each.
+
+    Every response has its own id, which begins with `id_prefix`.
+    """
+
+    def __init__(
+        self, service: Service, stream: EngineStream, model: str, body: SamplingRequest, id_prefix: str
+    ) -> None:
+        self._frontend = service.frontend
+        self._stream = stream
+        self._model = model
+        self._id = f"{id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._streaming = bool(body.stream)
+        self._options = body.stream_options or StreamOptions()
+        self._keepalive_s = service.options.keepalive_interval
+
+    async def reply(self, request: Request) -> Response:
+        """Return the response that `request` asked for. The engine's stream is closed when the response ends."""
+        return await send_reply(
+            request,
+            self._stream,
+            streaming=self._streaming,
+            events=self._events,
+            whole=self._whole_response,
+            keepalive_s=self._keepalive_s,
+        )
+
+    @abstractmethod
+    def _whole(self) -> Any:
+        """The response's JSON object; called after the engine's stream has ended."""
+
+    @abstractmethod
+    def _chunk_choices(self) -> AsyncGenerator[ChunkChoice, None]:
+        """Choices of the chunks, in the order in which the engine's output arrives."""
+
+    @abstractmethod
+    def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Any: ...
+
+    def _usage(self) -> Usage:
+        """Token counts up to now."""
+        return self._stream.usage
+
+    async def _whole_response(self) -> Response:
+        await self._stream.finish()
+        if self._stream.usage.total_tokens > LIMITS.loop_positions:
+            return await asyncio.to_thread(lambda: JsonResponse(self._whole()))
+        return JsonResponse(self._whole())
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        usage_in_chunks = self._options.include_usage and self._options.continuous_usage_stats
+        async with aclosing(self._chunk_choices()) as choices:
+            async for choice in choices:
+                yield encode_event(self._chunk([choice], self._usage() if usage_in_chunks else None))
+        if self._options.include_usage:
+            yield encode_event(self._chunk([], self._usage()))
+        yield DONE

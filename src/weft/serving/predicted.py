@@ -1,0 +1,113 @@
+"""PredictionCheck: logs the first requests' measured speed beside the planner's prediction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weft.client.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from weft.planner.forecast import Forecast
+
+log = logging.getLogger("weft.serving")
+
+ENOUGH = 8  # tokens after the first that give a rate, and concurrent requests that count as load
+MANY = 256  # requests after which load without a pause is reported
+
+
+class PredictionCheck:
+    """Logs one comparison for a request that ran alone, and one for concurrent requests.
+
+    `opened` and `closed` must be called once per stream.
+    """
+
+    def __init__(self, expected: Forecast) -> None:
+        self._expected = expected
+        self._logged_alone = self._logged_load = False
+        self._most_open = 0  # streams open at once since none was open
+        self._finished: list[RequestOutput] = []
+
+    @property
+    def done(self) -> bool:
+        """True if both comparisons have been logged."""
+        return self._logged_alone and self._logged_load
+
+    def opened(self, count: int) -> None:
+        """Count a new stream; `count` streams are open now."""
+        self._most_open = max(self._most_open, count)
+
+    def closed(self, outputs: Sequence[RequestOutput], still_open: int) -> None:
+        """Count the end of a stream with these outputs; `still_open` streams are open now."""
+        self._finished += [output for output in outputs if output.finished]
+        if still_open and len(self._finished) < MANY:
+            return
+        finished, most_open = self._finished, self._most_open
+        self._finished, self._most_open = [], still_open
+        if most_open == 1 and len(finished) == 1 and not self._logged_alone:
+            self._logged_alone = self._log_alone(finished[0])
+        elif not self._logged_load:
+            self._logged_load = self._log_load(finished)
+
+    def _log_alone(self, output: RequestOutput) -> bool:
+        """Log the speed of a request that ran alone. Return False if the request cannot be compared."""
+        from weft.planner.forecast import request_report  # imported late: a server's start does not need it
+
+        times, tokens = output.metrics, _generated_tokens(output)
+        if times.first_token_s is None or times.finished_s is None or len(output.outputs) > 1:
+            return False
+        # A cached prompt gives no prefill time.
+        if tokens <= ENOUGH or output.num_cached_tokens or times.finished_s <= times.first_token_s:
+            return False
+        line = request_report(
+            self._expected,
+            input_len=len(output.prompt_token_ids),
+            output_len=tokens,
+            ttft_s=times.first_token_s - times.arrival_s,
+            tok_s=(tokens - 1) / (times.finished_s - times.first_token_s),
+        )
+        log.info(line)
+        return True
+
+    def _log_load(self, finished: Sequence[RequestOutput]) -> bool:
+        """Log the speed of concurrent requests. Return False if too few ran at once to compare."""
+        from weft.planner.forecast import load_report
+
+        requests = sum(len(output.outputs) for output in finished)
+        tokens = sum(map(_generated_tokens, finished))
+        if requests < ENOUGH or tokens <= ENOUGH * requests:
+            return False
+        took_s, busy_s = _elapsed_s(finished)
+        if took_s <= 0 or busy_s < 2 * took_s:
+            return False
+        prefilled = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in finished)
+        line = load_report(
+            self._expected,
+            requests=requests,
+            input_len=prefilled / requests,
+            output_len=tokens / requests,
+            concurrency=busy_s / took_s,
+            tok_s=tokens / took_s,
+        )
+        log.info(line)
+        return True
+
+
+def _generated_tokens(output: RequestOutput) -> int:
+    return sum(len(choice.token_ids) for choice in output.outputs)
+
+
+def _elapsed_s(outputs: Sequence[RequestOutput]) -> tuple[float, float]:
+    """Seconds from the first arrival to the last end, and seconds in the engine summed over all choices.
+
+    Both are 0 if an output has no end time.
+    """
+    ends, busy_s = [], 0.0
+    for output in outputs:
+        times = output.metrics
+        if times.finished_s is None:
+            return 0.0, 0.0
+        ends.append(times.finished_s)
+        busy_s += len(output.outputs) * (times.finished_s - (times.scheduled_s or times.arrival_s))
+    return max(ends) - min(output.metrics.arrival_s for output in outputs), busy_s

@@ -1,0 +1,187 @@
+"""simulate(): run a request source against replicas behind a routing policy, event by event on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+import msgspec
+
+from weft.core.request import Stats
+from weft.errors import QueueFullError, RequestError
+from weft.gateway.policy import Policy
+from weft.simulate.load import RequestSource
+from weft.simulate.replica import Replica, ReplicaSpec
+from weft.simulate.tally import RequestTimes, Tally
+from weft.simulate.unsimulated import UnsimulatedReplicas
+
+CHECK_EVERY = 4096  # events between two calls of `on_time` and `enough`
+COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "steps")
+
+
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements of a run.
+
+    Counters cover the window and all simulated replicas together. `events`: steps, stretches and arrivals of the whole
+    run. `steps`: scheduler steps of the whole run, including those within stretches.
+    """
+
+    tally: Tally
+    replicas: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    events: int
+    steps: int
+
+
+def simulate(
+    specs: Sequence[ReplicaSpec],
+    source: RequestSource,
+    policy: Policy,
+    *,
+    warmup_s: float,
+    end_s: float,
+    prefix_caching: bool,
+    unsimulated: int = 0,
+    stretches: bool = True,
+    enough: Callable[[Tally], bool] = lambda tally: False,
+    on_time: Callable[[float], object] = lambda now: None,
+) -> SimulationResult:
+    """Simulate one replica per spec, idle at time 0, beside `unsimulated` replicas that are only counted.
+
+    Requests that arrive from `warmup_s` to `end_s` are measured. Arrivals continue until the last measured request has
+    ended. With an infinite `end_s` the run ends when a finite source is exhausted and its requests have ended.
+
+    Every CHECK_EVERY events, `on_time` gets the virtual time, and `enough` may end the window and the run.
+    """
+    tally = Tally(warmup_s, end_s)
+    replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
+    simulation = Simulation(replicas, unsimulated, source, policy, tally)
+    before, after = simulation.run_events(enough, on_time)
+    tally.end_s = max(tally.begin_s, min(tally.end_s, simulation.last_s))
+    return SimulationResult(
+        tally=tally,
+        replicas=len(replicas),
+        preemptions=after.preemptions - before.preemptions,
+        prefix_queries=after.prefix_queries - before.prefix_queries,
+        prefix_hits=after.prefix_hits - before.prefix_hits,
+        events=simulation.events,
+        steps=simulation.total_stats().steps,
+    )
+
+
+class Simulation:
+    """The event loop. `unfinished`: number of measured requests that have not ended."""
+
+    def __init__(
+        self, replicas: Sequence[Replica], unsimulated: int, source: RequestSource, policy: Policy, tally: Tally
+    ) -> None:
+        self.events = self.unfinished = 0
+        self.last_s = 0.0  # time of the last event
+        self._replicas, self._source, self._policy, self._tally = replicas, source, policy, tally
+        self._connections = [0] * (len(replicas) + unsimulated)
+        self._others = (
+            UnsimulatedReplicas(self._connections, len(replicas), most=replicas[0].most) if unsimulated else None
+        )
+        # A heap of (time, replica). `_wake_s` is the current time of each replica; other entries are outdated.
+        self._agenda: list[tuple[float, int]] = []
+        self._wake_s = [inf] * len(replicas)
+        self._arrived = 0
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next event, infinity if there is none."""
+        next_s = min(self._agenda[0][0] if self._agenda else inf, self._source.next_s)
+        return min(next_s, self._others.next_s) if self._others else next_s
+
+    def run_events(self, enough: Callable[[Tally], bool], on_time: Callable[[float], object]) -> tuple[Stats, Stats]:
+        """Run until every measured request has ended. Return the counters at the window's begin and end."""
+        tally = self._tally
+        window_s = tally.end_s
+        before: Stats | None = None
+        after: Stats | None = None
+        while (now := self.next_s) < inf:
+            if before is None and now >= tally.begin_s:
+                before = self.total_stats()
+            if after is None and now >= window_s:
+                after = self.total_stats()
+            if after and not self.unfinished:
+                break
+            self.process_event(now)
+            if self.events % CHECK_EVERY == 0:
+                on_time(now)
+                if before and not after and enough(tally):
+                    tally.end_s = now
+                    break
+        final = self.total_stats()
+        return before or final, after or final
+
+    def process_event(self, now: float) -> None:
+        """Process the event at `next_s`. The end of a request comes before an arrival at the same time."""
+        if self._others and self._others.next_s <= now:
+            for _ in range(self._others.end_requests()):
+                self._source.request_ended(now)
+        elif self._agenda and self._agenda[0][0] <= now:
+            due, index = heappop(self._agenda)
+            if due == self._wake_s[index]:
+                self._wake_s[index] = inf
+                self._begin_event(now)
+                self._end_requests(index, now, self._replicas[index].wake())
+                self._schedule_wake(index)
+        else:
+            self._begin_event(now)
+            self._arrive(now)
+
+    def total_stats(self) -> Stats:
+        """Counters of all simulated replicas together."""
+        stats = [replica.scheduler.stats() for replica in self._replicas]
+        return Stats(**{name: sum(getattr(each, name) for each in stats) for name in COUNTERS})
+
+    def _begin_event(self, now: float) -> None:
+        self.events += 1
+        self.last_s = now
+
+    def _arrive(self, now: float) -> None:
+        """Route the source's next request to a replica."""
+        request = self._source.take_request()
+        index = self._policy.choose_replica(self._connections)
+        if index >= len(self._replicas):
+            assert self._others is not None
+            if not self._others.add_request(index):
+                self._source.request_ended(now, refused=True)
+            return
+        replica, measured = self._replicas[index], self._tally.inside(now)
+        self._end_requests(index, now, replica.settle(now))
+        output_len = min(request.output_len, replica.longest - request.input_len)
+        times = RequestTimes(str(self._arrived), now, request.input_len, output_len, measured)
+        self._arrived += 1
+        try:
+            replica.add_request(now, request, times)
+        except (QueueFullError, RequestError) as error:
+            self._source.request_ended(now, refused=True)
+            if measured:
+                self._tally.count_refused(now, too_long=isinstance(error, RequestError))
+        else:
+            self._connections[index] += 1
+            self.unfinished += measured
+        self._schedule_wake(index)
+
+    def _end_requests(self, index: int, now: float, ended: Sequence[RequestTimes]) -> None:
+        """Count the requests of a replica that have ended."""
+        if ended and self._others:
+            self._others.copy_ends(now, self._connections[index], len(ended), now - ended[-1].arrival_s)
+        for times in ended:
+            self._connections[index] -= 1
+            self.unfinished -= times.measured
+            self._tally.count_completed(times)
+            self._source.request_ended(now)
+
+    def _schedule_wake(self, index: int) -> None:
+        """Enter the time at which the replica wants to be woken into the agenda."""
+        due = self._replicas[index].due
+        if due != self._wake_s[index]:
+            self._wake_s[index] = due
+            if due < inf:
+                heappush(self._agenda, (due, index))

@@ -1,0 +1,95 @@
+"""The tokens that a step samples, and the arrays that sampling needs on the device.
+
+Arrays have the same names on both sides: numpy arrays on the host, tensors once they are staged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from weft.core.step import StepPlan
+
+Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
+
+
+class EditArrays(NamedTuple, Generic[Array]):
+    """Edits to the logits [R, vocab] of a step, in the order in which they are applied.
+
+    Fields that end in `at` are int64 indices into the flattened logits; their values are float32.
+    """
+
+    biased_at: Array
+    bias: Array
+    penalised_at: Array
+    repetition: Array
+    penalty: Array  # frequency and presence together, to be subtracted
+    allowed_at: Array  # the only tokens of the limited rows
+    limited_rows: Array
+    forbidden_at: Array
+    fallback_at: Array  # one token of each masked row, less likely than any other: sampled if no other is left
+
+
+class SettingsUpdate(NamedTuple, Generic[Array]):
+    """Sampling settings that have changed, for a token sampler that keeps them on the device."""
+
+    slots: Array  # [n] int64
+    columns: Array  # [n, 4] float64, see `SamplingSettings`
+    keys: Array  # [n] int64
+
+
+class SampleArrays(NamedTuple, Generic[Array]):
+    """R tokens to sample after a step. Fields from `scored` on are set on the output rank alone, and only if needed."""
+
+    picks: Array  # [R] int64: index in the step of the token before
+    slots: Array  # [R] int64: request slot
+    positions: Array  # [R] int64: position in the request's text, that is, its number of tokens so far
+    scored: Array | None = None  # int64: indices of the tokens whose logprobs are wanted
+    edits: EditArrays[Array] | None = None
+    settings: SettingsUpdate[Array] | None = None
+
+    def flatten(self) -> list[Array]:
+        """List the arrays that are set, in the order of the fields."""
+        arrays = [self.picks, self.slots, self.positions]
+        if self.scored is not None:
+            arrays.append(self.scored)
+        if self.edits is not None:
+            arrays.extend(self.edits)
+        if self.settings is not None:
+            arrays.extend(self.settings)
+        return arrays
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> SampleArrays[torch.Tensor]:
+        """Return the same fields as `tensors`, which are in the order of `flatten`."""
+        left = iter(tensors)
+        return SampleArrays(
+            picks=next(left),
+            slots=next(left),
+            positions=next(left),
+            scored=None if self.scored is None else next(left),
+            edits=None if self.edits is None else EditArrays(*islice(left, len(self.edits))),
+            settings=None if self.settings is None else SettingsUpdate(*islice(left, len(self.settings))),
+        )
+
+
+def int64_array(numbers: Sequence[int]) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+def sampled_positions(step: StepPlan) -> tuple[list[int], list[int], list[int]]:
+    """`picks`, `slots` and `positions` of all tokens that a step samples, as in SampleArrays."""
+    picks, slots, positions, end = [], [], [], 0
+    for slot, start, count, samples, drafts in zip(
+        step.slots, step.starts, step.counts, step.samples, step.draft_counts, strict=True
+    ):
+        end += count
+        if samples:
+            for back in range(drafts, -1, -1):
+                picks.append(end - 1 - back)
+                slots.append(slot)
+                positions.append(start + count - back)
+    return picks, slots, positions
