@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.pace import LEAST_SHARE, STEP_S, Pace
+from weft.core.pace import CACHED_TOKENS, LEAST_SHARE, STEP_S, Pace
 
 
 class Machine:
@@ -82,3 +82,18 @@ def test_only_who_runs_alone_has_steps_full_of_its_prompt() -> None:
     engine.scheduler.add(request("long", [2] * 20, max_tokens=1))
     counts = [(step.counts, engine.scheduler.prompt_tokens) for _ in range(3) if (step := engine.scheduler.schedule())]
     assert counts[0] == ([1, 8], 8)
+
+
+def test_cached_prompts_are_bounded_beside_decodes() -> None:
+    """A row that finds its prompt in the cache computes one token, and attention still reads all of it."""
+    sizes = {"num_blocks": 40, "block_size": 512, "max_model_len": 4096, "max_num_batched_tokens": 4096}
+    engine = Engine({**LIMITS, **sizes})
+    engine.scheduler.prompt_limit = 8
+    prompt = [7] * (2 * CACHED_TOKENS + 1)
+    engine.scheduler.add(request("first", prompt, max_tokens=20))
+    assert engine.schedule() and engine.apply()
+    for number in range(6):
+        engine.scheduler.add(request(f"same {number}", prompt, max_tokens=20))
+    step = engine.schedule()
+    # The decode, and rows that count as 1 + 2 tokens each while less than 8 are taken.
+    assert step is not None and step.counts == [1, 1, 1, 1]

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from weft.core.block_tables import BlockTables
 from weft.core.blocks import BlockPool
 from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
+from weft.core.pace import CACHED_TOKENS
 from weft.core.request import Output, Request, Stats, check_prompt_length
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import DraftProposer
@@ -169,18 +170,19 @@ class Scheduler:
                 prefills.append(sequence)
         plan = flight.plan
         decoded = len(plan.tokens)
-        if len(self._running) > len(prefills):
+        beside_decodes = len(self._running) > len(prefills)
+        if beside_decodes:
             budget = min(budget, self.prompt_limit)
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
-            self._admit(flight, budget)
+            self._admit(flight, budget, beside_decodes)
         if not plan.slots:
             return None
         self.prompt_tokens = len(plan.tokens) - decoded
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
-        # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
+        # Without a next step, released slots are sent with the first step after the pause.
         plan.released, self._released = self._released, []
         self._steps += 1
         self._in_flight.append(flight)
@@ -222,17 +224,15 @@ class Scheduler:
             self._await_turn(sequence)
         return budget
 
-    def _admit(self, flight: Flight, budget: int) -> None:
+    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> None:
         """Admit waiting requests, in their order, as long as slots, tokens and blocks last."""
         rows = -(-self.active // self.stages)
-        while self._queue and budget and self._slots and len(flight.plan.slots) < rows:
+        while self._queue and budget > 0 and self._slots and len(flight.plan.slots) < rows:
             sequence = self._queue[0][1]
-            # Preempted, and then its last step ended it.
-            if sequence.done:
+            if sequence.done:  # preempted, and then its last step ended it
                 heappop(self._queue)
                 continue
-            # Preempted, and its last step is still in flight: the tokens of that step belong to the sequence.
-            if sequence.outstanding:
+            if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
                 return
             cached = self.tables.match_prefix(sequence)
             new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
@@ -241,8 +241,10 @@ class Scheduler:
             heappop(self._queue)
             self._start_running(flight, sequence, cached, new)
             count = min(len(sequence.tokens) - sequence.computed, budget)
-            self._add_row(flight, sequence, count, cached)
             budget -= count
+            if beside_decodes:
+                budget -= sequence.computed // CACHED_TOKENS
+            self._add_row(flight, sequence, count, cached)
 
     def _start_running(self, flight: Flight, sequence: Sequence, cached: list[int], new: int) -> None:
         """Give a sequence a slot, the `cached` blocks of its prefix, and the promise of the `new` ones it needs."""
@@ -302,8 +304,7 @@ class Scheduler:
                 self._await_turn(sequence)
         else:
             plan.samples.append(False)
-            # The next chunk needs no result of this one.
-            self._await_turn(sequence)
+            self._await_turn(sequence)  # the next chunk needs no result of this one
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
             self.tables.register_full_blocks(sequence)
 
