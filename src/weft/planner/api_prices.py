@@ -136,7 +136,13 @@ def _quote(provider: Provider, model: ModelInfo, usage: Usage) -> Quote | None:
 
 @cache
 def _providers() -> tuple[Provider, ...]:
-    from genai_prices import data_snapshot
+    try:
+        from genai_prices import data_snapshot
+    except ModuleNotFoundError:
+        raise ConfigError(
+            'prices of APIs need the package genai-prices: pip install "weft[cost]", or give prices, as in '
+            "--api-price 0.15/0.60"
+        ) from None
 
     return tuple(data_snapshot.get_snapshot().providers)
 
