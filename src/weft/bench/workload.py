@@ -7,7 +7,10 @@ from random import Random
 
 from weft.errors import ConfigError
 
-NANO_REQUESTS, NANO_LENGTHS, NANO_IDS, NANO_TEMPERATURE = 256, (100, 1024), 10_000, 0.6
+NANO_REQUESTS = 256
+NANO_LENGTHS = (100, 1024)  # tokens of prompts and of outputs, both ends included
+NANO_IDS = 10_000  # highest token id
+NANO_TEMPERATURE = 0.6
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,15 @@ def random_requests(
 
 
 def shared_prefix(seed: int, *, vocab: int, count: int, prefix: int, own: int, output_len: int) -> list[BenchRequest]:
-    """Requests with prompts of random ids: the same `prefix` tokens in all, and `own` different ones after them."""
+    """Requests with prompts of random ids: the same `prefix` tokens in all, then `own` tokens of each request."""
     random = Random(f"weft prefix {seed}")
     shared = [random.randrange(vocab) for _ in range(prefix)]
     return [BenchRequest(shared + [random.randrange(vocab) for _ in range(own)], output_len) for _ in range(count)]
 
 
 def nano_vllm(vocab: int, seed: int = 0) -> list[BenchRequest]:
-    """The workload of nano-vllm's benchmark with its own seed: all prompts are drawn first, then all lengths.
+    """The workload of nano-vllm's benchmark, by default with its seed: all prompts are drawn first, then all output
+    lengths.
 
     Raises ConfigError if the vocabulary is too small.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-TURNS = 2
+TURNS = 2  # buffers that take turns
 
 
 class Parts:
@@ -20,9 +20,9 @@ class Parts:
     sum of the other turn, and every rank came to that one only after it had read the parts of the first. So no part is
     overwritten while it is read, however late a rank is.
 
-    A sum of another kind is a barrier as well: after it any place is free, and the caller says so with `begin`. A
-    CUDA graph keeps the turns with which it was captured. A graph begins and ends with such a sum, or follows one, so
-    graphs may be replayed in any order.
+    A sum that does not use these places (`SymmetricComm.sum`) is a barrier as well: after it any place is free, and the
+    caller says so with `begin`. A CUDA graph keeps the turns with which it was captured. So graphs may be replayed in
+    any order only if every step ends with such a sum. `DecoderModel.hidden` ends with one.
     """
 
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], rank: int, barrier: Callable[[], None]) -> None:
@@ -43,14 +43,14 @@ class Parts:
         return self.places[0][0].dtype
 
     def begin(self) -> None:
-        """Start the turns again, after a barrier of all ranks that followed the last part."""
+        """Start the turns again. A sum of another kind, which is a barrier of all ranks, follows or has just ended."""
         self._turn = 0
 
     def publish(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Publish `x`, this rank's part, and wait for the parts of the other ranks.
+        """Publish `x`, this rank's part, and have the device wait for the parts of the other ranks.
 
-        Returns the addresses of all parts, [size] int64 on the device, and the memory that begins there. Both are valid
-        until the next part but one is published.
+        Returns the addresses of all parts, [size] int64 on the device, and the flat buffers that begin there, longer
+        than `x`. Both are valid until the next part but one is published.
         """
         turn = self._turn
         self._turn = (turn + 1) % TURNS

@@ -10,7 +10,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from weft.executors.messages import ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER, RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
+from weft.executors.rank import (
+    SPIN_COUNT,
+    SPIN_VARIABLE,
+    WORKER,
+    RankWorker,
+    bind_to_cores,
+    gc_paused,
+    run_rank,
+    worker_class,
+)
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
 from weft.plan.plan import Plan
@@ -28,7 +37,7 @@ class InlineExecutor(RankExecutor):
         self._threads: list[threading.Thread] = []
 
     def _launch(self, plan: Plan) -> None:
-        os.environ.setdefault(SPINS, SPIN_COUNT)
+        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
         os.environ.update(cuda.device_order_variables(os.environ))
         with gc_paused():
             threads = import_module("weft.comm.threads")  # by name: this package does not import torch

@@ -12,7 +12,7 @@ from weft.errors import Cause
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, end_children
 from weft.executors.messages import Failed, FromRank, Launch, LinkFiles, StageFiles, ToRank
-from weft.executors.rank import SPIN_COUNT, SPINS, WORKER
+from weft.executors.rank import SPIN_COUNT, SPIN_VARIABLE, WORKER
 from weft.executors.ranks import RankExecutor
 from weft.hardware import cuda
 from weft.plan.plan import Plan
@@ -32,7 +32,7 @@ class ProcessExecutor(RankExecutor):
     def _launch(self, plan: Plan) -> None:
         store, store_files = self._open_store()
         shared = [create_stage_files(plan.tensor_parallel) for _ in range(plan.stages)]
-        # Between each rank and the rank at the same position in the next stage.
+        # links[rank]: from that rank to the same tensor-parallel rank of the next stage.
         links = [create_link_files() for _ in plan.places[: -plan.tensor_parallel]]
         try:
             for place in plan.places:
@@ -57,9 +57,9 @@ class ProcessExecutor(RankExecutor):
                 os.close(descriptor)
 
     def _open_store(self) -> tuple[str, list[int]]:
-        """Return the path of a file through which ranks find each other, and the descriptors behind it.
+        """Return the path of torch's rendezvous file, and the descriptors behind it.
 
-        If the system has files without a name, no trace of the file is left, however this process ends.
+        If the system has anonymous files, no trace of the file is left, however this process ends.
         """
         if hasattr(os, "memfd_create"):
             file = os.memfd_create("weft-ranks")
@@ -107,7 +107,7 @@ def rank_environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": number,
         # All ranks are on this host; gloo would take the interface of the host's name.
         "GLOO_SOCKET_IFNAME": LOOPBACK,
-        SPINS: SPIN_COUNT,
+        SPIN_VARIABLE: SPIN_COUNT,
         **cuda.device_order_variables(os.environ),
     }
     if not peer_to_peer:

@@ -32,7 +32,7 @@ WORKER = "weft.worker.worker:Worker"
 
 # Number of times that an OpenMP thread polls before it sleeps, about 40 us; read when torch is imported. OpenMP's own
 # default is 300,000, which on cores that others want as well turns a step of 8 ms into one of 200 ms.
-SPINS, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
+SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 
 
 class RankWorker(Protocol):

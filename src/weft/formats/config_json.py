@@ -31,7 +31,7 @@ def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> Mo
     """
     config = load_config(folder)
     generation = folder / GENERATION
-    end_tokens = load_json(generation).ids("eos_token_id") if generation.exists() else ()
+    end_tokens = load_json(generation).token_ids("eos_token_id") if generation.exists() else ()
     shape = shape_from_config(config, own, run=run)
     return msgspec.structs.replace(shape, eos=tuple(dict.fromkeys(shape.eos + end_tokens)))
 
@@ -47,7 +47,7 @@ def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise fields.wrong(name, "a number")
+            raise fields.wrong_value(name, "a number")
         sampling[name] = value
     if "do_sample" in fields:
         sampling["do_sample"] = fields.flag("do_sample")
@@ -82,7 +82,7 @@ def architecture(config: Fields) -> str:
     """Name of the model's architecture: the first known one in `architectures`; by `model_type` without that list."""
     names = config.values.get("architectures") or []
     if not isinstance(names, list):
-        raise config.wrong("architectures", "a list of names")
+        raise config.wrong_value("architectures", "a list of names")
     if not names:
         kind = config.text_or("model_type", None)
         names = [name for name, default in DEFAULTS.items() if default.model_type == kind] or [kind]
@@ -113,7 +113,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     layers, mla = config.integer("num_hidden_layers", maximum=limits.LAYERS), latent(config)
     if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
-        raise config.wrong("word_embed_proj_dim", f"the hidden_size, {hidden}")
+        raise config.wrong_value("word_embed_proj_dim", f"the hidden_size, {hidden}")
     head_dim = _head_dim(config, default, hidden, q_heads, mla)
     longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
     max_positions = longest or default.max_positions
@@ -142,7 +142,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
         mla=mla,
         dtype=dtype(config) or own,
         bos=config.integer_or("bos_token_id", default.bos, minimum=0),
-        eos=config.ids("eos_token_id", default.eos),
+        eos=config.token_ids("eos_token_id", default.eos),
     )
     quantised = quantization(config)
     if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
@@ -193,7 +193,7 @@ def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
     shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
     count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
     if top_k > count:
-        raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
+        raise config.wrong_value("num_experts_per_tok", f"at most the {count} experts")
     return Experts(
         count=count,
         top_k=top_k,
@@ -207,7 +207,7 @@ def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
 def _dense_layers(config: Fields, layers: int) -> tuple[int, ...]:
     """Numbers of the layers without experts in a model with experts."""
     dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
-    dense |= set(config.ids("mlp_only_layers"))
+    dense |= set(config.token_ids("mlp_only_layers"))
     step = config.integer_or("decoder_sparse_step", 1) or 1
     dense |= {layer for layer in range(layers) if (layer + 1) % step}
     return tuple(sorted(layer for layer in dense if layer < layers))
@@ -254,7 +254,7 @@ def _check_runnable(config: Fields, name: str) -> None:
             f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"
         )
     if config.text_or("hidden_act", "silu") not in ("silu", "swish", None):
-        raise config.wrong("hidden_act", "silu")
+        raise config.wrong_value("hidden_act", "silu")
 
 
 def dtype(config: Fields) -> DType | None:
@@ -265,7 +265,7 @@ def dtype(config: Fields) -> DType | None:
         return None
     known = DTYPES.get(str(name).removeprefix("torch."))
     if known is None:
-        raise config.wrong(key, "bfloat16, float16 or float32")
+        raise config.wrong_value(key, "bfloat16, float16 or float32")
     return known
 
 
@@ -288,7 +288,7 @@ def _sliding_layers(config: Fields, default: Defaults, layers: int) -> list[bool
     if types is None:
         return _sliding_pattern(config, default, layers)
     if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
-        raise config.wrong("layer_types", "a list of full_attention and sliding_attention")
+        raise config.wrong_value("layer_types", "a list of full_attention and sliding_attention")
     if len(types) != layers:
         raise ModelError(f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers")
     return [type == "sliding_attention" for type in types]
@@ -308,7 +308,7 @@ def rope(config: Fields, max_positions: int) -> Rope:
     theta = _theta(config, scaling)
     for fields in (scaling, config):
         if fields.number_or("partial_rotary_factor", 1.0) not in (1.0, None):
-            raise fields.wrong("partial_rotary_factor", "1")
+            raise fields.wrong_value("partial_rotary_factor", "1")
     key = "rope_type" if "rope_type" in scaling else "type"
     original = config.integer_or("original_max_position_embeddings", None) or scaling.integer_or(
         "original_max_position_embeddings", max_positions
@@ -326,13 +326,13 @@ def rope(config: Fields, max_positions: int) -> Rope:
             return _llama3(scaling, theta, original)
         case "yarn":
             return _yarn(scaling, theta, original or max_positions, max_positions)
-    raise scaling.wrong(key, "default, linear, dynamic, llama3 or yarn")
+    raise scaling.wrong_value(key, "default, linear, dynamic, llama3 or yarn")
 
 
 def _llama3(scaling: Fields, theta: float, original: int | None) -> Rope:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if high <= low:
-        raise scaling.wrong("high_freq_factor", f"above low_freq_factor, {low:g}")
+        raise scaling.wrong_value("high_freq_factor", f"above low_freq_factor, {low:g}")
     return Rope(
         theta=theta,
         kind="llama3",

@@ -11,8 +11,9 @@ from weft.errors import ModelError
 class Fields:
     """The fields in `values`, read from the file `where`.
 
-    All methods raise ModelError for a value of the wrong type or range; those without a default also for a field that
-    is missing or null. A field that is null is None, whatever the default.
+    A getter raises ModelError for a value of the wrong type or range. `integer` and `number` also raise it for a field
+    that is missing or null. The others return their default for a missing field; for null, `flag` returns its default,
+    `token_ids` returns (), and the others return None.
     """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
@@ -21,7 +22,7 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def wrong(self, key: str, expected: str) -> ModelError:
+    def wrong_value(self, key: str, expected: str) -> ModelError:
         """The error for a field of a wrong value."""
         return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
 
@@ -29,7 +30,7 @@ class Fields:
         """Return an integer from 1 to `maximum`."""
         value = self.integer_or(key, None, maximum=maximum)
         if value is None:
-            raise ModelError(f"{self.where} has no {key}; it is damaged or no model that Weft knows")
+            raise ModelError(f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know")
         return value
 
     def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
@@ -40,13 +41,14 @@ class Fields:
         if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
             if maximum is None or value <= maximum:
                 return value
-            raise self.wrong(key, f"{maximum:,} at most, which no model comes near; fetch it again")
-        raise self.wrong(key, f"a whole number, {minimum} or more")
+            raise self.wrong_value(key, f"{maximum:,} at most, since no model is larger; download the file again")
+        raise self.wrong_value(key, f"a whole number, {minimum} or more")
 
     def number(self, key: str) -> float:
+        """Return a finite number above 0."""
         value = self.number_or(key, None)
         if value is None:
-            raise ModelError(f"{self.where} has no {key}, which is needed there")
+            raise ModelError(f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know")
         return value
 
     def number_or(self, key: str, default: float | None) -> float | None:
@@ -56,7 +58,7 @@ class Fields:
             return None
         if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0:
             return float(value)
-        raise self.wrong(key, "a number above 0")
+        raise self.wrong_value(key, "a number above 0")
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
@@ -64,21 +66,21 @@ class Fields:
             return default
         if isinstance(value, bool):
             return value
-        raise self.wrong(key, "true or false")
+        raise self.wrong_value(key, "true or false")
 
     def text_or(self, key: str, default: str | None) -> str | None:
         value = self.values.get(key, default)
         if value is None or isinstance(value, str):
             return value
-        raise self.wrong(key, "a text")
+        raise self.wrong_value(key, "a text")
 
-    def ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def token_ids(self, key: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return token ids without duplicates; the file may give a single id, a list or null."""
         value = self.values.get(key, default)
         items = () if value is None else value if isinstance(value, list | tuple) else (value,)
         if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
             return tuple(dict.fromkeys(items))
-        raise self.wrong(key, "a token id or a list of them")
+        raise self.wrong_value(key, "a token id or a list of them")
 
     def nested(self, key: str) -> Fields | None:
         """Return the fields of an object inside this one; None if it is missing."""
@@ -87,4 +89,4 @@ class Fields:
             return None
         if isinstance(value, dict):
             return Fields(value, f"{self.where}: {key}")
-        raise self.wrong(key, "an object")
+        raise self.wrong_value(key, "an object")

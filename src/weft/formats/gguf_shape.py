@@ -127,7 +127,7 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
 
 def _end_tokens(tokens: Fields) -> tuple[int, ...]:
     """All token ids that end an answer."""
-    ids = [token for key in END_TOKENS for token in tokens.ids(f"tokenizer.ggml.{key}")]
+    ids = [token for key in END_TOKENS for token in tokens.token_ids(f"tokenizer.ggml.{key}")]
     return tuple(dict.fromkeys(ids))
 
 
@@ -150,7 +150,7 @@ def _check_head_dim(fields: Fields, head_dim: int) -> None:
     """Raise ModelError if a value or the rotary part of a head is not as long as its key."""
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.integer_or(key, head_dim) != head_dim:
-            raise fields.wrong(key, f"the head's own length, {head_dim}")
+            raise fields.wrong_value(key, f"the head's own length, {head_dim}")
 
 
 def latent(fields: Fields) -> Latent | None:
@@ -161,7 +161,7 @@ def latent(fields: Fields) -> Latent | None:
     value = fields.integer_or("attention.value_length_mla", None) or fields.integer("attention.value_length")
     rope_dim = fields.integer("rope.dimension_count")
     if rope_dim >= key:
-        raise fields.wrong("rope.dimension_count", f"less than the key's length, {key}")
+        raise fields.wrong_value("rope.dimension_count", f"less than the key's length, {key}")
     return Latent(
         kv_lora_rank=fields.integer("attention.kv_lora_rank"),
         q_lora_rank=fields.integer_or("attention.q_lora_rank", None),
@@ -219,7 +219,7 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
             return Rope(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
         case "yarn":
             return yarn(fields, theta)
-    raise fields.wrong("rope.scaling.type", "none, linear or yarn")
+    raise fields.wrong_value("rope.scaling.type", "none, linear or yarn")
 
 
 def yarn(fields: Fields, theta: float) -> Rope:
@@ -231,7 +231,7 @@ def yarn(fields: Fields, theta: float) -> Rope:
     if magnitude is None and times != 1:
         magnitude = times * (0.1 * log(max(factor, 1.0)) + 1.0)
     if fields.number_or("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
-        raise fields.wrong("rope.scaling.yarn_ext_factor", "1")
+        raise fields.wrong_value("rope.scaling.yarn_ext_factor", "1")
     return Rope(
         theta=theta,
         kind="yarn",

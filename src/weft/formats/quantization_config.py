@@ -145,7 +145,7 @@ def _gptq_included(config: Fields) -> list[str]:
     """Names of the modules that GPTQ quantised in each block; [] for all."""
     groups = config.values.get("modules_in_block_to_quantize") or []
     if not isinstance(groups, list):
-        raise config.wrong("modules_in_block_to_quantize", "a list of lists of names")
+        raise config.wrong_value("modules_in_block_to_quantize", "a list of lists of names")
     return [str(name) for names in groups for name in (names if isinstance(names, list) else [names])]
 
 
@@ -221,7 +221,7 @@ def _unsupported_group(group: Fields, format: str | None) -> Iterator[str]:
 def _names(config: Fields, key: str) -> list[str]:
     names = config.values.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise config.wrong(key, "a list of names")
+        raise config.wrong_value(key, "a list of names")
     return names
 
 

@@ -72,7 +72,7 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, other_or
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # the library is installed, but there is no GPU
+        if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # a library without a loaded driver is no fault
             _warn_no_driver(error)
         return DriverReport()
     try:
@@ -91,8 +91,8 @@ def _warn_no_driver(error: Exception) -> None:
 class NvmlSession:
     """One session with NVML; the kernel's files are read below `root`.
 
-    What a driver or a card does not support is None or empty. A GPU without a name, a memory or a compute capability is
-    not reported: NVMLError.
+    What a driver or a card does not support is None or empty. Without a name, a memory or a
+    compute capability of a GPU NVMLError is raised, and `report` leaves the board out.
     """
 
     def __init__(self, nvml: Any, root: Path) -> None:
@@ -110,7 +110,7 @@ class NvmlSession:
                 board = nvml.nvmlDeviceGetHandleByIndex(number)
                 on_board = list(self.gpus(number, board))
             except nvml.NVMLError as error:
-                logger.warning("GPU %d does not answer its driver, and is left out: %s", number, error)
+                logger.warning("the driver does not report GPU %d, which is left out: %s", number, error)
                 continue
             handles |= {gpu.uuid: board for gpu in on_board}
             gpus += on_board
@@ -241,7 +241,7 @@ class NvmlSession:
             yield Holder(pid, _text(self.ask(nvml.nvmlSystemGetProcessName, pid, default="")), held)
 
     def nvlinks(self, board: Any, bus: str) -> NvLinks | None:
-        """The GPU's active links, whose far ends are recorded; None if there are none."""
+        """The GPU's active links; None if there are none. Also stores their far ends in `far_ends`."""
         nvml = self.nvml
         active = []
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -263,7 +263,7 @@ class NvmlSession:
         )
 
     def far_end(self, board: Any, link: int) -> str | None:
-        """Bus address of the GPU at the other end of a link; None for a switch."""
+        """Bus address of the GPU at the other end of a link; None for a switch, "" if the driver does not say."""
         nvml = self.nvml
         kind = self.ask(nvml.nvmlDeviceGetNvLinkRemoteDeviceType, board, link, default=nvml.NVML_NVLINK_DEVICE_TYPE_GPU)
         if kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:

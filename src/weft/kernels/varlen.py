@@ -1,9 +1,9 @@
 """torch's varlen attention for prefill: FlashAttention 2, or FlashAttention 3 if flash-attn-3 is installed and the GPU
-is a Hopper.
+is a Hopper. Used only if --attention-backend names it.
 
 FlashAttention 3 reads keys and values in their blocks. FlashAttention 2 needs them contiguous: the contexts of a step's
 prompts are gathered into memory that is allocated once. Triton attends to steps whose contexts do not fit there, and to
-rows of one token. torch has varlen attention with windows since 2.11, and with block tables since 2.12
+the batch's decode rows. torch has varlen attention with windows since 2.11, and with block tables since 2.12
 (`torch.nn.attention.varlen`).
 """
 
@@ -49,7 +49,7 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     if varlen_function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
     if shape.cache_dtype != shape.dtype:
-        return "it reads no FP8 KV cache"
+        return f"it reads no KV cache in {shape.cache_dtype} beside {shape.dtype}"
     return backends.no_varlen(shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
@@ -60,7 +60,10 @@ def create_varlen_attention(device: torch.device, shape: AttentionShape) -> Varl
 
 
 def activate_flash3(device: torch.device, shape: AttentionShape) -> bool:
-    """Have torch use FlashAttention 3, which reads blocks, from now on. Return False if it is not available."""
+    """Have torch use FlashAttention 3, which reads blocks, in the whole process from now on.
+
+    Return False if it is not available.
+    """
     function = varlen_function()
     if function is None or "block_table" not in function[1] or device.type != "cuda":
         return False
@@ -69,7 +72,7 @@ def activate_flash3(device: torch.device, shape: AttentionShape) -> bool:
     try:
         torch.nn.attention.activate_flash_attention_impl("FA3")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        logger.warning("flash-attn-3 is installed but cannot be used (%s); torch's own FlashAttention is", error)
+        logger.warning("flash-attn-3 is installed but cannot be used (%s); FlashAttention 2 is used", error)
         return False
     return True
 
@@ -90,7 +93,10 @@ class Prompts:
 
 
 class VarlenAttention:
-    """`Attention` by torch for prefill and by Triton for decode. `paged`: keys and values are read in their blocks."""
+    """`Attention` by torch for prefill, and by Triton for decode rows and for prompts whose contexts do not fit.
+
+    `paged`: keys and values are read in their blocks.
+    """
 
     name = "varlen"
 
@@ -98,7 +104,7 @@ class VarlenAttention:
         function = varlen_function()
         assert function is not None
         self._varlen, names = function
-        self._group = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
+        self._gqa_argument = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
         self._paged, self._block_size = paged, shape.block_size
         self._triton = triton.create_triton_attention(device, shape)
         self._prompts: Prompts | None = None
@@ -117,7 +123,7 @@ class VarlenAttention:
         if not self._paged and total > len(self._gathered[0]):
             return
         prompts = Prompts(
-            starts=batch.row_starts[first:] - first,  # rows before have one token each
+            starts=batch.row_starts[first:] - first,  # row_starts[first] is first: decode rows have one token
             most_queries=int((starts[1:] - starts[:-1]).max()),
             most_keys=int(contexts.max()),
         )
@@ -139,7 +145,7 @@ class VarlenAttention:
                 for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
             )
             layout = {}
-        mixed = self._varlen(
+        prefill_out = self._varlen(
             q[first:],
             keys,
             values,
@@ -149,14 +155,14 @@ class VarlenAttention:
             prompts.most_keys,
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and after it
-            **self._group,
+            **self._gqa_argument,
             **layout,
         ).flatten(1)
         if not first:
-            return mixed
+            return prefill_out
         out = torch.empty_like(q).flatten(1)
         self._triton.decode(q, cache, batch, scale, window, out)
-        out[first:] = mixed
+        out[first:] = prefill_out
         return out
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:

@@ -37,12 +37,13 @@ class DecoderModel:
             create_dense_layer(shape, place, layer, tensors, comm, kernels)
             for layer in range(place.layers.start, place.layers.stop)
         ]
-        self.fused = kernels.fuse_layers(self.layers, comm)
+        self.fused_stage = kernels.fuse_layers(self.layers, comm)
         self.head = None
+        self.final_norm: torch.Tensor | None = None
         if place.last:
             widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
             self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
-            self.norm = plain_tensor(tensors, "norm.weight")
+            self.final_norm = plain_tensor(tensors, "norm.weight")
 
     def _head_product(self, tensors: Tensors, table: EmbeddingTable | None) -> Product:
         """Product with the head's weight; `table` is the embedding if this rank has it."""
@@ -54,7 +55,9 @@ class DecoderModel:
     def hidden(
         self, incoming: torch.Tensor | None, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
     ) -> torch.Tensor:
-        """Run this stage's layers: [T, hidden], from the batch's tokens on the first stage, else from `incoming`.
+        """Run this stage's layers on the T tokens of a step; return [T, hidden].
+
+        The input is the batch's tokens on the first stage, else `incoming`.
 
         `rope` is the table of `rope_table`; `caches` has one KV cache per layer. `incoming` may be overwritten.
         """
@@ -62,14 +65,14 @@ class DecoderModel:
         if self.embed is not None:
             residual = self.embed(batch.tokens)
         assert residual is not None
-        if self.fused is not None:
-            return self.fused(residual, rope, caches, batch)
+        if self.fused_stage is not None:
+            return self.fused_stage(residual, rope, caches, batch)
         x = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x = self._run_layer(layer, x, residual, rope, cache, batch)
         assert x is not None
-        # Without the final norm, which is for the rows to be sampled. So each step ends with a sum of its own
-        # (comm/parts.py).
+        # The final norm is in `logits`, for sampled rows only. A step has to end with a plain sum: the buffers of the
+        # fused sums rely on it (comm/parts.py).
         return residual.add_(self.comm.sum(x))
 
     def _run_layer(
@@ -82,6 +85,8 @@ class DecoderModel:
         batch: Batch,
     ) -> torch.Tensor:
         """Run one layer; return its output on this rank, still to be summed over the ranks and added to `residual`.
+
+        `residual` is updated in place.
 
         `x` is the previous layer's output in the same form, or None at the start of a stage.
         """
@@ -96,9 +101,11 @@ class DecoderModel:
         return layer.down(kernels.silu_mul(layer.gate_up(x)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Compute logits: [S, hidden] -> [S, vocab] on the output rank, None on the other ranks of the last stage."""
-        assert self.head is not None
-        return self.head(self.kernels.norm(hidden, self.norm, self.eps))
+        """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].
+
+        None on other ranks of the last stage than the output rank."""
+        assert self.head is not None and self.final_norm is not None
+        return self.head(self.kernels.norm(hidden, self.final_norm, self.eps))
 
 
 def plain_tensor(tensors: Tensors, name: str) -> torch.Tensor:

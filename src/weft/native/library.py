@@ -23,13 +23,13 @@ FLAGS = (
     *("-pthread", "-fPIC", "-fvisibility=hidden"),
 )
 CPP_TYPES = {"bfloat16": "bf16", "float32": "float"}  # dtypes of activations, and their types in C++
-DEFAULT_DTYPE = "bfloat16"  # that a CPU computes in unless the user asks for another
+DEFAULT_DTYPE = "bfloat16"  # dtype of activations on a CPU unless --dtype says otherwise
 
 
 @dataclass(frozen=True)
 class BuildRecipe:
-    """A library's compiler and flags on this machine. `key` is the digest of all that its code depends on, and `path`
-    its place in the cache."""
+    """A library's compiler and flags on this machine. `key` is the digest of the sources, flags, CPU features
+    and the compiler's file, and `path` is the library's place in the cache."""
 
     compiler: str
     flags: tuple[str, ...]
@@ -44,7 +44,7 @@ def build_recipe(dtype: str) -> BuildRecipe:
         raise FileNotFoundError("no C++ compiler was found; install g++")
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
     flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
-    ingredients = (*sources, compiler, *flags, platform.machine(), _cpu_features())
+    ingredients = (*sources, _file_version(compiler), *flags, platform.machine(), _cpu_features())
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:20]
     return BuildRecipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")
 
@@ -98,8 +98,8 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 def objection(path: Path) -> str | None:
-    """Reason not to load the library at `path`, which need not exist: another user could have written it, or its
-    digest."""
+    """Reason not to load the library at `path`, which need not exist: another user could have written the
+    library or its digest file."""
     return distrust_reason(path) or distrust_reason(digest_path(path))
 
 
@@ -114,7 +114,13 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def _warn_once(reason: str) -> None:
-    logger.warning("the CPU kernels of the cache are not loaded: %s", reason)
+    logger.warning("the cached CPU kernels are not loaded: %s", reason)
+
+
+def _file_version(path: str) -> str:
+    """A program's path, size and time of change: another version in the same place gives another text."""
+    status = os.stat(path)
+    return f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
 def _cpu_features() -> str:

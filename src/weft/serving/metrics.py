@@ -112,7 +112,7 @@ class Metrics:
         self.prefill = histogram("request_prefill_time_seconds", "First step to first token.", REQUEST)
         self.inference = histogram("request_inference_time_seconds", "First step to last token.", REQUEST)
         self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens, once per choice.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
         self._success = Counter(
             "vllm:request_success",

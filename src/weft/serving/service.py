@@ -34,11 +34,11 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
 
-LARGE_TOKENS = 2**16  # prompts with more tokens than this have their memory returned to the system after the response
+LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
 
 
 class Engine(Protocol):
-    """The part of `client.remote.AsyncEngine` that serving uses."""
+    """The part of `client.remote.AsyncEngine` that Service and EngineStream use."""
 
     stats: Stats  # as of the last step reported
     failure: EngineError | None  # the cause, if the engine has died
@@ -88,9 +88,9 @@ class Service:
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
 
-        The work runs in a thread: a small body may request much work, and a template comes from a stranger. Large
-        bodies have their own threads, so that small ones do not wait for them. Work on a tiny body runs in the event
-        loop if its kind has been quick so far, because that costs less than the way to a thread.
+        The work runs in a thread, since a small body may request much work and a chat template is untrusted code.
+        Large bodies have their own threads, so that small ones do not wait for them. Only work on a tiny body, of a
+        kind that has been quick so far, runs in the event loop: that costs less than the way to a thread.
         """
         content = await self._body_receiver.receive(request)
         large = len(content) > LIMITS.small_bytes
@@ -110,7 +110,8 @@ class Service:
                 self._trimmer.trim_later()
 
     def decode_body(self, content: bytes, target: type[T]) -> T:
-        """Decode a body to `target`. Raises RequestError for a wrong field; logs unknown fields."""
+        """Decode a body to `target`. Raises RequestError for a wrong field, and on every
+        endpoint for a field of an unsupported feature (`serving.sampling.UNSUPPORTED`). Logs unknown fields."""
         if len(content) > LIMITS.small_bytes:
             check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
         raw = parse_object(content)
@@ -141,8 +142,8 @@ class Service:
         """Raise RequestError for more prompts and choices than can run and wait here, before any is tokenized."""
         if params.n * prompts > self.capacity:
             raise RequestError(
-                f"{prompts} prompts with n {params.n} are more than the {self.capacity} requests that can run "
-                "and wait here; send fewer at once",
+                f"{prompts} prompts with n = {params.n} are {params.n * prompts} requests; at most {self.capacity} can "
+                "run and wait here; send fewer at once",
                 param="n",
             )
 
@@ -161,8 +162,8 @@ class Service:
             tokens += params.n * len(prompt.ids)
             if tokens > most_tokens:
                 raise RequestError(
-                    f"the prompts of one request have more than {most_tokens:,} tokens, each counted n = {params.n} "
-                    "times; send several requests",
+                    f"the prompts with n = {params.n} come to more than {most_tokens:,} tokens in one request; "
+                    "send several requests",
                     param="n" if params.n > 1 else "prompt",
                 )
             collector = self.frontend.create_collector(prompt, params, arrival_s=now, priority=priority or 0)

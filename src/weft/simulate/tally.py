@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import ceil, exp, log
 
-BINS_PER_E = 200  # histogram bins of gaps between tokens for a factor of e: half a percent each
+BINS_PER_E = 200  # histogram bins per e-fold of the gap between tokens: each is half a percent wide
 
 
 class RequestTimes:
@@ -17,7 +17,7 @@ class RequestTimes:
 
     def __init__(self, id: str, arrival_s: float, input_len: int, output_len: int, measured: bool) -> None:
         self.id, self.arrival_s, self.measured = id, arrival_s, measured
-        self.input_len, self.output_len = input_len, output_len  # tokens when the request has ended
+        self.input_len, self.output_len = input_len, output_len  # tokens; the output's once the request has ended
         self.began_s: float | None = None  # first step
         self.first_s: float | None = None  # first token
         self.last_s: float | None = None  # latest token
@@ -39,7 +39,7 @@ class Tally:
         self.ended = 0  # requests that ended in the window
         self.input_tokens = 0
         self.output_tokens = 0.0
-        # Replica-seconds times the number of blocks, of requests, and of busy replicas.
+        # Summed over replicas: seconds times blocks held, seconds times running requests, and busy seconds.
         self.block_s = self.request_s = self.busy_s = 0.0
         self._gaps: Counter[int] = Counter()
         self.gap_count = 0
@@ -89,11 +89,13 @@ class Tally:
                 self._count_gap(seconds, count)
 
     def count_stretch(self, now: float, rounds: int, requests: int, first_s: float, growth_s: float) -> None:
-        """Count the gaps of a stretch: for each request `rounds` gaps, each `growth_s` longer than the one before."""
+        """Count the gaps of a stretch (`simulate.replica.Stretch`) that ends in the window.
+
+        Each request has `rounds` gaps, each `growth_s` longer than the one before."""
         if not self.inside(now):
             return
         last_s = first_s + growth_s * (rounds - 1)
-        # One part for each bin between the first gap and the last.
+        # At least as many parts as there are bins between the first gap and the last.
         parts = min(rounds, 1 + ceil(abs(log(last_s / first_s)) * BINS_PER_E))
         for part in range(parts):
             begin, end = part * rounds // parts, (part + 1) * rounds // parts
@@ -107,7 +109,7 @@ class Tally:
         self.busy_s += seconds * busy
 
     def gap_percentile(self, percent: float) -> float:
-        """Percentile of the gaps between tokens, to a quarter of a percent. There must be at least one gap."""
+        """Percentile of the gaps between tokens, to about half a percent. There must be at least one gap."""
         left, at = self.gap_count * percent / 100, min(self._gaps)
         for at in sorted(self._gaps):
             left -= self._gaps[at]
