@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
@@ -46,6 +47,8 @@ class LLM:
         self.config = engine_config(model, engine)
         checkpoint, text_tools = open_model(self.config)
         self._engine = LocalEngine(self.config, checkpoint)
+        # When this object is collected, or else at exit, before the interpreter takes its modules apart.
+        self._finalizer = weakref.finalize(self, self._engine.close)
         self._frontend = Frontend.for_engine(
             self.config, checkpoint, text_tools, max_model_len=self._engine.plan.max_model_len
         )
@@ -147,9 +150,9 @@ class LLM:
 
     def shutdown(self) -> None:
         """End the engine and free its memory; may be called twice."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if self._engine is not None:
+            self._engine = None
+            self._finalizer()
 
     def __repr__(self) -> str:
         engine = self._engine
@@ -162,9 +165,6 @@ class LLM:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
-
-    def __del__(self) -> None:
         self.shutdown()
 
     @property

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weft.weights.load_weights import allocate_parameters, load_weights
 
 from tests.cpu import published
 from tests.cpu.layouts import logits_of, plan_for
@@ -24,6 +23,7 @@ from weft.formats.precision import held_precision, sum_by_kind
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
+from weft.weights.load import allocate_parameters, load_weights
 
 CPU = torch.device("cpu")
 CONFIG = {

@@ -525,8 +525,8 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
         raise ConfigError("the sizes of attention cannot be measured: it is hot")
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
-    assert bench_calibrate.tune_attention(plan, 1, keep=True) == []
-    assert "it is hot; engines use those that were chosen by reading" in caplog.text
+    assert bench_calibrate.tune_on_gpu(plan, 1, keep=True) == []
+    assert "it is hot; engines use the default sizes" in caplog.text
 
 
 def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

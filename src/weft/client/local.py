@@ -116,8 +116,8 @@ class Submission:
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs."""
         dropped = self._open.intersection(ids)
-        if dropped:
-            with contextlib.suppress(EngineError):  # if the engine has ended, so have all requests
+        if dropped and self._loop.failure is None:  # if the engine has ended, so have all requests
+            with contextlib.suppress(EngineError):
                 self._loop.send(DropRequests(self, dropped))
         self._open -= dropped
 
