@@ -242,7 +242,7 @@ def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
 ) -> None:
     """Chunks of prompts, guesses, and what a draft reads of them."""
     draft = {"model": path, "num_speculative_tokens": 2}
-    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 8}
     how: dict[str, Any] = {**COMMON, **ON_CARD, **limits, "speculative_config": draft}
     params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5, "prompt_logprobs": 1}, {"logprobs": 1}])
     want = answers(path, params, **ON_CPU)

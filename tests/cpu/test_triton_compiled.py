@@ -73,8 +73,8 @@ from weft.quant.quantised import QuantisedWeight
 dtype = getattr(torch, sys.argv[2])
 wide, cut = Span(0, 4096), Span(64, 640)
 kinds = {"Q4_1": wide, "Q4_16_MIN": cut, "Q8_MIN": wide, "INT8": cut, "INT4_128": wide, "INT8_ROW_SYM": cut}
-if capability < 80:
-    kinds = {"Q4_1": wide}  # others take no more memory
+if capability < 90:
+    kinds = {"Q4_1": wide, "INT8": cut}  # one of each width: others take no more memory
 
 def launch_all():
     for kind, cols in kinds.items():

@@ -61,7 +61,7 @@ class DeviceResult:
 
 
 def main(arguments: Namespace) -> int:
-    """Measure every kind of device of this machine; return 1 if the figures fit too badly to be kept."""
+    """Measure every kind of GPU of this machine, or its CPU; return 1 if the figures fit too badly to be kept."""
     here = host.probe_host()
     config = measured_config(arguments)
     if config.device == "cpu" or not here.gpus:
@@ -74,7 +74,7 @@ def main(arguments: Namespace) -> int:
         keep_results(results)
     for result in bad:
         doubt = f"the planner's formulas miss the measurements by {100 * result.error:.0f} %"
-        kept = "" if keep else "Nothing is kept (--save keeps it anyway)"
+        kept = "" if keep else "No figures are kept (--save keeps them anyway)"
         print(f"{result.device}: {doubt}: was the machine busy with something else? {kept}", file=sys.stderr)
     return 1 if bad and not keep else 0
 
@@ -88,7 +88,7 @@ def print_results(results: Sequence[DeviceResult], *, as_json: bool) -> None:
 
 
 def keep_results(results: Sequence[DeviceResult]) -> None:
-    """Write the figures to the cache, and print the files."""
+    """Write the figures to the cache, and print their paths."""
     # The planner looks for the figures under the machine's own fingerprint, with its GPUs or without.
     machine = speeds.calibrated_machine(host.probe_host())
     for device in results:

@@ -1,4 +1,7 @@
-"""Return of this process's free memory to the system after large requests. Has no effect without glibc."""
+"""Return of this process's free memory to the system after large requests.
+
+Without glibc only reference cycles are collected.
+"""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ class EngineCore:
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies.
 
-        One step is in flight per stage, and one more with lookahead. `paced` is for servers, whose streams are read
-        while they grow.
+        One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
+        as they grow (weft serve, AsyncLLM).
         """
         scheduler = Scheduler(
             pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),

@@ -31,7 +31,7 @@ WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why a device map cannot express a layout, in words."""
     if question.shape.architecture == REMOTE:
-        return f"it has {REMOTE} only as code in the checkpoint, which nobody should run unread"
+        return f"it has {REMOTE} only as code in the checkpoint, and Weft does not turn on trust_remote_code"
     if shares_experts(layout):
         return "replicas share no experts: each has all of them"
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""

@@ -1,6 +1,6 @@
 """Routing policies: choose the replica for the next request.
 
-Policies are pure: no sockets and no clock. Equal sequences of calls give equal choices.
+Policies are deterministic: no sockets and no clock. Equal sequences of calls give equal choices.
 """
 
 from __future__ import annotations

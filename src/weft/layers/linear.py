@@ -18,5 +18,5 @@ def row_linear(
     weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, comm: Comm, kernels: Kernels
 ) -> Product:
     """Row-parallel product: [T, input features of this rank] -> [T, out], which the caller sums over the ranks."""
-    # Once, not per rank: every rank would add the bias before the sum.
+    # Only rank 0 adds the bias: the sum would contain it once per rank.
     return kernels.matrix(weight, bias if comm.rank == 0 else None)

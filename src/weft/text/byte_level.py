@@ -19,7 +19,7 @@ def bytes_to_token(token: bytes) -> str:
 
 
 def token_to_bytes(token: str) -> bytes:
-    """Bytes of a token. A token with any other character is an added token, and stands for its own text."""
+    """Bytes of a token. A token with a character outside ALPHABET is an added token, and stands for its own text."""
     try:
         return bytes([_BYTES[char] for char in token])
     except KeyError:

@@ -33,8 +33,8 @@ class StoredWeights:
     def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Copy source[rows, cols] to `into`, of the same dims and of any dtype and device.
 
-        Only the bytes of these rows and columns are read; for quantised types, the blocks that hold the columns. Raises
-        ModelError if the file cannot be read.
+        Only the bytes of these rows and columns are read; for quantised types, the blocks that hold the columns; of a
+        vector, everything. Raises ModelError if the file cannot be read.
         """
         info = self.tensors[source]
         if len(info.dims) == 1:

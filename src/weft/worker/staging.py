@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 ALIGNMENT = 16  # bytes: Triton compiles anew for a tensor that begins anywhere else
-BUFFERS = 3  # one that is filled, and one for each step in flight
+BUFFERS = 3  # one that is filled, and two steps in flight; with more of them `put` waits for the oldest copy
 
 
 class Staging:
@@ -26,7 +26,8 @@ class Staging:
     def put(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
         """Copy the arrays to the device, as tensors of the same dtypes and dims.
 
-        To be called once per step: more calls would wait for steps that have not ended.
+        On a CPU the tensors share the arrays' memory. To be called once per step: each call takes the next buffer, and
+        waits for that buffer's last copy.
         """
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
