@@ -25,6 +25,7 @@ from weft.plan.plan import Plan
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from weft.config import EngineConfig
     from weft.planner.forecast import Forecast
 
 
@@ -44,7 +45,17 @@ class LLM:
     _engine: LocalEngine | None = None
 
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
-        self.config = engine_config(model, engine)
+        self._start(engine_config(model, engine))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """Create an LLM with a config that has been built before."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
         checkpoint, text_tools = open_model(self.config)
         self._engine = LocalEngine(self.config, checkpoint)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.

@@ -237,6 +237,7 @@ def test_speculation(path: str, card: Card, draft: bool) -> None:
     assert card.replays
 
 
+@pytest.mark.long
 def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
     path: str, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_an_fp8_cache_in_graphs_is_that_without(path: str, card: Card) -> None:
     assert card.replays
 
 
+@pytest.mark.long
 def test_quantised_weights_in_graphs_are_those_without(path: str, card: Card) -> None:
     params = asked([{"max_tokens": 5}, {"temperature": 0.0, "max_tokens": 6}, {"max_tokens": 4}])
     how = {**ON_CARD, "max_num_seqs": 3, "quantization": "int4"}

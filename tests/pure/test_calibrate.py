@@ -484,7 +484,7 @@ def test_the_command_prints_keeps_and_doubts(
     captured = capsys.readouterr()
     (told,) = json.loads(captured.out)
     assert told["task"] == "calibrate" and len(told["measurements"]) == len(there)
-    assert "was the machine busy" in captured.err and "Nothing is kept" in captured.err
+    assert "was the machine busy" in captured.err and "No figures are kept" in captured.err
     assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
     assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)

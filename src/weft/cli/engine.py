@@ -6,7 +6,6 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.cli.flags import engine_config
@@ -24,7 +23,7 @@ def start_engine(arguments: Namespace, **ours: Any) -> LLM:
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)
     from weft.llm import LLM  # slow to import: after the message
 
-    return LLM(**asdict(config))
+    return LLM.from_config(config)
 
 
 def conversation(text: str, system: str | None = None) -> list[dict[str, str]]:

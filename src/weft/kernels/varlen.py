@@ -49,7 +49,7 @@ def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
     if varlen_function() is None:
         return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
     if shape.cache_dtype != shape.dtype:
-        return f"it reads no KV cache in {shape.cache_dtype} beside {shape.dtype}"
+        return "it reads no FP8 KV cache"
     return backends.no_varlen(shape.head_dim) or flash_obstacle(device, shape.dtype)
 
 
