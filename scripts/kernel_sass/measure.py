@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,13 +35,23 @@ def rows(architectures: Sequence[int]) -> list[dict[str, Any]]:
         for group, kernels in zip(groups.values(), listings, strict=True)
         for task, listing in zip(group, kernels, strict=True)
     }
-    return [row(CASES[task[0]], task[1], compiled[task], instructions[task]) for task in sorted(tasks)]
+    measured = (row(CASES[task[0]], task[1], compiled[task], instructions[task]) for task in sorted(tasks))
+    return [figures for figures in measured if figures is not None]
 
 
-def row(case: Case, architecture: int, compiled: Compiled, instructions: list[str]) -> dict[str, Any]:
+def row(case: Case, architecture: int, compiled: Compiled, instructions: list[str]) -> dict[str, Any] | None:
+    """Figures of a case on an architecture; None if its loop does not exist with this Triton, which is reported."""
     cubin, warps, shared = compiled
     registers, work = registers_of(cubin), case.work(case.launch().arguments)
-    count = passes(instructions)[case.loop]
+    loops = passes(instructions)
+    if case.loop >= len(loops):
+        print(
+            f"scripts/sass: {case.kernel} ({case.variant}) is left out for sm_{architecture}: this Triton compiles it "
+            f"with {len(loops)} inner loops, and loop {case.loop + 1} is measured",
+            file=sys.stderr,
+        )
+        return None
+    count = loops[case.loop]
     return {
         "kernel": case.kernel,
         "variant": case.variant,
