@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from weft.errors import ModelError
 
@@ -117,3 +119,12 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def try_lock(file: IO[str] | int) -> bool:
+    """Take the lock on an open file, for as long as it is open; return False if another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

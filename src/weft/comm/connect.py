@@ -56,7 +56,7 @@ def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | Non
         torch.cuda.set_device(device)
     with peers_may_vanish():
         size = len(plan.places)
-        store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # lacks in its types
+        store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
         if tensor is None:
             tensor = _connect_stage(plan, rank, device, store)

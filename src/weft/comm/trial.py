@@ -54,7 +54,7 @@ def connect_symmetric(
     """
     plain = DistributedComm(group, device)
     votes = Votes(PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], timeout)
-    usual: timedelta = store.timeout  # type: ignore[attr-defined]  # lacks in its types
+    usual: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
     store.set_timeout(timeout / 2)  # torch's rendezvous waits through it
     try:
         with end_process_after(VOTES * timeout):

@@ -182,7 +182,7 @@ class Scheduler:
         self.prompt_tokens = len(plan.tokens) - decoded
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
-        # Without a next step, released slots are sent with the first step after the pause.
+        # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
         plan.released, self._released = self._released, []
         self._steps += 1
         self._in_flight.append(flight)
@@ -243,7 +243,7 @@ class Scheduler:
             count = min(len(sequence.tokens) - sequence.computed, budget)
             budget -= count
             if beside_decodes:
-                budget -= sequence.computed // CACHED_TOKENS
+                budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
             self._add_row(flight, sequence, count, cached)
 
     def _start_running(self, flight: Flight, sequence: Sequence, cached: list[int], new: int) -> None:

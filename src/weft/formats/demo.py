@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from weft.cache import cache_dir, install_cache_file
+from weft.cache import cache_dir, install_cache_file, try_lock
 from weft.errors import ModelError, error_reason
 
 NAME = "demo"
@@ -89,7 +88,7 @@ def _exclusive_lock(path: Path) -> Iterator[None]:
     """
     with path.open("a+") as lock:
         stall = Stall()
-        while not _try_lock(lock):
+        while not try_lock(lock):
             lock.seek(0)
             holder = f"{lock.read() or 'another process'} (end it if it hangs)"
             fetched = max(map(_fetched, path.parent.glob("demo-*.part")), default=0)
@@ -99,14 +98,6 @@ def _exclusive_lock(path: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()}")
         lock.flush()
         yield
-
-
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _extract(folder: Path) -> Path:

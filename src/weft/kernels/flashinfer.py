@@ -158,7 +158,7 @@ class FlashInferAttention:
         key = (kind, window, size)
         if key not in self._wrappers:
             self._wrappers[key] = wrapper = self._create_wrapper(kind, size)
-            # Of plans for the same rows only the last is still needed, so they share memory on the device.
+            # Plans for the same rows share memory on the device: only the last of them is still needed.
             if (kind, window) not in self._plans:
                 self._plans[kind, window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
             wrapper.reset_workspace_buffer(self._workspace, self._plans[kind, window])

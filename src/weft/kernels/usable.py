@@ -57,5 +57,5 @@ def shared_memory_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return AMPERE_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
-    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # lacks in its types
+    limit: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in torch's stubs
     return limit

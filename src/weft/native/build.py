@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import itertools
 import logging
@@ -23,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from weft.cache import WAY_OUT, make_private
+from weft.cache import WAY_OUT, make_private, try_lock
 from weft.native import library
 from weft.native.library import CPP_TYPES, SOURCES, BuildRecipe
 from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD
@@ -139,7 +138,7 @@ def _hold_lock(path: Path, awaited: Path) -> Iterator[bool]:
 def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
     """Return True once this process has the lock, False if that is given up; see `_hold_lock`."""
     began, warned = time.monotonic(), False
-    while not _try_lock(lock):
+    while not try_lock(lock):
         waited = time.monotonic() - began
         if waited > PATIENCE_S:
             logger.warning(
@@ -156,14 +155,6 @@ def _wait_for_lock(lock: int, path: Path, awaited: Path) -> bool:
                 *(_lock_holder(path), path, PATIENCE_S - waited),
             )
         time.sleep(POLL_S)
-    return True
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     return True
 
 

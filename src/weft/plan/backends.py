@@ -122,11 +122,7 @@ def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
     """Reason that the Triton kernels cannot run a model on these GPUs; None if they can."""
     if head_dim > WIDEST_HEAD:
         return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
-    for name, capability in cards:
-        if capability < TRITON_CAPABILITY:
-            needed = format_version(TRITON_CAPABILITY)
-            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
-    return None
+    return _too_old(cards, TRITON_CAPABILITY)
 
 
 def no_flashinfer(version: str | None, head_dim: int) -> str | None:
@@ -152,10 +148,14 @@ def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
     """Reason that FlashAttention cannot run on these GPUs; None if it can."""
     if dtype not in FLASH_DTYPES:
         return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
+    return _too_old(cards, FLASH_CAPABILITY)
+
+
+def _too_old(cards: Iterable[Card], needed: tuple[int, int]) -> str | None:
+    """Reason that kernels which need a compute capability cannot run on the first older GPU; None if there is none."""
     for name, capability in cards:
-        if capability < FLASH_CAPABILITY:
-            needed = format_version(FLASH_CAPABILITY)
-            return f"{name} has compute capability {format_version(capability)}, and they need {needed}"
+        if capability < needed:
+            return f"{name} has compute capability {format_version(capability)}, and they need {format_version(needed)}"
     return None
 
 

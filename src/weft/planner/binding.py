@@ -24,7 +24,7 @@ RESOURCES: dict[Resource, str] = {
     "compute": "compute",
     "links": "link bandwidth",
 }
-# What `ranking.objective_value` measures, in words.
+# The measure of `ranking.objective_value` in words, by objective.
 MEASURES: dict[Objective, str] = {
     "throughput": "throughput",
     "latency": "speed of one request",

@@ -46,7 +46,7 @@ def templates() -> dict[str, str]:
 
 
 class _Sentences(Formatter):
-    """`str.format` with formats of ours: {size:format_bytes}, and others of _FORMATS; {flag:?if true|if not};
+    """`str.format` with formats of ours: {size:gigabytes}, and others of _FORMATS; {flag:?if true|if not};
     {count:#one|other than one}. The words of the last two may have fields of their own."""
 
     def format_field(self, value: Any, format_spec: str) -> str:

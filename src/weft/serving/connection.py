@@ -114,7 +114,7 @@ class Connection(HttpToolsProtocol):
         return running is not None and not running.response_complete and not running.disconnected
 
     def queue_full(self) -> bool:
-        """Return True if nothing more may be read for now."""
+        """Return True if so much waits on this connection that reading has to pause."""
         if self._discarding:
             return False
         waiting = len(self.pipeline) >= self._limits.queued_requests or self._queued > self._limits.head_bytes

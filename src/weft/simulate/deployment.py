@@ -59,7 +59,7 @@ def _replica_spec(
     layout = candidate.layout
     # An engine without pipelining has one step in flight, which passes through one GPU after the other.
     stages = layout.pipeline_parallel if profile.pipelined.value else 1
-    # As in plan.layout.lookahead: on GPUs, if there is no pipeline.
+    # On GPUs, if there is no pipeline, as in plan.layout.lookahead.
     lookahead = not question.cluster.on_cpu if limits.lookahead is None else limits.lookahead
     max_num_seqs = limits.max_num_seqs
     if not max_num_seqs:

@@ -110,7 +110,7 @@ class StretchScheduler(Scheduler):
         )
 
     def _new_blocks(self, rounds: int) -> int:
-        """Number of count_blocks that `rounds` more tokens of each running request need."""
+        """Number of blocks that `rounds` more tokens of each running request need."""
         sequences = self._running.values()
         return sum(self.tables.count_blocks(max(0, row.computed + rounds - row.room)) for row in sequences)
 

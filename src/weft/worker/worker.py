@@ -43,7 +43,7 @@ from weft.worker.token_sampler import create_token_sampler
 logger = logging.getLogger("weft")
 
 GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
-# Of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
+# Bytes of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
 EAGER_BYTES = 128 << 20
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
