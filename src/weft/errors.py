@@ -21,17 +21,20 @@ class WeftError(Exception):
     """Base of all errors about a user's input, their machine or a failed engine.
 
     The message may quote text from outside, such as a name, a path or a line of a file, so it is made printable.
+    `code` is a short name of the fault in lower case with hyphens, such as "too-many-stages". It stays when the
+    message is reworded.
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: str = "", *, code: str = "") -> None:
         super().__init__(printable(message))
+        self.code = code
 
 
 class RequestError(WeftError, ValueError):
     """A request that cannot be served as asked: HTTP 400. `param` names the field at fault."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, param: str | None = None, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.param = param
 
 
@@ -42,8 +45,8 @@ class OutputError(WeftError):
 class QueueFullError(WeftError):
     """The bounded queue is full: HTTP 429 with Retry-After."""
 
-    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: int = 1, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 
