@@ -48,7 +48,7 @@ class Row:
 
     admission: Admission
     context: list[int]
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     end: int | None = None
     reach: int = 0
     known: list[int] = field(default_factory=list)
@@ -58,13 +58,26 @@ class Row:
 class Ranks:
     """Executes StepPlans, and asserts that each can be what was meant."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        windows: Sequence[int | None] = (None,),
+        states: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.live: dict[int, Row] = {}
-        self.kv: dict[tuple[int, int], int] = {}
+        # By group its window; then come the groups of states.
+        self.windows, self.states = windows, states
+        # What lies at a block's offset: the group and the context of a token. By group and number, a state's context.
+        self.kv: dict[tuple[int, int], tuple[int, int]] = {}
+        self.kept: dict[tuple[int, int], int] = {}
         self.steps = 0
         self.computed = 0
 
@@ -75,25 +88,28 @@ class Ranks:
             del self.live[slot]
         for admission in plan.admitted:
             assert admission.slot not in self.live and 0 <= admission.slot < self.max_num_seqs
-            self.live[admission.slot] = Row(admission, admission.prompt + admission.output)
+            tables: list[list[int]] = [[] for _ in range(len(self.windows) + self.states)]
+            self.live[admission.slot] = Row(admission, admission.prompt + admission.output, tables)
         assert plan.slots and len(set(plan.slots)) == len(plan.slots)
         assert {a.slot for a in plan.admitted} <= set(plan.slots)
         assert sum(plan.counts) == len(plan.tokens) <= self.max_num_batched_tokens
-        assert len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.blocks) == len(plan.samples)
+        assert len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.samples)
+        assert [len(blocks) for blocks in plan.blocks] == [len(plan.slots)] * (len(self.windows) + self.states)
         self.computed += len(plan.tokens)
 
         written: set[tuple[int, int]] = set()
         tokens = iter(plan.tokens)
-        rows = zip(plan.slots, plan.starts, plan.counts, plan.blocks, plan.draft_counts, strict=True)
+        rows = zip(plan.slots, plan.starts, plan.counts, zip(*plan.blocks, strict=True), plan.draft_counts, strict=True)
         for slot, start, count, blocks, guessed in rows:
             row = self.live[slot]
             fresh = row.end is None
             assert fresh or start == row.end
             row.end = start + count
             row.reach = max(row.reach, row.end)
-            row.table += blocks
-            assert len(row.table) == -(-row.reach // self.block_size), "a block too many or too few"
-            assert all(0 <= block < self.num_blocks for block in row.table)
+            for table, new in zip(row.tables, blocks, strict=True):
+                table += new
+                assert len(table) == -(-row.reach // self.block_size), "a block too many or too few"
+            assert all(0 <= block < self.num_blocks for table in row.tables[: len(self.windows)] for block in table)
             computed = [next(tokens) for _ in range(count)]
             assert 0 <= guessed < count and (not guessed or count == guessed + 1)
             for position, token in enumerate(computed[: count - guessed], start):
@@ -101,23 +117,27 @@ class Ranks:
                 assert token == row.context[position] or (token == UNKNOWN and sampled)
             row.guesses = computed[count - guessed :]
             known = row.known = digests(row.context + row.guesses, row.known[: len(row.context)])
-            for position in range(start, row.end):
-                place = (row.table[position // self.block_size], position % self.block_size)
-                assert place not in written, "two rows write to one place"
-                written.add(place)
-                self.kv[place] = known[position]
+            for group in range(len(self.windows)):
+                for position in range(start, row.end):
+                    place = self.place(row, group, position)
+                    assert place not in written, "two rows write to one place"
+                    written.add(place)
+                    self.kv[place] = group, known[position]
             if row.admission.params.prompt_logprobs is not None and fresh and not row.admission.output:
                 assert start == 0
         assert next(tokens, None) is None
+
+        self.step_states(plan)
 
         result = StepResult(plan.id, [], [], {})
         asked = plan.draft_requests or [0] * len(plan.slots)
         for slot, start, samples, asks in zip(plan.slots, plan.starts, plan.samples, asked, strict=True):
             row = self.live[slot]
             assert row.end is not None
-            for position in range(row.end):
-                place = (row.table[position // self.block_size], position % self.block_size)
-                assert self.kv[place] == row.known[position], "attention would read another context"
+            for group, window in enumerate(self.windows):
+                for position in range(max(0, start + 1 - window) if window else 0, row.end):
+                    kept = self.kv[self.place(row, group, position)]
+                    assert kept == (group, row.known[position]), "attention would read another context"
             params = row.admission.params
             if params.prompt_logprobs is not None:
                 ends = min(row.end, len(row.admission.prompt) - 1)
@@ -135,6 +155,31 @@ class Ranks:
                 if asks and (guesses := self.guess(row, asks)) is not None:
                     result.drafts[slot] = guesses
         return result
+
+    def place(self, row: Row, group: int, position: int) -> tuple[int, int]:
+        """Block and offset of a position in a group."""
+        block, offset = divmod(position, self.block_size)
+        return row.tables[group][block], offset
+
+    def step_states(self, plan: StepPlan) -> None:
+        """Every row goes on from the state of the token before its first one. Rows come in any order: no state that one
+        writes is another's."""
+        for group in range(len(self.windows), len(self.windows) + self.states):
+            read, written = list[int](), list[int]()
+            for slot, start in zip(plan.slots, plan.starts, strict=True):
+                row = self.live[slot]
+                assert row.end is not None
+                if start:
+                    before = row.tables[group][(start - 1) // self.block_size]
+                    assert self.kept[group, before] == row.known[start - 1], "the state of another text"
+                    read.append(before)
+                after = row.tables[group][(row.end - 1) // self.block_size]
+                assert after, "no state"
+                written.append(after)
+                if start and before == after:
+                    read.pop()  # in place
+                self.kept[group, after] = row.known[row.end - 1]
+            assert len({*written}) == len(written) and not {*written} & {*read}, "two rows share a state"
 
     def guess(self, row: Row, count: int) -> list[int] | None:
         """What a draft model would say: right for a while. None where it still has to read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ import msgspec
 
 from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
+from weft.architectures.kv import KVGroup, KVLayout, KVSpec
 from weft.core.blocks import NumberedBlocks
+from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
@@ -27,6 +30,8 @@ LIMITS: dict[str, Any] = {
     "stages": 1,
     "policy": "fcfs",
     "prefix_caching": True,
+    "windows": (None,),
+    "states": 0,
     "lookahead": False,
     "speculation": None,
 }
@@ -43,6 +48,30 @@ def request(id: str, prompt: list[int], *, priority: int = 0, stop_ids: tuple[in
     return Request(id=id, prompt=prompt, params=SamplingParams(**params), stop_ids=stop_ids, priority=priority)
 
 
+def layout(
+    windows: Sequence[int | None] = (None,), *, block_size: int = 4, chunk: int = 64, states: int = 0
+) -> KVLayout:
+    """One layer for each window, in a group of its own, and then `states` layers that keep a state."""
+    specs = [KVSpec(kind="heads", bytes_per_token=2, window=window) for window in windows]
+    specs += [KVSpec(kind="state", bytes_per_sequence=100)] * states
+    groups = tuple(KVGroup(spec, (number,)) for number, spec in enumerate(specs))
+    return KVLayout(groups=groups, block_size=block_size, chunk=chunk)
+
+
+def limits_layout(limits: dict[str, Any]) -> KVLayout:
+    chunk = limits["max_num_batched_tokens"]
+    return layout(limits["windows"], block_size=limits["block_size"], chunk=chunk, states=limits["states"])
+
+
+def create_scheduler(limits: dict[str, Any]) -> Scheduler:
+    """A scheduler under LIMITS with a change."""
+    of_kv = ("num_blocks", "block_size", "prefix_caching", "windows", "states")
+    sizes = {"max_num_seqs": limits["max_num_seqs"], "caching": limits["prefix_caching"]}
+    kv = KVManager(limits_layout(limits), limits["num_blocks"], **sizes)
+    kv.growth = 1  # in caches this small nobody else would be let in
+    return Scheduler(kv=kv, **{name: limit for name, limit in limits.items() if name not in of_kv})
+
+
 @dataclass
 class Engine:
     """A scheduler and obedient ranks, driven by hand: steps wait in `flight` until `apply` executes one."""
@@ -55,12 +84,9 @@ class Engine:
     outputs: dict[str, list[Output]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = ("num_blocks", "block_size", "prefix_caching")
-        blocks, size, caching = (self.limits[name] for name in sizes)
-        limits = {name: limit for name, limit in self.limits.items() if name not in sizes}
-        self.scheduler = Scheduler(pool=NumberedBlocks(blocks, size, caching=caching), **limits)
-        self.scheduler.tables.growth = 1  # in caches this small nobody else would be let in
-        names = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
+        self.limits = LIMITS | self.limits
+        self.scheduler = create_scheduler(self.limits)
+        names = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "windows", "states")
         self.ranks = Ranks(**{name: self.limits[name] for name in names})
 
     def schedule(self) -> StepPlan | None:
@@ -94,13 +120,34 @@ class Engine:
     def tokens(self, id: str) -> list[int]:
         return [token for output in self.outputs.get(id, ()) for token in output.tokens]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return limits_layout(self.limits).longest(self.limits["num_blocks"], self.limits["max_model_len"])
+
     def check_blocks(self) -> None:
-        """Each reference belongs to a running request's table, and what is not referenced is free."""
-        pool = self.scheduler.pool
-        running = self.scheduler._running.values()
-        held = Counter(block for sequence in running for block in sequence.blocks)
-        assert pool.references == [held[block] for block in range(pool.num_blocks)]
-        assert pool.free == pool.num_blocks - len(held)
-        assert self.scheduler.tables.promised == sum(sequence.promised for sequence in running) >= 0
+        """Each reference belongs to a running request's tables, and what is not referenced is free."""
+        kv, running = self.scheduler.kv, self.scheduler._running.values()
+        held = {id(group.pool): Counter[int]() for group in kv.groups}
+        for group in kv.groups:
+            for sequence in running:
+                entries = sequence.blocks[group.number][sequence.freed[group.number] :]
+                assert len(sequence.blocks[group.number]) * kv.block_size == sequence.room
+                if not group.is_state:
+                    most = kv.layout.group_blocks(group.spec, sequence.room)
+                    assert len(entries) <= most, "more than the window, a chunk and a block"
+                else:
+                    entries = [entry for entry in entries if entry]
+                    assert len(entries) <= 2
+                held[id(group.pool)].update(entries)
+            if group.is_state:
+                held[id(group.pool)][0] = 1
+        for group in kv.groups:
+            pool, counts = group.pool, held[id(group.pool)]
+            assert isinstance(pool, NumberedBlocks)
+            assert pool.references == [counts[block] for block in range(len(pool.references))]
+            assert pool.free == len(pool.references) - len(counts)
+        assert kv.promised == sum(sequence.promised for sequence in running) >= 0
         stats = self.scheduler.stats()
-        assert stats.blocks_used == len(held) and stats.running == len(running) <= self.scheduler.max_num_seqs
+        assert stats.blocks_used == len(held[id(kv.pool)]) and stats.running == len(running)
+        assert len(running) <= self.scheduler.max_num_seqs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from weft.architectures.kv import kv_layout
 from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections
 from weft.hardware.cluster import parse_gpus
@@ -44,7 +45,7 @@ def spec(costs: StepPredictor = STEPS, **limits: Any) -> ReplicaSpec:
     """A replica with room for much, unless it is said."""
     usual: dict[str, Any] = {
         "num_blocks": 20_000,
-        "block_size": 16,
+        "kv": kv_layout(find("Llama-3.1-8B").shape, block_size=16, chunk=2048),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 2048,
         "max_num_queued": 1000,

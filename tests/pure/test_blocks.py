@@ -29,7 +29,7 @@ def test_a_digest_stands_for_a_block_and_all_before_it() -> None:
 
 
 def test_free_blocks_go_out_last_in_first_out_and_untouched_ones_last() -> None:
-    pool = NumberedBlocks(6, 2, caching=True)
+    pool = NumberedBlocks(6, caching=True)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first == [0, 1] and second == [2, 3]
     pool.release(first)
@@ -40,29 +40,29 @@ def test_free_blocks_go_out_last_in_first_out_and_untouched_ones_last() -> None:
 
 
 def test_a_registered_block_outlives_its_request() -> None:
-    pool = NumberedBlocks(4, 2, caching=True)
+    pool = NumberedBlocks(4, caching=True)
     digests = chain([1, 2], [3, 4])
     blocks = pool.allocate(2)
     for block, digest in zip(blocks, digests, strict=True):
-        pool.register(block, digest)
+        pool.register(0, block, digest)
     pool.release(blocks)
     assert pool.free == 4
-    assert pool.match(digests) == blocks
+    assert pool.match(0, digests) == blocks
     # A chain is found from its beginning only.
-    assert pool.match(chain([1, 2], [9, 9])) == blocks[:1]
-    assert pool.match(chain([9, 9], [3, 4])) == []
+    assert pool.match(0, chain([1, 2], [9, 9])) == blocks[:1]
+    assert pool.match(0, chain([9, 9], [3, 4])) == []
     pool.hold(blocks)
     assert pool.free == 2 and pool.references[:2] == [1, 1]
 
 
 def test_the_least_recently_used_is_evicted_ends_before_beginnings() -> None:
-    pool = NumberedBlocks(4, 1, caching=True)
+    pool = NumberedBlocks(4, caching=True)
     old, new = chain([1], [2]), chain([3], [4])
     tables = []
     for digests in (old, new):
         table = pool.allocate(2)
         for block, digest in zip(table, digests, strict=True):
-            pool.register(block, digest)
+            pool.register(0, block, digest)
         tables.append(table)
     pool.release(tables[0])
     pool.release(tables[1])
@@ -70,42 +70,42 @@ def test_the_least_recently_used_is_evicted_ends_before_beginnings() -> None:
     pool.release(tables[0])
     # `old` was used last: `new` goes first, its end first.
     assert pool.allocate(1) == [tables[1][1]]
-    assert pool.match(new) == [tables[1][0]]
+    assert pool.match(0, new) == [tables[1][0]]
     assert pool.allocate(1) == [tables[1][0]]
-    assert pool.match(new) == [] and pool.match(old) == tables[0]
+    assert pool.match(0, new) == [] and pool.match(0, old) == tables[0]
     assert pool.allocate(1) == [tables[0][1]]
 
 
 def test_blocks_that_hold_nothing_go_before_those_that_do() -> None:
-    pool = NumberedBlocks(3, 1, caching=True)
+    pool = NumberedBlocks(3, caching=True)
     (a,), (b,) = pool.allocate(1), pool.allocate(1)
-    pool.register(a, chain([1])[0])
+    pool.register(0, a, chain([1])[0])
     pool.release([a])
     pool.release([b])
     assert pool.allocate(2) == [b, 2]
-    assert pool.match(chain([1])) == [a]
+    assert pool.match(0, chain([1])) == [a]
 
 
 def test_the_first_of_two_equal_blocks_is_the_one_that_is_found() -> None:
-    pool = NumberedBlocks(2, 1, caching=True)
+    pool = NumberedBlocks(2, caching=True)
     (a,), (b,) = pool.allocate(1), pool.allocate(1)
     for block in (a, b):
-        pool.register(block, chain([1])[0])
+        pool.register(0, block, chain([1])[0])
     pool.release([a])
     pool.release([b])
-    assert pool.match(chain([1])) == [a]
+    assert pool.match(0, chain([1])) == [a]
     assert pool.allocate(1) == [b]
 
 
 def test_without_caching_nothing_is_found() -> None:
-    pool = NumberedBlocks(2, 1, caching=False)
+    pool = NumberedBlocks(2, caching=False)
     blocks = pool.allocate(1)
-    pool.register(blocks[0], chain([1])[0])
-    assert pool.match(chain([1])) == []
+    pool.register(0, blocks[0], chain([1])[0])
+    assert pool.match(0, chain([1])) == []
 
 
 def test_freeing_twice_is_a_bug_that_shows() -> None:
-    pool = NumberedBlocks(2, 1, caching=True)
+    pool = NumberedBlocks(2, caching=True)
     blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(AssertionError, match="free already"):
@@ -119,14 +119,14 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = NumberedBlocks(self.SIZE, 1, caching=True)
+        self.pool = NumberedBlocks(self.SIZE, caching=True)
         self.tables: list[list[int]] = []
         self.contents: dict[int, bytes] = {}
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def take(self, tokens: list[int]) -> None:
         digests = chain(*([token] for token in tokens))
-        found = self.pool.match(digests)
+        found = self.pool.match(0, digests)
         # What is found holds what was asked for.
         assert [self.contents[block] for block in found] == digests[: len(found)]
         self.pool.hold(found)
@@ -137,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
         fresh = self.pool.allocate(missing)
         for block, digest in zip(fresh, digests[len(found) :], strict=True):
             self.contents[block] = digest
-            self.pool.register(block, digest)
+            self.pool.register(0, block, digest)
         self.tables.append(found + fresh)
 
     @precondition(lambda self: self.tables)

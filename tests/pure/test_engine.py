@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.pure.ranks import Ranks, expected
+from tests.pure.scheduling import layout
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
-from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
+from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
@@ -47,8 +48,9 @@ class Rehearsal:
 def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[EngineCore, Rehearsal]:
     executor = Rehearsal()
     limits = {**SIZES, "max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", **change}
-    pool = NumberedBlocks(limits.pop("num_blocks"), limits.pop("block_size"), caching=True)
-    scheduler = Scheduler(pool=pool, **limits, stages=stages)
+    kv = KVManager(layout(), limits.pop("num_blocks"), max_num_seqs=limits["max_num_seqs"], caching=True)
+    assert limits.pop("block_size") == kv.block_size
+    scheduler = Scheduler(kv=kv, **limits, stages=stages)
     return EngineCore(scheduler, executor, depth=depth or stages), executor
 
 
@@ -212,7 +214,7 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
     engine = EngineCore.start(plan, 20, Rehearsal(), config)
     assert engine.depth == engine.scheduler.stages == 2
     assert (engine.scheduler.max_model_len, engine.scheduler.max_num_queued) == (48, 3)
-    assert engine.stats().blocks_total == 20 and not engine.scheduler.pool.caching
+    assert engine.stats().blocks_total == 20 and not engine.scheduler.kv.caching
     outputs: list[Output] = []
     engine.add(request("a", [1] * 40, max_tokens=None))
     while busy(engine):

@@ -34,8 +34,9 @@ def test_two_with_one_prompt_share_within_a_step() -> None:
     plan = engine.schedule()
     assert plan and plan.counts == [10, 2, 2] and plan.starts == [0, 8, 8]
     # Two full blocks are shared, the third is each one's own.
-    assert plan.blocks[0][:2] == plan.blocks[1][:2] == plan.blocks[2][:2]
-    assert len({blocks[2] for blocks in plan.blocks}) == 3
+    (rows,) = plan.blocks
+    assert rows[0][:2] == rows[1][:2] == rows[2][:2]
+    assert len({blocks[2] for blocks in rows}) == 3
     assert engine.scheduler.stats().blocks_used == 5
     engine.run()
     assert engine.tokens("a") == engine.tokens("b") == engine.tokens("c") != []

@@ -276,7 +276,7 @@ def test_newcomers_leave_room_for_those_who_run() -> None:
     for id, prompt in {"a": [1] * 11, "b": [2] * 11, "c": [3] * 3}.items():
         engine.scheduler.add(request(id, prompt, max_tokens=6))
     plan = engine.schedule()
-    assert plan and len(plan.slots) == 2 and engine.scheduler.pool.free == 2
+    assert plan and len(plan.slots) == 2 and engine.scheduler.kv.pool.free == 2
     engine.run()
     assert engine.scheduler.stats().preemptions == 0
 
@@ -291,7 +291,7 @@ def test_blocks_that_a_prompt_still_needs_are_not_given_away() -> None:
     engine.scheduler.add(request("c", [3] * 12, max_tokens=2))
     plans = [engine.schedule(), engine.schedule()]
     assert [plan and (plan.starts, plan.admitted) for plan in plans] == [([8], []), ([1], [])]
-    assert engine.scheduler.pool.free == 5
+    assert engine.scheduler.kv.pool.free == 5
     engine.run(depth=2)
     assert engine.scheduler.stats().preemptions == 0
 

@@ -16,11 +16,18 @@ from weft.core.request import Request
 from weft.errors import RequestError
 from weft.plan.plan import Speculation
 
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (None, None), (1,), (4,), (7, None), (2, 9), (None, 5, 5)]
+
 
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
+    windows = draw(st.sampled_from(WINDOWS))
+    ahead = draw(st.sampled_from(AHEAD))
     return {
-        "num_blocks": draw(st.integers(2, 14)),
+        "num_blocks": draw(st.integers(2, 14)) * len(windows),
+        "windows": windows,
+        # A state that has read a rejected draft token cannot go back.
+        "states": 0 if "speculation" in ahead else draw(st.sampled_from([0, 0, 1, 2])),
         "block_size": draw(st.integers(1, 4)),
         "max_num_seqs": draw(st.integers(1, 5)),
         "max_num_batched_tokens": draw(st.integers(1, 12)),
@@ -29,7 +36,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "stages": draw(st.integers(1, 3)),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "prefix_caching": draw(st.booleans()),
-        **draw(st.sampled_from(AHEAD)),
+        **ahead,
     }
 
 
@@ -66,8 +73,7 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
                 engine.scheduler.add(item)
                 taken.add(item.id)
             except RequestError:
-                longest = min(limits["max_model_len"], limits["num_blocks"] * limits["block_size"])
-                assert len(item.prompt) >= longest
+                assert len(item.prompt) >= engine.longest
         elif operation == "schedule" and len(engine.flight) < depth:
             engine.schedule()
         elif operation == "apply" and engine.flight:
@@ -84,13 +90,12 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
 
 def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
     """All that must hold at the end."""
-    longest = min(engine.limits["max_model_len"], engine.limits["num_blocks"] * engine.limits["block_size"])
     for item in requests:
         outputs = engine.outputs.get(item.id, [])
         if item.id not in taken:
             assert all(output.finish_reason is None for output in outputs[:-1])
             continue
-        answer, reason = expected(item, longest)
+        answer, reason = expected(item, engine.longest)
         assert engine.tokens(item.id) == answer
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [reason]
         asked_for = item.params.logprobs is not None
@@ -126,8 +131,11 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
     """Longer than what hypothesis draws of its own accord: many requests, few blocks, much in flight."""
     for seed in range(start, start + 200):
         random = Random(seed)
+        windows, ahead = random.choice(WINDOWS), random.choice(AHEAD)
         limits = {
-            "num_blocks": random.randint(2, 14),
+            "num_blocks": random.randint(2, 14) * len(windows),
+            "windows": windows,
+            "states": 0 if "speculation" in ahead else random.choice([0, 0, 1]),
             "block_size": random.randint(1, 4),
             "max_num_seqs": random.randint(1, 6),
             "max_num_batched_tokens": random.randint(1, 14),
@@ -136,7 +144,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
             "stages": random.randint(1, 3),
             "policy": random.choice(["fcfs", "priority"]),
             "prefix_caching": random.random() < 0.7,
-            **random.choice(AHEAD),
+            **ahead,
         }
         requests = [
             request(

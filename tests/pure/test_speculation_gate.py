@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
-from tests.pure.scheduling import DRAFT, LIMITS, request
+from tests.pure.scheduling import DRAFT, LIMITS, create_scheduler, request
 from weft.core import engine
-from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
-from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import LONG_TURN, SHORT_TURN, SKIPPED, SpeculationGate
 from weft.core.step import StepPlan, StepResult
 from weft.plan.plan import Speculation
@@ -189,10 +186,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 def test_a_core_stops_asking_a_draft_that_costs_more_than_it_brings(clock: Clock) -> None:
     limits = {**LIMITS, "max_model_len": 2000, "speculation": Speculation(tokens=4, draft=DRAFT)}
-    sizes = ("num_blocks", "block_size", "prefix_caching")
-    others: dict[str, Any] = {name: limit for name, limit in limits.items() if name not in sizes}
     ranks = Ranks(clock)
-    core = EngineCore(Scheduler(pool=NumberedBlocks(600, 4, caching=False), **others), ranks, depth=1)
+    core = EngineCore(create_scheduler(limits | {"num_blocks": 600, "prefix_caching": False}), ranks, depth=1)
     core.add(request("a", [1, 2, 3], max_tokens=600, ignore_eos=True))
     steps = 0
     core.pump()

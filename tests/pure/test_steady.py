@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.blocks import CountedBlocks, NumberedBlocks
+from tests.pure.scheduling import LIMITS, Engine, layout, request
+from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
@@ -21,9 +21,11 @@ from weft.plan.plan import Speculation
 class Keyed:
     """A scheduler whose requests sample their own key again and again: those with one key have equal contents."""
 
-    def __init__(self, stages: int, ahead: bool, blocks: int, caching: bool, policy: Any = "fcfs") -> None:
+    def __init__(
+        self, stages: int, ahead: bool, blocks: int, caching: bool, policy: Any, windows: tuple[int | None, ...]
+    ) -> None:
         self.scheduler = Scheduler(
-            pool=NumberedBlocks(blocks, 4, caching=True) if caching else CountedBlocks(blocks, 4),
+            kv=KVManager(layout(windows, chunk=32), blocks, max_num_seqs=6, caching=caching, counted=not caching),
             max_num_seqs=6,
             max_num_batched_tokens=32,
             max_num_queued=100,
@@ -54,13 +56,13 @@ class Keyed:
         """What is to be the same, however it came to be."""
         scheduler = self.scheduler
         rows = [
-            (row.request.id, row.tokens, row.computed, len(row.blocks), row.outstanding, row.pending)
+            (row.request.id, row.tokens, row.computed, row.room, row.freed, row.outstanding, row.pending)
             for row in scheduler._running.values()
         ]
         ready = [row.request.id for row in scheduler._ready]
         # Of a single group the order is nothing.
         turns = ready if scheduler.stages > 1 else sorted(ready)
-        return rows, scheduler.stats(), turns, list(scheduler._unfinished), scheduler.tables.promised
+        return rows, scheduler.stats(), turns, list(scheduler._unfinished), scheduler.kv.promised
 
 
 REQUESTS = st.lists(
@@ -77,6 +79,7 @@ REQUESTS = st.lists(
     blocks=st.integers(16, 60),
     caching=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority"]),
+    windows=st.sampled_from([(None,), (None,), (3,), (9,), (None, 7), (1, None, 16)]),
     requests=REQUESTS,
     arrivals=st.lists(st.integers(0, 6), max_size=9),
     aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 8), max_size=3),
@@ -88,13 +91,14 @@ def test_rounds_at_once_are_as_one_after_the_other(
     blocks: int,
     caching: bool,
     policy: str,
+    windows: tuple[int | None, ...],
     requests: list[tuple[int, int, int, int, int]],
     arrivals: list[int],
     aborts: dict[int, int],
     part: float,
 ) -> None:
     ahead = ahead and stages == 1
-    fast, slow = (Keyed(stages, ahead, blocks, caching, policy) for _ in range(2))
+    fast, slow = (Keyed(stages, ahead, blocks * len(windows), caching, policy, windows) for _ in range(2))
     waiting = deque(enumerate(requests))
     counts = iter(arrivals)
     turn = 0

@@ -11,9 +11,10 @@ from statistics import median
 from types import FrameType
 from typing import Any
 
+from weft.architectures.kv import KVLayout, KVSpec, kv_groups
 from weft.client.collector import Collector
-from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
+from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
@@ -33,8 +34,10 @@ def endless_request(number: int, prompt: int = PROMPT) -> Request:
 
 def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """A scheduler with KV blocks for `running` requests and their outputs, as an engine creates it."""
+    groups = kv_groups([KVSpec(kind="heads")])
+    layout = KVLayout(groups=groups, block_size=BLOCK, chunk=running * PROMPT)
     return Scheduler(
-        pool=NumberedBlocks(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
+        kv=KVManager(layout, running * (PROMPT + ANSWER) // BLOCK, max_num_seqs=running, caching=True),
         max_num_seqs=running,
         max_num_batched_tokens=running * PROMPT,
         max_num_queued=running,

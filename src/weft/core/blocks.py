@@ -19,19 +19,19 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool(Protocol):
-    """`num_blocks` KV blocks of `block_size` tokens; with `caching`, full blocks can be found by their digest."""
-
-    num_blocks: int
-    block_size: int
-    caching: bool
+    """A number of KV blocks; full blocks of a KV group can be found by their digest."""
 
     @property
     def free(self) -> int:
         """Number of blocks that can be allocated."""
         ...
 
-    def match(self, digests: Iterable[bytes]) -> list[int]:
+    def match(self, group: int, digests: Iterable[bytes]) -> list[int]:
         """Return the cached blocks of the longest known prefix of a chain of digests. Takes no references."""
+        ...
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        """Return the cached block with a digest, or None. Takes no reference."""
         ...
 
     def count_free(self, blocks: Iterable[int]) -> int:
@@ -46,8 +46,8 @@ class BlockPool(Protocol):
         """Return `count` blocks with one reference each; `count` is at most `free`."""
         ...
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Let later prompts match a held block, which is full or will be before any later step reads it."""
+    def register(self, group: int, block: int, digest: bytes) -> None:
+        """Let later prompts match a held block of a group, which is full or will be before any later step reads it."""
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class BlockPool(Protocol):
 
 
 class NumberedBlocks:
-    """Blocks numbered from 0, with a reference count each.
+    """Blocks numbered from 0, with a reference count each. Without `caching` none is found.
 
     A block without references is free. A free block that is registered under a digest keeps its content: it can be
     held again until the pool evicts it, least recently used first, because no other free block is left. Other free
@@ -64,30 +64,32 @@ class NumberedBlocks:
     Each operation takes constant time per block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.caching = caching
+    def __init__(self, num_blocks: int, *, caching: bool) -> None:
+        self._caching = caching
         self.references = [0] * num_blocks
         # Free blocks without a digest. The end is the top; block 0 is the first to go out.
         self._plain = list(range(num_blocks - 1, -1, -1))
         # Free blocks with a digest, least recently used first.
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._digests: list[bytes | None] = [None] * num_blocks
-        self._blocks: dict[bytes, int] = {}
+        # By block, its group and digest; and the other way round.
+        self._keys: list[tuple[int, bytes] | None] = [None] * num_blocks
+        self._blocks: dict[tuple[int, bytes], int] = {}
 
     @property
     def free(self) -> int:
         return len(self._plain) + len(self._cached)
 
-    def match(self, digests: Iterable[bytes]) -> list[int]:
+    def match(self, group: int, digests: Iterable[bytes]) -> list[int]:
         matched: list[int] = []
         for digest in digests:
-            block = self._blocks.get(digest)
+            block = self._blocks.get((group, digest))
             if block is None:
                 break
             matched.append(block)
         return matched
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        return self._blocks.get((group, digest))
 
     def count_free(self, blocks: Iterable[int]) -> int:
         return sum(self.references[block] == 0 for block in blocks)
@@ -107,12 +109,13 @@ class NumberedBlocks:
             blocks.append(block)
         return blocks
 
-    def register(self, block: int, digest: bytes) -> None:
+    def register(self, group: int, block: int, digest: bytes) -> None:
         # Of two blocks with the same content, the first one registered is matched.
-        if self.caching and digest not in self._blocks:
-            assert self.references[block] > 0 and self._digests[block] is None
-            self._blocks[digest] = block
-            self._digests[block] = digest
+        key = group, digest
+        if self._caching and key not in self._blocks:
+            assert self.references[block] > 0 and self._keys[block] is None
+            self._blocks[key] = block
+            self._keys[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
         # The end of a prefix is of use only with its beginning: it is the first to be evicted.
@@ -120,17 +123,17 @@ class NumberedBlocks:
             assert self.references[block] > 0, f"block {block} is free already"
             self.references[block] -= 1
             if self.references[block] == 0:
-                if self._digests[block] is None:
+                if self._keys[block] is None:
                     self._plain.append(block)
                 else:
                     self._cached[block] = None
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        digest = self._digests[block]
-        assert digest is not None
-        del self._blocks[digest]
-        self._digests[block] = None
+        key = self._keys[block]
+        assert key is not None
+        del self._blocks[key]
+        self._keys[block] = None
         return block
 
 
@@ -140,15 +143,15 @@ class CountedBlocks:
     There is no prefix cache.
     """
 
-    caching = False
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self.free = num_blocks
 
-    def match(self, digests: Iterable[bytes]) -> list[int]:
+    def match(self, group: int, digests: Iterable[bytes]) -> list[int]:
         return []
+
+    def find(self, group: int, digest: bytes) -> int | None:
+        return None
 
     def count_free(self, blocks: Iterable[int]) -> int:
         return 0
@@ -161,9 +164,9 @@ class CountedBlocks:
         self.free -= count
         return [0] * count
 
-    def register(self, block: int, digest: bytes) -> None:
+    def register(self, group: int, block: int, digest: bytes) -> None:
         """Do nothing: there is no prefix cache."""
 
     def release(self, blocks: Sequence[int]) -> None:
         self.free += len(blocks)
-        assert self.free <= self.num_blocks, "more blocks are free than there are"
+        assert self.free <= self._num_blocks, "more blocks are free than there are"

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
-from weft.core.blocks import NumberedBlocks
+from weft.core.kv import KVManager
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
@@ -58,8 +58,9 @@ class EngineCore:
         One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
         as they grow (weft serve, AsyncLLM).
         """
+        kv = KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching)
         scheduler = Scheduler(
-            pool=NumberedBlocks(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
+            kv=kv,
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_num_queued=config.max_num_queued_reqs,

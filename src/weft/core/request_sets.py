@@ -9,8 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from weft.core.block_tables import BlockTables
-from weft.core.blocks import BlockPool
+from weft.core.kv import KVManager
 from weft.core.request import Request, Stats, check_prompt_length
 from weft.core.sequence import Flight, Sequence
 from weft.core.speculation import DraftProposer
@@ -27,7 +26,7 @@ class RequestSets:
     def __init__(
         self,
         *,
-        pool: BlockPool,
+        kv: KVManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_queued: int,
@@ -37,8 +36,7 @@ class RequestSets:
         lookahead: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
-        self.pool = pool
-        self.tables = BlockTables(pool)
+        self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_queued = max_num_queued
@@ -64,7 +62,7 @@ class RequestSets:
         # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
-        self._counters = Stats(blocks_total=pool.num_blocks)
+        self._counters = Stats(blocks_total=kv.num_blocks)
 
     # Requests in and out
 
@@ -73,8 +71,7 @@ class RequestSets:
         length = len(request.prompt)
         if request.id in self._unfinished:
             raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
-        needed_blocks = self.tables.count_blocks(length + 1)
-        check_prompt_length(length, self.max_model_len, needed_blocks, self.pool.num_blocks)
+        check_prompt_length(length, self.max_model_len, self.kv.layout.blocks(length + 1), self.kv.num_blocks)
         if self.waiting >= self.max_num_queued + len(self._slots):
             raise QueueFullError(
                 f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
@@ -82,7 +79,7 @@ class RequestSets:
             )
         order = (request.priority if self._by_priority else 0, self._arrivals)
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
-        longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
+        longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
         sequence = Sequence(request, order, longest)
         if self.speculation and not sequence.needs_history:
             sequence.proposer = DraftProposer(self.speculation)
@@ -121,7 +118,7 @@ class RequestSets:
     @property
     def blocks_used(self) -> int:
         """Number of KV blocks in use."""
-        return self.pool.num_blocks - self.pool.free
+        return self.kv.used
 
     def stats(self) -> Stats:
         """Return a copy of the gauges and counters."""
@@ -151,7 +148,7 @@ class RequestSets:
     def _stop_running(self, sequence: Sequence) -> None:
         """Release a running sequence's slot and blocks."""
         del self._running[sequence.request.id]
-        self.tables.close_table(sequence)
+        self.kv.close_tables(sequence)
         self._released.append(sequence.slot)
         self._slots.append(sequence.slot)
         sequence.slot = -1

@@ -13,6 +13,7 @@ from itertools import islice
 from operator import attrgetter
 
 from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
+from weft.core.kv import Tables
 from weft.core.pace import CACHED_TOKENS
 from weft.core.request import Output
 from weft.core.request_sets import RequestSets
@@ -24,7 +25,7 @@ by_order = attrgetter("order")
 
 
 class Scheduler(RequestSets):
-    """Continuous batching over the KV blocks of a `pool`.
+    """Continuous batching over the KV blocks of `kv`.
 
     At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, and prompt and answer
     together have at most `max_model_len`. At most `max_num_queued` requests wait, not counting those for which a slot
@@ -53,7 +54,7 @@ class Scheduler(RequestSets):
                 if sequence.proposer:
                     # Each sequence after this one is sure of a token.
                     drafts = self._propose(sequence, budget - len(selected) + number)
-                self._add_row(flight, sequence, 1 + len(drafts), [], drafts)
+                self._add_row(flight, sequence, 1 + len(drafts), drafts)
                 budget -= 1 + len(drafts)
             else:
                 prefills.append(sequence)
@@ -69,6 +70,7 @@ class Scheduler(RequestSets):
         if not plan.slots:
             return None
         self.prompt_tokens = len(plan.tokens) - decoded
+        flight.plan_blocks(len(self.kv.groups))
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
         # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
@@ -78,21 +80,23 @@ class Scheduler(RequestSets):
         return plan
 
     def _select_running(self) -> list[Sequence]:
-        """Select the running requests of this step. Each is sure of a token and of a block for it."""
-        ready = self._ready
+        """Select the running requests of this step. Each is sure of a token and of blocks for it."""
+        ready, kv = self._ready, self.kv
         selected: list[Sequence] = []
         while ready and not selected:
             count = min(len(ready), self.max_num_batched_tokens, -(-len(self._running) // self.stages))
             selected = [ready.popleft() for _ in range(count)]
             for sequence in selected:
                 sequence.ready = False
-            if self.pool.free < count:
+                if kv.frees:
+                    kv.free_behind(sequence, sequence.computed)
+            if kv.free_columns < count:
                 self._make_room(selected)
         return selected
 
     def _make_room(self, selected: list[Sequence]) -> None:
-        """Preempt running requests, last in order first, until each selected one can have the block it needs."""
-        while sum(sequence.computed == sequence.room for sequence in selected) > self.pool.free:
+        """Preempt running requests, last in order first, until each selected one can have the blocks it needs."""
+        while sum(sequence.computed == sequence.room for sequence in selected) > self.kv.free_columns:
             victim = max(self._running.values(), key=by_order)
             if victim in selected:
                 selected.remove(victim)
@@ -102,10 +106,10 @@ class Scheduler(RequestSets):
         """Add chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
         left_out = []
         for sequence in prefills:
-            fits = sequence.room + self.pool.free * self.pool.block_size - sequence.computed
-            count = min(len(sequence.tokens) - sequence.computed, budget, fits)
+            fits = sequence.room + self.kv.free_columns * self.kv.block_size - sequence.computed
+            count = self.kv.chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget, fits))
             if count:
-                self._add_row(flight, sequence, count, [])
+                self._add_row(flight, sequence, count)
                 budget -= count
             else:
                 left_out.append(sequence)
@@ -123,32 +127,31 @@ class Scheduler(RequestSets):
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
                 return
-            cached = self.tables.match_prefix(sequence)
-            new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
-            if not self.tables.has_room(new, cached, len(self._running)):
+            prefix = self.kv.match_prefix(sequence)
+            if not self.kv.has_room(sequence, prefix, len(self._running)):
                 return
             heappop(self._queue)
-            self._start_running(flight, sequence, cached, new)
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            self._start_running(flight, sequence, prefix)
+            count = self.kv.chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
             budget -= count
             if beside_decodes:
                 budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
-            self._add_row(flight, sequence, count, cached)
+            self._add_row(flight, sequence, count)
 
-    def _start_running(self, flight: Flight, sequence: Sequence, cached: list[int], new: int) -> None:
-        """Give a sequence a slot, the `cached` blocks of its prefix, and the promise of the `new` ones it needs."""
+    def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
+        """Give a sequence a slot, the cached blocks of its `prefix`, and the promise of the others that it needs."""
         request = sequence.request
         sequence.slot = self._slots.pop()
         self._running[request.id] = sequence
         output = sequence.tokens[sequence.prompt_length :]
         flight.plan.admitted.append(Admission(sequence.slot, request.key, request.params, request.prompt, output))
-        self.tables.open_table(sequence, cached, new)
+        self.kv.open_tables(sequence, prefix)
         # After a preemption the prompt's logprobs come anew.
         sequence.prompt_logprobs = []
         if sequence.cached is None:
             self.started.append(request.id)
             sequence.cached = sequence.computed
-            if self.tables.may_reuse(sequence):
+            if self.kv.may_reuse(sequence):
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
 
@@ -157,28 +160,22 @@ class Scheduler(RequestSets):
         if not self.speculating:
             discard_drafts(sequence)
             return []
-        room = sequence.room + self.tables.spare_tokens(len(self._running)) - sequence.computed - 1
+        room = sequence.room + self.kv.spare_tokens(len(self._running)) - sequence.computed - 1
         return propose_drafts(sequence, min(budget, room))
 
-    def _add_row(
-        self, flight: Flight, sequence: Sequence, count: int, blocks: list[int], drafts: Collection[int] = ()
-    ) -> None:
-        """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step.
-
-        `blocks` are those of the sequence's block table that no rank knows yet.
-        """
+    def _add_row(self, flight: Flight, sequence: Sequence, count: int, drafts: Collection[int] = ()) -> None:
+        """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step."""
         start = sequence.computed
         end = start + count
         tokens = sequence.tokens
         if end > sequence.room:
-            blocks = blocks + self.tables.grow_table(sequence, end)
+            flight.grown.append((len(flight.rows), self.kv.grow_tables(sequence, end)))
         sequence.computed = end
         sequence.outstanding += 1
         plan = flight.plan
         plan.slots.append(sequence.slot)
         plan.starts.append(start)
         plan.counts.append(count)
-        plan.blocks.append(blocks)
         if count == 1:
             plan.tokens.append(tokens[start] if start < len(tokens) else UNKNOWN)
         else:
@@ -194,8 +191,8 @@ class Scheduler(RequestSets):
         else:
             plan.samples.append(False)
             self._await_turn(sequence)  # the next chunk needs no result of this one
-        if self.pool.caching and end // self.pool.block_size > sequence.registered:
-            self.tables.register_full_blocks(sequence)
+        if self.kv.caching and end // self.kv.block_size > sequence.registered:
+            self.kv.register_full_blocks(sequence)
 
     # A result in
 
@@ -269,7 +266,7 @@ class Scheduler(RequestSets):
         # Tokens in flight come in addition to those of the rounds. With lookahead, no step follows a request's last.
         rounds -= 2 if self.lookahead else self.stages > 1
         if rounds > 0:
-            rounds = rounds_with_room(running, self.tables, rounds)
+            rounds = rounds_with_room(running, self.kv, rounds)
         if rounds <= 0:
             return None
         return Steady(rounds, [[sequence.computed + 1 for sequence in group] for group in groups])
@@ -280,7 +277,7 @@ class Scheduler(RequestSets):
         The state is that after as many single steps, which all sample each request's last token again. The steps in
         flight stay in flight.
         """
-        counters, tables, ended = self._counters, self.tables, []
+        counters, ended = self._counters, []
         for group in self._groups():
             counters.steps += rounds
             counters.step_sizes[(len(group) - 1).bit_length()] += rounds
@@ -288,11 +285,7 @@ class Scheduler(RequestSets):
         counters.computed_tokens += rounds * len(self._running)
         for sequence in self._running.values():
             sequence.tokens += sequence.tokens[-1:] * rounds
-            sequence.computed += rounds
-            if sequence.computed > sequence.room:
-                tables.grow_table(sequence, sequence.computed)
-            if self.pool.caching and sequence.computed // self.pool.block_size > sequence.registered:
-                tables.register_full_blocks(sequence)
+            self.kv.advance(sequence, sequence.computed + rounds)
             if len(sequence.tokens) >= sequence.limit:
                 ended.append(sequence)
         # All requests of the last step get their blocks before any request frees its own.
@@ -325,8 +318,8 @@ class Scheduler(RequestSets):
             return False
         if not self._slots:
             return True
-        if self.pool.caching and may_share(first.tokens, self._running.values()):
+        running = self._running.values()
+        if self.kv.caching and may_share(first.tokens, running):
             return False
-        cached = self.tables.match_prefix(first)
-        new = self.tables.count_blocks(len(first.tokens)) - len(cached)
-        return not self.tables.has_room(new, cached, len(self._running))
+        freed = self.kv.freed_by_decoding(running)
+        return not self.kv.has_room(first, self.kv.match_prefix(first), len(running), freed=freed)

@@ -9,12 +9,14 @@ from weft.core.request import Output, Request
 from weft.core.speculation import DraftProposer
 from weft.core.step import StepPlan, TokenLogprobs
 
+NO_BLOCKS: list[int] = []  # of a row without new blocks; nobody changes the lists of a step
+
 # A sampled token, and its logprobs if the request wants them.
 Sample = tuple[int, TokenLogprobs | None]
 
 
 class Sequence:
-    """A request's state in the scheduler. Only the scheduler changes it, and BlockTables its blocks."""
+    """A request's state in the scheduler. Only the scheduler changes it, and KVManager its blocks."""
 
     __slots__ = (
         "_digests",
@@ -22,11 +24,14 @@ class Sequence:
         "cached",
         "computed",
         "done",
+        "freed",
+        "frees_at",
         "limit",
         "needs_history",
         "order",
         "outstanding",
         "pending",
+        "prefill_blocks",
         "promised",
         "prompt_length",
         "prompt_logprobs",
@@ -35,6 +40,7 @@ class Sequence:
         "registered",
         "request",
         "room",
+        "sent",
         "slot",
         "stop_ids",
         "stops_after",
@@ -52,10 +58,14 @@ class Sequence:
         self.stops_after = self.prompt_length + params.min_tokens
         self.stop_ids = frozenset(request.stop_ids)
         self.slot = -1  # -1: not running
-        self.blocks: list[int] = []  # the block table
-        self.room = 0  # tokens that the blocks hold
+        self.blocks: list[list[int]] = []  # the block table of each KV group
+        self.freed: list[int] = []  # by group, first entries of the table whose blocks are freed
+        self.frees_at = 0  # position from which on the next block can be freed
+        self.sent = 0  # entries of each table that the ranks know
+        self.room = 0  # tokens that the tables have entries for
         self.computed = 0  # tokens whose KV is written by the steps scheduled so far
         self.registered = 0  # blocks that are in the prefix cache
+        self.prefill_blocks = 0  # entries of a table for the tokens that were known at admission
         self.promised = 0  # blocks still to be allocated for what is not prefilled
         self.outstanding = 0  # steps in flight that this sequence takes part in
         self.pending = 0  # of those, the ones that sample a token for it
@@ -103,10 +113,22 @@ class Sequence:
 
 
 class Flight:
-    """A step that is being scheduled, or in flight: its plan and the sequence of each row."""
+    """A step that is being scheduled, or in flight: its plan and the sequence of each row.
 
-    __slots__ = ("plan", "rows")
+    `grown` are the rows that have new entries in their block tables, with these entries by KV group.
+    """
+
+    __slots__ = ("grown", "plan", "rows")
 
     def __init__(self, id: int) -> None:
         self.plan = StepPlan(id, [], [], [], [], [], [], [], [], [])
         self.rows: list[Sequence] = []
+        self.grown: list[tuple[int, list[list[int]]]] = []
+
+    def plan_blocks(self, groups: int) -> None:
+        """Give the plan the new blocks of its rows, in each of `groups` KV groups."""
+        rows = len(self.rows)
+        blocks = self.plan.blocks = [[NO_BLOCKS] * rows for _ in range(groups)]
+        for row, entries in self.grown:
+            for group, new in enumerate(entries):
+                blocks[group][row] = new

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from weft.core.block_tables import BlockTables
+from weft.core.kv import KVManager
 from weft.core.sequence import Flight
 from weft.core.sequence import Sequence as RequestSequence
 
@@ -46,15 +46,14 @@ def rounds_before_end(running: Collection[RequestSequence], most: int) -> int:
     return rounds
 
 
-def rounds_with_room(running: Collection[RequestSequence], tables: BlockTables, rounds: int) -> int:
+def rounds_with_room(running: Collection[RequestSequence], kv: KVManager, rounds: int) -> int:
     """The most rounds, up to `rounds`, that the free blocks suffice for."""
-    free = tables.pool.free
-    if len(running) * tables.count_blocks(rounds) <= free or tables.blocks_of_rounds(running, rounds) <= free:
+    if kv.blocks_of_rounds(running, rounds) <= kv.pool.free:
         return rounds
     low, high = 0, rounds
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if tables.blocks_of_rounds(running, middle) <= free else (low, middle - 1)
+        low, high = (middle, high) if kv.blocks_of_rounds(running, middle) <= kv.pool.free else (low, middle - 1)
     return low
 
 

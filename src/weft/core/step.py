@@ -45,7 +45,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     starts: list[int]
     counts: list[int]
     tokens: list[int]
-    blocks: list[list[int]]
+    blocks: list[list[list[int]]]
     samples: list[bool]
     draft_counts: list[int]
     draft_requests: list[int] = []

@@ -63,7 +63,7 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     it leaves beside weights, activations and, on a CPU, the engine's own memory; on a GPU the reports include that
     memory, since `gpu_memory_utilization` is at most that share.
 
-    Raises PlanError if a device has no room for one block, or if kv_cache_bytes and max_memory contradict each other.
+    Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory contradict each other.
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:
@@ -82,8 +82,8 @@ def _device_blocks(plan: Plan, host: str, device: str, ranks: Sequence[Capacity]
             budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
     if device in plan.max_memory:
         budget = min(budget, _capped_budget(plan, device, ranks))
-    if budget < cost:
-        raise PlanError(_no_room(plan, host, device, budget, cost))
+    if budget < cost * len(plan.kv_layout.paged):
+        raise PlanError(_no_room(plan, host, device, budget, cost * len(plan.kv_layout.paged)))
     return budget // cost
 
 
@@ -124,11 +124,9 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
 
     A length that the user gave is never shortened: raises PlanError with the largest that fits.
     """
-    held = num_blocks * plan.block_size
-    if plan.max_model_len <= held:
-        return plan.max_model_len
-    if plan.max_model_len_given:
-        need = -(-plan.max_model_len // plan.block_size)
+    held = plan.kv_layout.longest(num_blocks, plan.max_model_len)
+    if plan.max_model_len_given and held < plan.max_model_len:
+        need = plan.kv_layout.blocks(plan.max_model_len)
         block_bytes = _largest_block_bytes(plan)
         # Advice only if it can help: a CPU has no such share, and kv_cache_bytes takes the share's place.
         measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
@@ -154,12 +152,11 @@ def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
 
     The two are vLLM's, which say GPU; on a CPU the first one says CPU.
     """
-    length = fit_length(plan, num_blocks)
-    per_request = -(-length // plan.block_size)
+    length, layout = fit_length(plan, num_blocks), plan.kv_layout
     kind = "CPU" if all(device == "cpu" for device in plan.devices) else "GPU"
     lines = [
-        f"{kind} KV cache size: {num_blocks * plan.block_size:,} tokens",
-        f"Maximum concurrency for {length:,} tokens per request: {num_blocks / per_request:.2f}x",
+        f"{kind} KV cache size: {layout.tokens(num_blocks, length):,} tokens",
+        f"Maximum concurrency for {length:,} tokens per request: {layout.requests(num_blocks, length):.2f}x",
     ]
     if length < plan.max_model_len:
         lines.append(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.kv import number_bytes
+from weft.architectures.kv import KVLayout, kv_layout
 from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
 from weft.plan.fills import rank_weight_bytes
@@ -46,6 +46,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
     - `lookahead`: each step is scheduled before the tokens of the previous one are known.
+    - `window_cache`: layers with a window free the KV behind it, unless there is a draft model, which has the same block
+      tables, and reads a text from where it last stopped.
     - `kv_cache_bytes`: the user's figure per rank; None to measure the free memory.
     """
 
@@ -67,6 +69,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    window_cache: bool = True
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; unused on a CPU
     max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by device
@@ -104,8 +107,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Dtype of the KV cache, a name of `architectures.kv`."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+    @property
+    def kv_layout(self) -> KVLayout:
+        """How the KV cache is kept: its groups, and the blocks that a text takes."""
+        frees = self.window_cache and not (self.speculation and self.speculation.draft)
+        chunk = self.max_num_batched_tokens
+        return kv_layout(self.shape, block_size=self.block_size, chunk=chunk, window_cache=frees)
+
     def block_bytes(self, rank: int) -> int:
-        """Bytes of one KV block on a rank: keys and values of its layers and KV heads."""
-        place = self.places[rank]
-        per_token = 2 * len(place.kv_heads) * self.shape.head_dim * number_bytes(self.kv_dtype)
-        return per_token * self.block_size * len(place.layers)
+        """Bytes of one KV block on a rank."""
+        return self.kv_layout.block_bytes(self.shape, self.kv_dtype, self.places[rank])

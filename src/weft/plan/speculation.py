@@ -108,4 +108,5 @@ def draft_plan(plan: Plan) -> Plan:
         cores=(plan.cores[rank],),
         gpu_memory_utilization=plan.gpu_memory_utilization[rank : rank + 1],
         speculation=None,
+        window_cache=False,
     )

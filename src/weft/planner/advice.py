@@ -181,12 +181,11 @@ def _roomiest(question: Question) -> Fit | None:
 
 def _spare(memory: Footprint) -> float:
     """Bytes that are left on the fullest GPU beside the weights, the engine and one request."""
-    length = memory.replicas[0].length
     return min(
         (rank.memory_bytes if rank.limit_bytes is None else rank.limit_bytes)
         - rank.weights.total
         - rank.other_bytes
-        - length * rank.kv_bytes_per_token
+        - rank.kv_request_bytes
         for rank in memory.ranks
     )
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 import msgspec
 
-from weft.architectures.kv import kv_bytes, kv_bytes_per_token
 from weft.architectures.place import Place, whole
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.formats.precision import WeightBytes, canonical
@@ -18,13 +16,13 @@ from weft.hardware.gpus import GpuSpec
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
 from weft.planner.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.draft_memory import DraftBytes, draft_bytes, draft_on_rank, draft_tokens
+from weft.planner.draft_memory import draft_on_rank, draft_tokens, draft_weight_bytes
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
+from weft.planner.request_kv import BLOCK, RequestKV, num_blocks, request_kv
 from weft.planner.work import layer_kinds
 
-BLOCK = 16  # tokens of a KV block, EngineConfig.block_size
 MIB = 1 << 20
 
 RankSeat = tuple[Place, GpuSpec, int]  # a rank's place, its GPU, and the GPU's number
@@ -35,7 +33,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     `usable_bytes` is all that the engine takes of `memory_bytes`, at most `limit_bytes` if the user set a limit.
     `kv_room_bytes` is the part of it that is left for KV; it is negative if everything else does not fit.
-    `draft_bytes` are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`.
+    `draft_bytes` are the weights of a draft model, whose KV is a part of `kv_bytes_per_token`. `kv_block_bytes` are the
+    bytes of a KV block, `kv_request_bytes` those of a request of the replica's `length`.
     """
 
     gpu: str
@@ -47,6 +46,8 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     runtime_bytes: int
     kv_room_bytes: int
     kv_bytes_per_token: int
+    kv_block_bytes: int
+    kv_request_bytes: int
     draft_bytes: int = 0
     limit_bytes: int | None = None
 
@@ -58,21 +59,27 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fits(self) -> bool:
         """Return True if the weights and one KV block fit."""
-        return self.kv_room_bytes >= BLOCK * self.kv_bytes_per_token
+        return self.kv_room_bytes >= self.kv_block_bytes
 
 
 class ReplicaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one replica: its ranks in order.
 
     `kv_tokens` tokens of requests of `length` tokens fit on every rank, beside steps of at most `batched_tokens`
-    tokens. `batched_reason` says why a step has that many.
+    tokens. `batched_reason` says why a step has that many. `kv` counts the KV.
     """
 
     ranks: tuple[RankMemory, ...]
+    kv: RequestKV
     kv_tokens: int
     length: int
     batched_tokens: int
     batched_reason: str
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks of every rank."""
+        return num_blocks(self.ranks) if self.kv.in_blocks else self.kv_tokens // BLOCK
 
     def takes_more(self, other: ReplicaMemory) -> bool:
         """Return True if a rank takes more of its GPU than the same rank of `other`, which has other settings."""
@@ -86,7 +93,6 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
     layout: DeploymentLayout
     replicas: tuple[ReplicaMemory, ...]
-    window_cache: bool
 
     @property
     def ranks(self) -> tuple[RankMemory, ...]:
@@ -107,7 +113,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
         """The rank with the least room for KV, counted in tokens."""
         size = self.layout.replica_size
         tokens = {
-            number * size + rank: memory.kv_room_bytes / memory.kv_bytes_per_token
+            number * size + rank: memory.kv_room_bytes / memory.kv_block_bytes
             for number, _ in self._distinct()
             for rank, memory in enumerate(self.replicas[number].ranks)
         }
@@ -121,7 +127,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """The longest single request that fits in every replica, in tokens; at most the model's own maximum."""
         distinct = [number for number, _ in self._distinct()]
-        if self.window_cache and self.shape.windows:
+        if any(self.replicas[number].kv.keeps_windows for number in distinct):
             lengths = range(1, self.shape.longest + 1)
             return bisect_left(lengths, True, key=lambda length: not self._fits_everywhere(distinct, length))
         ranks = (rank for number in distinct for rank in self.replicas[number].ranks)
@@ -140,8 +146,8 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     def _requests(self, number: int, length: int) -> float:
         size = self.layout.replica_size
         places = self.layout.places[number * size : (number + 1) * size]
-        ranks = self.replicas[number].ranks
-        return requests_that_fit(self.shape, self.layout.kv_dtype, places, ranks, length, self.window_cache)
+        replica = self.replicas[number]
+        return replica.kv.requests(places, replica.ranks, length)
 
 
 def footprint(
@@ -164,9 +170,7 @@ def footprint(
                 budgets = list(token_budgets(replica, profile, longest))
             known[key] = _with_best_budget(memory_of, seats, workload.longest, budgets)
         replicas.append(known[key])
-    return Footprint(
-        shape=shape, layout=layout, replicas=tuple(replicas), window_cache=bool(profile.window_cache.value)
-    )
+    return Footprint(shape=shape, layout=layout, replicas=tuple(replicas))
 
 
 def _with_best_budget(
@@ -200,6 +204,10 @@ class EngineMemory(msgspec.Struct, frozen=True):
     kv_dtype: str
     profile: Profile
 
+    @property
+    def kv(self) -> RequestKV:
+        return request_kv(self.shape, self.kv_dtype, self.profile)
+
     def replica(self, seats: Sequence[RankSeat], length: int) -> ReplicaMemory:
         """One replica on these GPUs, for requests of `length` tokens.
 
@@ -212,11 +220,12 @@ class EngineMemory(msgspec.Struct, frozen=True):
             ranks = self._pooled_on_cpu(ranks, length)
         self._share_gpus(seats, ranks, length)
         places = [place for place, _, _ in seats]
-        requests = requests_that_fit(self.shape, self.kv_dtype, places, ranks, length, bool(profile.window_cache.value))
+        requests = self.kv.requests(places, ranks, length)
         # A request that fits to the byte does so even if its length is no multiple of a block.
         tokens = max(int(requests * length) // BLOCK * BLOCK, length if requests >= 1 else 0)
         return ReplicaMemory(
             ranks=tuple(ranks),
+            kv=self.kv,
             kv_tokens=tokens,
             length=length,
             batched_tokens=min(profile.batch_limits(gpu.memory_bytes)[0] for _, gpu, _ in seats),
@@ -239,7 +248,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         """Ranks that share the memory of one host."""
         room = sum(rank.kv_room_bytes for rank in ranks)
         if self.profile.name == OURS:  # takes more than CPU_KV_BYTES only with a flag, for a request that needs it
-            room = min(room, max(CPU_KV_BYTES, length * sum(rank.kv_bytes_per_token for rank in ranks)))
+            room = min(room, max(CPU_KV_BYTES, sum(rank.kv_request_bytes for rank in ranks)))
         return _pooled(ranks, room)
 
     def _share_gpus(self, seats: Sequence[RankSeat], ranks: list[RankMemory], length: int) -> None:
@@ -259,52 +268,43 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
         `usable_bytes` of each is that of all of them together.
         """
-        need = sum(self._kv_of_request(place, length) for place in places)
+        need = sum(self.kv.request_bytes(place, length) for place in places)
         room, ranks = -1, []
         for at_most in (False, True):
             if room < need:
-                ranks = [self.rank(place, gpu, at_most=at_most) for place in places]
+                ranks = [self.rank(place, gpu, length, at_most=at_most) for place in places]
                 # Each was computed as if it were alone on the GPU.
                 room = sum(rank.kv_room_bytes for rank in ranks) - (len(ranks) - 1) * ranks[0].usable_bytes
         rooms = [pooled.kv_room_bytes for pooled in _pooled(ranks, room)]
         both = zip(ranks, rooms, strict=True)
         return [msgspec.structs.replace(rank, kv_room_bytes=kv_room) for rank, kv_room in both]
 
-    def _kv_of_request(self, place: Place, length: int) -> int:
-        """KV bytes of one request on a rank. With a window cache a layer keeps at most its window."""
-        if self.profile.window_cache.value and self.shape.windows:
-            return _kv_bytes(self.shape, length, self.kv_dtype, place)
-        return length * (kv_bytes_per_token(self.shape, self.kv_dtype, place) + self._draft(place).kv_per_token)
-
-    def _draft(self, place: Place) -> DraftBytes:
-        return draft_bytes(self.profile.speculation, place, computed_in(self.precision), self.kv_dtype)
-
     def _with_room(self, place: Place, gpu: GpuSpec, length: int) -> RankMemory:
         """A rank with the engine's usual settings, or with more memory if a request of `length` tokens needs it."""
-        rank, need = self.rank(place, gpu), self._kv_of_request(place, length)
-        if rank.kv_room_bytes >= need:
+        rank = self.rank(place, gpu, length)
+        if rank.kv_room_bytes >= rank.kv_request_bytes:
             return rank
-        rank = self.rank(place, gpu, at_most=True)
-        spare = max(0, rank.kv_room_bytes - need)
+        rank = self.rank(place, gpu, length, at_most=True)
+        spare = max(0, rank.kv_room_bytes - rank.kv_request_bytes)
         return msgspec.structs.replace(
             rank, usable_bytes=rank.usable_bytes - spare, kv_room_bytes=rank.kv_room_bytes - spare
         )
 
-    def rank(self, place: Place, gpu: GpuSpec, *, at_most: bool = False) -> RankMemory:
-        """One rank alone on one GPU, with the engine's usual settings.
+    def rank(self, place: Place, gpu: GpuSpec, length: int = 1, *, at_most: bool = False) -> RankMemory:
+        """One rank alone on one GPU, with the engine's usual settings, for requests of `length` tokens.
 
         With `at_most`, with the share of memory and the batch limits that leave the most room for KV.
         """
-        shape, profile, draft = self.shape, self.profile, self._draft(place)
+        shape, profile, kv, dtype = self.shape, self.profile, self.kv, computed_in(self.precision)
+        draft = draft_weight_bytes(profile.speculation, place, dtype)
         tokens, sequences = profile.batch_limits(0 if at_most else gpu.memory_bytes)
         weights = rank_weights(shape, profile.held_precision(self.precision), place)
-        number_bytes = DTYPE_BYTES[computed_in(self.precision)]
-        activations = activation_bytes(shape, place, tokens, sequences, profile, number_bytes)
+        activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[dtype])
         # The steps of a draft model are graphs of their own.
-        graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft.weights else 1)
+        graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft else 1)
         ranks = max(place.tp_size, min(place.stages, 2))
         runtime = int((profile.runtime_MiB.value + profile.nccl_MiB.at(ranks)) * MIB)
-        fixed = weights.total + activations + graphs + runtime + draft.weights
+        fixed = weights.total + activations + graphs + runtime + draft
         room = self._kv_room(gpu, fixed, at_most)
         return RankMemory(
             gpu=gpu.name,
@@ -315,8 +315,10 @@ class EngineMemory(msgspec.Struct, frozen=True):
             graph_bytes=graphs,
             runtime_bytes=runtime,
             kv_room_bytes=room,
-            kv_bytes_per_token=kv_bytes_per_token(shape, self.kv_dtype, place) + draft.kv_per_token,
-            draft_bytes=draft.weights,
+            kv_bytes_per_token=kv.token_bytes(place),
+            kv_block_bytes=kv.block_bytes(place),
+            kv_request_bytes=kv.request_bytes(place, length),
+            draft_bytes=draft,
             limit_bytes=gpu.limit_bytes,
         )
 
@@ -336,10 +338,10 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
 def _pooled(ranks: Sequence[RankMemory], pool: int) -> list[RankMemory]:
     """Ranks that draw on one memory, of a CPU or of a GPU: each gets KV for equally many tokens of the `pool` bytes."""
-    each = sum(rank.kv_bytes_per_token for rank in ranks)
+    each = sum(rank.kv_block_bytes for rank in ranks)
     pooled = []
     for rank in ranks:
-        room = pool * rank.kv_bytes_per_token // each
+        room = pool * rank.kv_block_bytes // each
         usable = rank.usable_bytes - rank.kv_room_bytes + room
         pooled.append(msgspec.structs.replace(rank, usable_bytes=usable, kv_room_bytes=room))
     return pooled
@@ -367,28 +369,3 @@ def activation_bytes(
     passes = int(2 * tokens * hidden * factors.at(place.tp_size))
     logits = LOGITS_BYTES * rows * shape.vocab * place.last
     return max(passes, int(profile.activations_least_MiB.value * MIB)) + logits
-
-
-def requests_that_fit(
-    shape: ModelShape,
-    kv_dtype: str,
-    places: Sequence[Place],
-    ranks: Sequence[RankMemory],
-    length: int,
-    window_cache: bool,
-) -> float:
-    """Number of requests of `length` tokens that fit: the minimum over the ranks.
-
-    With `window_cache` a layer keeps at most its window.
-    """
-    if window_cache and shape.windows:
-        pairs = zip(places, ranks, strict=True)
-        needs = {(rank.kv_room_bytes, _kv_bytes(shape, length, kv_dtype, place)) for place, rank in pairs}
-    else:
-        needs = {(rank.kv_room_bytes, length * rank.kv_bytes_per_token) for rank in ranks}
-    return min(max(0, room) / need for room, need in needs)
-
-
-@lru_cache(maxsize=4096)
-def _kv_bytes(shape: ModelShape, tokens: int, kv_dtype: str, place: Place) -> int:
-    return kv_bytes(shape, tokens, kv_dtype, place)

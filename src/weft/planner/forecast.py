@@ -55,7 +55,11 @@ class Forecast:
     @property
     def kv_tokens(self) -> int:
         """KV-cache tokens that every rank has room for."""
-        size, given = self.plan.block_size, self.plan.kv_cache_bytes
+        plan, size, given = self.plan, self.plan.block_size, self.plan.kv_cache_bytes
+        if plan.kv_layout.has_windows:
+            rooms = [rank.kv_room_bytes if given is None else given for rank in self.memory.ranks]
+            blocks = min(room // plan.block_bytes(rank) for rank, room in enumerate(rooms))
+            return plan.kv_layout.tokens(max(0, blocks), plan.max_model_len)
         if given is None:
             return self.memory.kv_tokens // size * size
         return min(given // (rank.kv_bytes_per_token * size) for rank in self.memory.ranks) * size
@@ -179,7 +183,7 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
     """Once the engine is ready: its memory, and the time in which the weights were loaded."""
-    tokens = num_blocks * expected.plan.block_size
+    tokens = expected.plan.kv_layout.tokens(num_blocks, expected.plan.max_model_len)
     parts = (
         ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, format_bytes),
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),

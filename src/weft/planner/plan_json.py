@@ -315,7 +315,9 @@ def _rank_json(shape: ModelShape, candidate: Candidate, rank: int, device: Devic
 
 
 def cache_bytes(replica: ReplicaMemory, memory: RankMemory) -> int:
-    """Bytes of a rank's KV cache: for as many tokens as the rank with the least room has; with a window, fewer."""
+    """Bytes of a rank's KV cache: for as many tokens, or blocks, as the rank with the least room has."""
+    if replica.kv.in_blocks:
+        return replica.num_blocks * memory.kv_block_bytes
     return min(max(0, memory.kv_room_bytes), replica.kv_tokens * memory.kv_bytes_per_token)
 
 

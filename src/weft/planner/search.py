@@ -344,7 +344,7 @@ def _too_large(cut: Cut, tried: Sequence[Footprint]) -> Rejected:
     if room < 0:
         need = weight_bytes + engine_bytes
         return Rejected(cut, create_note("weights_too_large", need_bytes=need, short_bytes=-room, **parts), -room)
-    short = replica.length * sum(rank.kv_bytes_per_token for rank in same_gpu) - room
+    short = sum(rank.kv_request_bytes for rank in same_gpu) - room
     reason = create_note(
         "context_too_small", kv_tokens=replica.kv_tokens, length=replica.length, short_bytes=short, **parts
     )

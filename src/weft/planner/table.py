@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from weft.architectures.kv import kv_bytes_per_token
 from weft.plan.plan import Plan
 
 
@@ -40,7 +41,7 @@ def rank_rows(plan: Plan) -> list[RankRow]:
             ffn_columns=len(place.ffn),
             vocab_rows=len(place.vocab) if place.first or place.last else 0,
             weight_bytes=plan.weight_bytes(place.rank),
-            kv_token_bytes=plan.block_bytes(place.rank) // plan.block_size,
+            kv_token_bytes=kv_bytes_per_token(plan.shape, plan.kv_dtype, place),
         )
         for place, device in zip(plan.places, plan.devices, strict=True)
     ]
@@ -56,7 +57,7 @@ def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
             "q_heads": row.q_heads,
             "kv_heads": row.kv_heads,
             "weight_bytes": row.weight_bytes,
-            "kv_bytes": row.kv_token_bytes * plan.block_size * num_blocks,
+            "kv_bytes": plan.block_bytes(row.rank) * num_blocks,
         }
         for row in rank_rows(plan)
     ]

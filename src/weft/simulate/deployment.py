@@ -6,11 +6,12 @@ import msgspec
 
 from weft.config import EngineConfig
 from weft.errors import PlanError
-from weft.planner.footprint import BLOCK, ReplicaMemory
+from weft.planner.footprint import ReplicaMemory
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.replica import build_replicas
+from weft.planner.request_kv import BLOCK
 from weft.planner.search import engine_profile
 from weft.planner.steps import StepPredictor
 from weft.simulate.replica import ReplicaSpec
@@ -67,8 +68,8 @@ def _replica_spec(
         max_num_seqs = most * (layout.pipeline_parallel if profile.max_num_seqs_by_stage.value else 1)
     return ReplicaSpec(
         steps=steps,
-        num_blocks=memory.kv_tokens // BLOCK,
-        block_size=BLOCK,
+        kv=memory.kv.layout,
+        num_blocks=memory.num_blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=memory.batched_tokens,
         max_num_queued=limits.max_num_queued,

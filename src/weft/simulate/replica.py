@@ -9,7 +9,8 @@ from math import inf, sqrt
 
 import msgspec
 
-from weft.core.blocks import CountedBlocks, NumberedBlocks
+from weft.architectures.kv import KVLayout
+from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
@@ -22,12 +23,12 @@ from weft.simulate.tally import RequestTimes, Tally
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Step times and scheduler limits of one replica.
 
-    `stages` steps are in flight at once, and with `lookahead` one more.
+    `stages` steps are in flight at once, and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
     """
 
     steps: StepPredictor
+    kv: KVLayout
     num_blocks: int
-    block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_queued: int
@@ -79,13 +80,18 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, tally: Tally, *, prefix_caching: bool, stretches: bool = True) -> None:
         self.due = inf
         # A lone request may outgrow a small cache, and ends there.
-        self.longest = min(spec.max_model_len, spec.num_blocks * spec.block_size)
+        self.longest = spec.kv.longest(spec.num_blocks, spec.max_model_len)
         self.most = spec.max_num_queued + spec.max_num_seqs  # requests that the replica accepts at once
         # Without a prefix cache, blocks are interchangeable.
-        size = spec.num_blocks, spec.block_size
-        pool = NumberedBlocks(*size, caching=True) if prefix_caching else CountedBlocks(*size)
+        kv = KVManager(
+            spec.kv,
+            spec.num_blocks,
+            max_num_seqs=spec.max_num_seqs,
+            caching=prefix_caching,
+            counted=not prefix_caching,
+        )
         self.scheduler = Scheduler(
-            pool=pool,
+            kv=kv,
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
             max_num_queued=spec.max_num_queued,
@@ -95,7 +101,7 @@ class Replica:
             lookahead=spec.lookahead,
         )
         self._steps, self._tally, self._stretches = spec.steps, tally, stretches
-        self._block_size = spec.block_size
+        self._blocks_per_token = spec.kv.blocks_per_token
         self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
         self._flights: deque[tuple[StepResult, float]] = deque()  # results of the steps in flight, and their times
         self._keys = [0] * spec.max_num_seqs  # key of the request in each slot
@@ -241,7 +247,7 @@ class Replica:
         scheduler, tally, now = self.scheduler, self._tally, stretch.end_s
         took_s, running = now - stretch.start_s, list(scheduler.running)
         tokens = stretch.rounds * len(running)
-        self._count_use(now, scheduler.blocks_used + tokens / 2 / self._block_size, len(running))
+        self._count_use(now, scheduler.blocks_used + tokens / 2 * self._blocks_per_token, len(running))
         ended = scheduler.advance(stretch.rounds)
         for id in running:
             times = self._unfinished[id]
