@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.base import AttentionShape
+from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
 
@@ -59,6 +59,18 @@ def ragged(counts: list[int], contexts: list[int], block_size: int, seed: int) -
     return batch, sum(needs)
 
 
+def spoil_behind(cache: KVCache, batch: Batch, window: int | None) -> None:
+    """Fill the blocks behind the window of each row's first token with NaN: they may be another request's by now, and
+    that one may be broken."""
+    if window is None:
+        return
+    counts = batch.row_starts.diff()
+    for row, (context, count) in enumerate(zip(batch.context.tolist(), counts.tolist(), strict=True)):
+        behind = max(0, context - count - window + 1) // cache.block_size
+        for part in (cache.keys, cache.values):
+            part[batch.tables[row, :behind].long()] = torch.nan
+
+
 def as_staged(batch: Batch) -> StagedStep:
     """A step that is laid out as the batch: each row has a slot of its own, whose table the device knows."""
     rows, width = batch.tables.shape
@@ -66,15 +78,15 @@ def as_staged(batch: Batch) -> StagedStep:
     return StagedStep(
         tokens=batch.tokens.clone(),
         positions=batch.positions,
-        places=batch.slots,
+        places=batch.slots[None],
         row_starts=batch.row_starts,
         context=batch.context,
         order=batch.order,
         slots=torch.arange(rows, dtype=torch.int32, device=counts.device),
         growth=torch.stack((counts, counts, counts * 0)),
-        blocks=counts[:0],
+        blocks=counts[None, :0],
         last=torch.zeros(rows, dtype=torch.int64, device=counts.device),
-        tables=batch.tables,
+        tables=batch.tables[None],
         decodes=batch.decodes,
         width=width,
         host=batch.lengths(),

@@ -56,7 +56,7 @@ def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
 
 
 def make_step(id: int, tokens: list[int]) -> StepPlan:
-    return StepPlan(id, [], [], [0], [0], [len(tokens)], tokens, [[0]], [True], [0])
+    return StepPlan(id, [], [], [0], [0], [len(tokens)], tokens, [[[0]]], [True], [0])
 
 
 def total(plan: Plan, tokens: list[int]) -> int:

@@ -58,7 +58,7 @@ def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
     executor = InlineExecutor(worker=f"{__name__}:LogitsWorker")
     try:
         executor.start(plan)
-        blocks = -(-len(prompt) // plan.block_size)
+        blocks, groups = -(-len(prompt) // plan.block_size), len(plan.kv_layout.groups)
         step = StepPlan(
             id=0,
             released=[],
@@ -67,7 +67,7 @@ def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
             starts=[0],
             counts=[len(prompt)],
             tokens=prompt,
-            blocks=[list(range(blocks))],
+            blocks=[[list(range(group * blocks, (group + 1) * blocks))] for group in range(groups)],
             samples=[False],
             draft_counts=[0],
         )

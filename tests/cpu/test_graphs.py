@@ -175,7 +175,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
         starts=[8, 0],
         counts=[1, 5],
         tokens=[1] * 6,
-        blocks=[[3, 4, 5], [0, 1]],
+        blocks=[[[3, 4, 5], [0, 1]]],
         samples=[True, True],
         draft_counts=[0, 0],
     )
@@ -185,7 +185,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     assert it.host is not None and it.lengths() is it.host
     assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
     assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
-    staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
+    staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[[], []]]), singly=True)
     apart = staged.eager()
     PlainKernels().fill_batch(staged, apart)
     assert apart.host is not None and apart.decodes == apart.rows == 6

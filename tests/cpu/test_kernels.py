@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.attention import ragged, shaped
+from tests.cpu.attention import ragged, shaped, spoil_behind
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
 from weft.kernels import create_kernels
@@ -79,6 +79,7 @@ def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.d
     batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
+    spoil_behind(cache, batch, window)
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
     got = kernels.attend(q, written(kernels, cache), batch, head_dim**-0.5, window)
     want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.attention import ragged
+from tests.cpu.attention import ragged, spoil_behind
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch, Lengths
@@ -45,6 +45,7 @@ def test_attention_over_paged_kv_is_exact(case: tuple, processors: int, dtype: t
     batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
+    spoil_behind(cache, batch, window)
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
     got = TritonKernels(processors).attend(q, cache, batch, head_dim**-0.5, window)
     want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
@@ -78,8 +79,9 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
         assert not out[2:].any()
 
 
+@pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("room", [0, 6], ids=["eager", "graph"])
-def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
+def test_a_step_is_laid_out_as_torch_lays_it(room: int, groups: int) -> None:
     """Tokens that are not known yet, rows that share a slot, new blocks, and rows that are left over."""
     generator = torch.Generator().manual_seed(3)
     counts = [1, 1, 1, 1, 300] if not room else [1] * 5
@@ -88,18 +90,18 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
     growth = torch.stack((had, had + added, torch.tensor([0, 0, 4, 4, 9]))).int()
     tokens = torch.randint(100, (total,), generator=generator).int()
     tokens[:2] = ~slots[:2]
-    tables = torch.randint(1000, (8, 1100), generator=generator).int()
+    tables = torch.randint(1000, (groups, 8, 1100), generator=generator).int()
     contexts = torch.arange(5, dtype=torch.int32) + 300
     step = StagedStep(
         tokens=tokens,
         positions=torch.arange(total, dtype=torch.int32),
-        places=torch.randint(10**6, (total,), generator=generator),
+        places=torch.randint(10**6, (groups, total), generator=generator),
         row_starts=torch.tensor([0, *counts]).cumsum(0).int(),
         context=contexts,
         order=torch.arange(5 if room else 4).flip(0).int(),
         slots=slots,
         growth=growth,
-        blocks=torch.randint(1000, (49,), generator=generator).int(),
+        blocks=torch.randint(1000, (groups, 49), generator=generator).int(),
         last=torch.arange(8) + 700,
         tables=tables,
         decodes=5 if room else 4,
@@ -109,18 +111,22 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
     laid = []
     for kernels in (PLAIN, TritonKernels(1)):
         staged = replace(step, tokens=tokens.clone(), tables=tables.clone())
-        batch = blank_batch(room, 1100, torch.device("cpu")) if room else staged.eager()
-        batch.slots[5:] = 7
+        batch = blank_batch(room, 1100, torch.device("cpu"), groups) if room else staged.eager()
+        for part in batch.groups:
+            part.slots[5:] = 7
         kernels.fill_batch(staged, batch)
-        assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()
+        assert batch.tokens[:2].tolist() == [706, 702] and len(batch.groups) == groups
+        assert all(part.slots[5:room].eq(-1).all() for part in batch.groups)
         laid.append((batch, staged.tables))
     (want, want_tables), (got, got_tables) = laid
-    for name in ("tokens", "positions", "slots", "context", "order"):
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
-    assert torch.equal(got_tables, want_tables) and want_tables[2, :4].tolist() == step.blocks[:4].tolist()
-    for row, width in enumerate(growth[1].tolist()):
-        assert torch.equal(got.tables[row, :width], want.tables[row, :width])
-        assert torch.equal(got.tables[row, :width], got_tables[slots[row], :width])
+    assert torch.equal(got_tables, want_tables) and torch.equal(want_tables[:, 2, :4], step.blocks[:, :4])
+    for group in range(groups):
+        mine, theirs = got.of_group(group), want.of_group(group)
+        for name in ("tokens", "positions", "slots", "context", "order", "group"):
+            assert torch.equal(*(torch.as_tensor(getattr(part, name)) for part in (mine, theirs))), name
+        for row, width in enumerate(growth[1].tolist()):
+            assert torch.equal(mine.tables[row, :width], theirs.tables[row, :width])
+            assert torch.equal(mine.tables[row, :width], got_tables[group, slots[row], :width])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -117,7 +117,7 @@ def channels() -> Iterator[tuple[Channel[ToRank], Channel[ToRank]]]:
 
 def test_more_than_a_socket_holds(channels: tuple[Channel[ToRank], Channel[ToRank]]) -> None:
     ours, theirs = channels
-    step = StepPlan(1, [], [], [0], [0], [10**6], [123456] * 10**6, [[1]], [True], [0])
+    step = StepPlan(1, [], [], [0], [0], [10**6], [123456] * 10**6, [[[1]]], [True], [0])
     sender = threading.Thread(target=lambda: (ours.send(RunStep(step)), ours.send(Allocate(7)), ours.hang_up()))
     sender.start()
     assert list(theirs) == [RunStep(step), Allocate(7)]

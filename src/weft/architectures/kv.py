@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -47,16 +47,18 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.bytes_per_sequence + min(tokens, self.window or tokens) * self.bytes_per_token
 
 
-def kv_specs(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> list[KVSpec]:
-    """Specs of a rank's layers (default: of the whole model), in order.
+def kv_specs(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> dict[int, KVSpec]:
+    """Specs of a rank's layers (default: of the whole model), by their numbers.
 
     Latent attention caches one vector that all heads share. Every tensor-parallel rank holds a copy of that vector.
     """
     layers = (place or whole(shape)).layers
     kind: Literal["heads", "latent"] = "latent" if shape.mla else "heads"
     size = layer_bytes_per_token(shape, dtype, place)
-    windows = map(shape.window, range(layers.start, layers.stop))
-    return [KVSpec(kind=kind, bytes_per_token=size, window=window) for window in windows]
+    return {
+        layer: KVSpec(kind=kind, bytes_per_token=size, window=shape.window(layer))
+        for layer in range(layers.start, layers.stop)
+    }
 
 
 def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
@@ -69,12 +71,12 @@ def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place |
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one token in all layers of a rank (default: of the whole model); sliding windows are ignored."""
-    return sum(spec.bytes_per_token for spec in kv_specs(shape, dtype, place))
+    return sum(spec.bytes_per_token for spec in kv_specs(shape, dtype, place).values())
 
 
 def kv_bytes(shape: ModelShape, tokens: int, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one sequence of `tokens` tokens on a rank; a layer with a sliding window keeps at most its window."""
-    return sum(spec.text_bytes(tokens) for spec in kv_specs(shape, dtype, place))
+    return sum(spec.text_bytes(tokens) for spec in kv_specs(shape, dtype, place).values())
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -153,9 +155,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         held = bisect_right(lengths, num_blocks, key=self.blocks)
         return min(most, held * self.block_size)
 
-    def block_bytes(self, shape: ModelShape, dtype: str, place: Place) -> int:
-        """Bytes of one block on a rank."""
-        specs = dict(zip(range(place.layers.start, place.layers.stop), kv_specs(shape, dtype, place), strict=True))
+    def block_bytes(self, specs: Mapping[int, KVSpec]) -> int:
+        """Bytes of one block on a rank whose layers have these `specs`, by number."""
         # By bytes per token: layers of different sizes cannot share memory.
         layers: dict[int, int] = defaultdict(int)
         for group in self.paged:
@@ -203,7 +204,7 @@ def _group_width(counts: dict[KVSpec, int]) -> int:
 
 def kv_layout(shape: ModelShape, *, block_size: int, chunk: int, window_cache: bool = True) -> KVLayout:
     """The layout of a model's KV. Without `window_cache` layers with a window keep all tokens."""
-    specs: Iterable[KVSpec] = kv_specs(shape)
+    specs: Iterable[KVSpec] = kv_specs(shape).values()
     if not window_cache:
         specs = (msgspec.structs.replace(spec, window=None) for spec in specs)
     return KVLayout(groups=kv_groups(list(specs)), block_size=block_size, chunk=chunk)

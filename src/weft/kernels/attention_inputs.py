@@ -21,7 +21,8 @@ def decode_inputs(shape: AttentionShape, device: torch.device, contexts: list[in
     for row, blocks in enumerate(order.split(needs)):
         tables[row, : len(blocks)] = blocks
     dims = (sum(needs), shape.block_size, shape.kv_heads, shape.head_dim)
-    cache = KVCache(*(torch.randn(dims, dtype=shape.dtype, device=device).to(shape.cache_dtype) for _ in range(2)))
+    keys, values = (torch.randn(dims, dtype=shape.dtype, device=device).to(shape.cache_dtype) for _ in range(2))
+    cache = KVCache(keys, values)
     context = torch.tensor(contexts, dtype=torch.int32, device=device)
     index = torch.arange(rows + 1, dtype=torch.int32, device=device)
     batch = Batch(

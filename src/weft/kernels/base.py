@@ -19,10 +19,11 @@ from weft.quant.quantised import QuantisedWeight
 @dataclass(frozen=True)
 class KVCache:
     """One layer's keys and values: [num_blocks, block_size, kv_heads, head_dim] each. The kernels that write and read
-    them choose their order within a block."""
+    them choose their order within a block. The tables of KV group `group` say which blocks are a row's."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    group: int = 0
 
     @property
     def block_size(self) -> int:
@@ -33,8 +34,9 @@ class KVCache:
 class AttentionShape:
     """Dimensions of a rank's attention, and the limits of its steps.
 
-    `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have. Limits: `rows` of
-    a decode step, `tokens` of a step, `length` of a row's context.
+    `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have, `groups` their
+    pairs of KV group and window, if there are several groups. Limits: `rows` of a decode step, `tokens` of a step,
+    `length` of a row's context.
     """
 
     q_heads: int
@@ -48,16 +50,19 @@ class AttentionShape:
     rows: int
     tokens: int
     length: int
+    groups: tuple[tuple[int, int | None], ...] = ()
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
         """The shape of attention on a rank of a plan."""
         place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
+        layers, layout = range(place.layers.start, place.layers.stop), plan.kv_layout
         return cls(
             q_heads=len(place.q_heads),
             kv_heads=len(place.kv_heads),
             head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
+            windows=tuple(dict.fromkeys(map(shape.window, layers))),
+            groups=tuple(dict.fromkeys((layout.group_of(layer), shape.window(layer)) for layer in layers)),
             scale=shape.head_dim**-0.5,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
@@ -66,6 +71,11 @@ class AttentionShape:
             tokens=plan.max_num_batched_tokens,
             length=plan.max_model_len,
         )
+
+    @property
+    def group_windows(self) -> tuple[tuple[int, int | None], ...]:
+        """Pairs of a KV group and a window of its layers."""
+        return self.groups or tuple((0, window) for window in self.windows)
 
     @property
     def group(self) -> int:

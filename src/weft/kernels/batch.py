@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,10 @@ class Batch:
 
     The tensors of a `fixed` batch are those of a CUDA graph, into which later steps are written. Its last `idle` rows
     are padding.
+
+    Layers of another KV group have `slots` and `tables` of their own. A batch has those of KV group `group`; that of
+    group 0 has the same step for the other groups as `others`, whose other tensors are the same. The tensors of all
+    groups lie one after the other in one memory.
     """
 
     tokens: torch.Tensor
@@ -48,6 +52,17 @@ class Batch:
     host: Lengths | None = None
     fixed: bool = False
     idle: int = 0
+    group: int = 0
+    others: tuple[Batch, ...] = ()
+
+    @property
+    def groups(self) -> tuple[Batch, ...]:
+        """The step for each KV group."""
+        return (self, *self.others)
+
+    def of_group(self, group: int) -> Batch:
+        """The step for the layers of a KV group."""
+        return self.others[group - 1] if group else self
 
     @property
     def rows(self) -> int:
@@ -56,6 +71,12 @@ class Batch:
     def lengths(self) -> Lengths:
         """The batch's lengths on the host, read from the device if the host does not have them."""
         return self.host or Lengths(*(x.cpu().numpy().astype(np.int64) for x in (self.row_starts, self.context)))
+
+
+def split_groups(batch: Batch, slots: torch.Tensor, tables: torch.Tensor) -> Batch:
+    """The batch with the `slots` [G, T] and `tables` [G, R, max_blocks] of G KV groups."""
+    others = [replace(batch, slots=slots[group], tables=tables[group], group=group) for group in range(1, len(tables))]
+    return replace(batch, slots=slots[0], tables=tables[0], others=tuple(others))
 
 
 def ragged_index(counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 
 from weft.hardware.host import kernel_packages
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, Lengths, ragged_index
+from weft.kernels.batch import Batch, Lengths, ragged_index, split_groups
 from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
 from weft.plan import backends
@@ -70,9 +70,9 @@ def create_flashinfer_attention(
 class FlashInferAttention:
     """FlashInfer's implementation of `Attention`.
 
-    A window is part of a plan, so there is one plan for each window. A CUDA graph fixes the address of a plan. Decode
-    batches of each size that has a graph therefore have a wrapper of their own, which plans outside of the graph. All
-    other batches share one wrapper.
+    Blocks and a window are part of a plan, so there is one plan for each window of a KV group. A CUDA graph fixes the
+    address of a plan. Decode batches of each size that has a graph therefore have a wrapper of their own, which plans
+    outside of the graph. All other batches share one wrapper.
     """
 
     name = "flashinfer"
@@ -86,13 +86,17 @@ class FlashInferAttention:
         self._workspace = torch.zeros(
             workspace_bytes(shape, multiprocessor_count(device)), dtype=torch.uint8, device=device
         )
-        self._wrappers: dict[tuple[str, int | None, int | None], Any] = {}
-        self._plans: dict[tuple[str, int | None], torch.Tensor] = {}
+        # By kind, KV group and window; wrappers by the size of a graph as well.
+        self._wrappers: dict[tuple[str, int, int | None, int | None], Any] = {}
+        self._plans: dict[tuple[str, int, int | None], torch.Tensor] = {}
         # Arrays that the wrappers of all graphs read: rows and their blocks do not depend on size or window.
         rows, blocks = shape.rows, -(-shape.length // shape.block_size)
-        self._indptr, self._last_page_len, self._indices = (
-            torch.zeros(count, dtype=torch.int32, device=device) for count in (rows + 1, rows, rows * blocks)
+        self._indptr, self._last_page_len = (
+            torch.zeros(count, dtype=torch.int32, device=device) for count in (rows + 1, rows)
         )
+        self._indices = {
+            group: torch.zeros(rows * blocks, dtype=torch.int32, device=device) for group, _ in shape.group_windows
+        }
         # A plan is copied from pinned memory of its wrapper, which the next plan may not overwrite before.
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -102,7 +106,9 @@ class FlashInferAttention:
         host = Lengths(np.array([0, 1, 3]), counts)
         context = torch.from_numpy(counts.astype(np.int32)).to(self._device)
         none = context[:0]
-        self.prepare(Batch(none, none, none, none, context, tables, none, decodes=1, host=host))
+        batch = Batch(none, none, none, none, context, tables, none, decodes=1, host=host)
+        groups = max(group for group, _ in self._shape.group_windows) + 1
+        self.prepare(split_groups(batch, none.expand(groups, -1), tables.expand(groups, -1, -1)))
 
     def prepare(self, batch: Batch) -> None:
         lengths, page = batch.lengths(), self._shape.block_size
@@ -110,17 +116,19 @@ class FlashInferAttention:
         context = np.maximum(lengths.context, 1)
         pages = -(-context // page)
         indptr = np.concatenate(([0], np.cumsum(pages)))
-        indices = used_blocks(batch.tables, batch.context, page, int(indptr[-1]))
         last_page_len = context - (pages - 1) * page
         if self._copied is not None:
             self._copied.synchronize()
         first = batch.decodes  # the first prefill row
-        if first:
-            self._plan(DECODE, batch, indptr[: first + 1], indices[: indptr[first]], last_page_len[:first])
-        if first < batch.rows:
-            starts, begins = (figures[first:] - figures[first] for figures in (lengths.row_starts, indptr))
-            rows = (starts, begins, indices[indptr[first] :], last_page_len[first:])
-            self._plan(PREFILL, batch, *rows, causal=True)
+        for group, window in self._shape.group_windows:
+            part = batch.of_group(group)
+            indices = used_blocks(part.tables, part.context, page, int(indptr[-1]))
+            if first:
+                self._plan(DECODE, part, window, indptr[: first + 1], indices[: indptr[first]], last_page_len[:first])
+            if first < batch.rows:
+                starts, begins = (figures[first:] - figures[first] for figures in (lengths.row_starts, indptr))
+                rows = (starts, begins, indices[indptr[first] :], last_page_len[first:])
+                self._plan(PREFILL, part, window, *rows, causal=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -136,51 +144,53 @@ class FlashInferAttention:
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()  # `compile` built them
 
-    def _plan(self, kind: str, batch: Batch, *figures: np.ndarray | torch.Tensor, **options: bool) -> None:
-        """Plan rows of a batch for every window, by the `figures` that the wrapper's `plan` takes."""
-        shape, tensors = self._shape, [self._as_tensor(part) for part in figures]
-        for window in shape.windows:
-            self._wrapper(kind, window, batch).plan(
-                *tensors,
-                shape.q_heads,
-                shape.kv_heads,
-                shape.head_dim,
-                shape.block_size,
-                window_left=-1 if window is None else window - 1,  # keys before a query's own
-                sm_scale=shape.scale,
-                q_data_type=shape.dtype,
-                kv_data_type=shape.cache_dtype,
-                **options,
-            )
+    def _plan(
+        self, kind: str, batch: Batch, window: int | None, *figures: np.ndarray | torch.Tensor, **options: bool
+    ) -> None:
+        """Plan rows of a batch for a window of its KV group, by the `figures` that the wrapper's `plan` takes."""
+        shape = self._shape
+        self._wrapper(kind, window, batch).plan(
+            *(self._as_tensor(part) for part in figures),
+            shape.q_heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.block_size,
+            window_left=-1 if window is None else window - 1,  # keys before a query's own
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.cache_dtype,
+            **options,
+        )
 
     def _wrapper(self, kind: str, window: int | None, batch: Batch) -> Any:
         size = batch.rows if batch.fixed else None
-        key = (kind, window, size)
+        rows = (kind, batch.group, window)
+        key = (*rows, size)
         if key not in self._wrappers:
-            self._wrappers[key] = wrapper = self._create_wrapper(kind, size)
+            self._wrappers[key] = wrapper = self._create_wrapper(kind, batch.group, size)
             # Plans for the same rows share memory on the device: only the last of them is still needed.
-            if (kind, window) not in self._plans:
-                self._plans[kind, window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
-            wrapper.reset_workspace_buffer(self._workspace, self._plans[kind, window])
+            if rows not in self._plans:
+                self._plans[rows] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
+            wrapper.reset_workspace_buffer(self._workspace, self._plans[rows])
         return self._wrappers[key]
 
-    def _create_wrapper(self, kind: str, size: int | None) -> Any:
+    def _create_wrapper(self, kind: str, group: int, size: int | None) -> Any:
         if kind == PREFILL:
             # Its kernels for Hopper do not combine an FP8 cache with queries of 16 bits.
             backend = "auto" if self._shape.cache_dtype == self._shape.dtype else "fa2"
             return self._prefiller(self._workspace, "NHD", backend=backend)
         # Nor do those split a context. Its kernel for tensor cores takes any number of query heads per KV head; its
         # other kernel for decode takes only some.
-        return self._decoder(self._workspace, "NHD", use_tensor_cores=True, backend="fa2", **self._buffers(size))
+        return self._decoder(self._workspace, "NHD", use_tensor_cores=True, backend="fa2", **self._buffers(group, size))
 
-    def _buffers(self, size: int | None) -> dict[str, Any]:
+    def _buffers(self, group: int, size: int | None) -> dict[str, Any]:
         """Arguments that have a wrapper read the arrays of graphs of `size` rows; none outside of graphs."""
         if size is None:
             return {}
         return {
             "use_cuda_graph": True,
             "paged_kv_indptr_buffer": self._indptr[: size + 1],
-            "paged_kv_indices_buffer": self._indices,
+            "paged_kv_indices_buffer": self._indices[group],
             "paged_kv_last_page_len_buffer": self._last_page_len[:size],
         }
 

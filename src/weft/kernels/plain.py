@@ -97,11 +97,14 @@ class PlainKernels:
         reach = int(context.max())
         blocks = batch.tables[rows, : -(-reach // cache.block_size)].long()
         key_position = torch.arange(reach, device=q.device)
-        # Anything may be stored past a row's end, and 0 times that may be NaN.
-        past = (key_position >= context[:, None])[..., None, None]
+        # Anything may be stored past a row's end or behind its window, and 0 times that may be NaN.
+        unseen = key_position >= context[:, None]
+        if window is not None:
+            unseen |= key_position <= (context - (last - first))[:, None] - window
+        unseen = unseen[..., None, None]
         # [rows, kv_heads, 1, reach, head_dim]: the extra dim lets a KV head serve its whole group.
         keys, values = (
-            c[blocks].flatten(1, 2)[:, :reach].masked_fill_(past, 0).transpose(1, 2).unsqueeze(2)
+            c[blocks].flatten(1, 2)[:, :reach].masked_fill_(unseen, 0).transpose(1, 2).unsqueeze(2)
             for c in (cache.keys, cache.values)
         )
         steps = torch.arange(longest, device=q.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.kernels.batch import Batch, Lengths
+from weft.kernels.batch import Batch, Lengths, split_groups
 
 NOWHERE = -1  # slot of a padding token of a captured batch
 
@@ -14,15 +14,15 @@ NOWHERE = -1  # slot of a padding token of a captured batch
 @dataclass(frozen=True)
 class StagedStep:
     """T tokens of R rows as the host sent them, and the state that the device keeps for each request slot. int32 if no
-    other dtype is given.
+    other dtype is given. G is the number of KV groups.
 
-    `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` (int64),
+    `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` [G, T] int64,
     `row_starts`, `context`, `order`, `decodes` and `host` are those of a Batch, whose `slots` are `places` here.
-    `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's table before the step,
-    number of blocks now, and index in `blocks` [N] of its first new block.
+    `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before the step,
+    number of blocks now, and index in `blocks` [G, N] of its first new block.
 
-    `last` [slots] int64: the token that each request slot sampled last. `tables` [slots, blocks]: block tables of all
-    request slots, into which `fill_batch` writes new blocks.
+    `last` [slots] int64: the token that each request slot sampled last. `tables` [G, slots, blocks]: block tables of
+    all request slots, into which `fill_batch` writes new blocks.
     """
 
     tokens: torch.Tensor
@@ -46,17 +46,19 @@ class StagedStep:
 
     def eager(self) -> Batch:
         """A batch for a step outside of graphs: it shares these arrays, except for its own tables."""
-        return Batch(
+        tables = self.tables.new_empty(len(self.tables), self.rows, self.width)
+        batch = Batch(
             tokens=self.tokens,
             positions=self.positions,
-            slots=self.places,
+            slots=self.places[0],
             row_starts=self.row_starts,
             context=self.context,
-            tables=self.tables.new_empty(self.rows, self.width),
+            tables=tables[0],
             order=self.order,
             decodes=self.decodes,
             host=self.host,
         )
+        return split_groups(batch, self.places, tables) if len(tables) > 1 else batch
 
 
 def fill_batch(staged: StagedStep, batch: Batch) -> None:
@@ -64,13 +66,15 @@ def fill_batch(staged: StagedStep, batch: Batch) -> None:
     tokens, rows = staged.tokens.shape[0], staged.rows
     sampled = staged.last[(~staged.tokens).clamp_(min=0)]
     batch.tokens[:tokens] = torch.where(staged.tokens < 0, sampled, staged.tokens)
-    if len(staged.blocks):
+    if staged.blocks.shape[1]:
         _append_blocks(staged)
-    torch.index_select(staged.tables[:, : staged.width], 0, staged.slots, out=batch.tables[:rows, : staged.width])
+    for part, tables, places in zip(batch.groups, staged.tables, staged.places, strict=True):
+        torch.index_select(tables[:, : staged.width], 0, staged.slots, out=part.tables[:rows, : staged.width])
+        if batch.fixed:
+            part.slots[:rows] = places
+            part.slots[rows:] = NOWHERE
     if batch.fixed:
         batch.positions[:rows] = staged.positions
-        batch.slots[:rows] = staged.places
-        batch.slots[rows:] = NOWHERE
         batch.context[:rows] = staged.context
         batch.context[rows:] = 0
         batch.order[:rows] = staged.order
@@ -82,6 +86,6 @@ def _append_blocks(staged: StagedStep) -> None:
     had, has, first = staged.growth[:, :, None]
     columns = torch.arange(staged.width, device=staged.slots.device)
     fresh = (columns >= had) & (columns < has)
-    blocks = staged.blocks[(first + columns - had).clamp_(0, len(staged.blocks) - 1)]
-    tables = staged.tables[staged.slots, : staged.width]
-    staged.tables[staged.slots, : staged.width] = torch.where(fresh, blocks, tables)
+    blocks = staged.blocks[:, (first + columns - had).clamp_(0, staged.blocks.shape[1] - 1)]
+    tables = staged.tables[:, staged.slots, : staged.width]
+    staged.tables[:, staged.slots, : staged.width] = torch.where(fresh, blocks, tables)

@@ -82,14 +82,15 @@ class Prompts:
     """A batch's prefill rows, for all layers.
 
     `starts` [R+1] int32: index of each row's first query. `most_queries` and `most_keys`: of one row. If the keys are
-    gathered, `places` [K] int64 are their slots, and `key_starts` [R+1] int32 the index of each row's first one.
+    gathered, `places` [K] int64 are their slots in each KV group, and `key_starts` [R+1] int32 the index of each row's
+    first one.
     """
 
     starts: torch.Tensor
     most_queries: int
     most_keys: int
     key_starts: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    places: tuple[torch.Tensor, ...] = ()
 
 
 class VarlenAttention:
@@ -129,19 +130,21 @@ class VarlenAttention:
         )
         if not self._paged:
             key_starts = F.pad(batch.context[first:].cumsum(0), (1, 0)).int()
-            prompts = replace(prompts, key_starts=key_starts, places=self._places(batch, total))
+            places = tuple(self._places(part, total) for part in batch.groups)
+            prompts = replace(prompts, key_starts=key_starts, places=places)
         self._prompts = prompts
 
     def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
         prompts, first = self._prompts, batch.decodes
         if prompts is None:
             return self._triton.attend(q, cache, batch, scale, window)
-        if prompts.places is None:
+        if not prompts.places:
             keys, values = cache.keys, cache.values
             layout = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
         else:
+            places = prompts.places[batch.group]
             keys, values = (
-                torch.index_select(source.flatten(0, 1), 0, prompts.places, out=held[: len(prompts.places)])
+                torch.index_select(source.flatten(0, 1), 0, places, out=held[: len(places)])
                 for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
             )
             layout = {}

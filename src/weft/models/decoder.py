@@ -69,7 +69,7 @@ class DecoderModel:
             return self.fused_stage(residual, rope, caches, batch)
         x = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = self._run_layer(layer, x, residual, rope, cache, batch)
+            x = self._run_layer(layer, x, residual, rope, cache, batch.of_group(cache.group))
         assert x is not None
         # The final norm is in `logits`, for sampled rows only. A step has to end with a plain sum: the buffers of the
         # fused sums rely on it (comm/parts.py).

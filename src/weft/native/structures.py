@@ -48,7 +48,7 @@ class LayerDescriptor(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
         *((name, MatrixDescriptor) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window")),
+        *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window", "group")),
         *((name, REAL) for name in ("scale", "head_eps", "eps")),
     )
 

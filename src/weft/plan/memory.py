@@ -63,7 +63,8 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     it leaves beside weights, activations and, on a CPU, the engine's own memory; on a GPU the reports include that
     memory, since `gpu_memory_utilization` is at most that share.
 
-    Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory contradict each other.
+    Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory
+    contradict each other.
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:

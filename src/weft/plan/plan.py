@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.kv import KVLayout, kv_layout
+from weft.architectures.kv import KVLayout, kv_layout, kv_specs
 from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
 from weft.plan.fills import rank_weight_bytes
@@ -46,7 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
     - `lookahead`: each step is scheduled before the tokens of the previous one are known.
-    - `window_cache`: layers with a window free the KV behind it, unless there is a draft model, which has the same block
+    - `window_cache`: layers with a window free the KV behind it. Not with a draft model, which has the same block
       tables, and reads a text from where it last stopped.
     - `kv_cache_bytes`: the user's figure per rank; None to measure the free memory.
     """
@@ -116,4 +116,4 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def block_bytes(self, rank: int) -> int:
         """Bytes of one KV block on a rank."""
-        return self.kv_layout.block_bytes(self.shape, self.kv_dtype, self.places[rank])
+        return self.kv_layout.block_bytes(kv_specs(self.shape, self.kv_dtype, self.places[rank]))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from weft.architectures.kv import KVLayout, kv_bytes, kv_bytes_per_token, kv_layout
+from weft.architectures.kv import KVLayout, kv_bytes, kv_bytes_per_token, kv_layout, kv_specs
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.plan.plan import Speculation
@@ -105,4 +105,4 @@ def _kv_bytes(shape: ModelShape, tokens: int, kv_dtype: str, place: Place) -> in
 
 @lru_cache(maxsize=4096)
 def _block_bytes(layout: KVLayout, shape: ModelShape, kv_dtype: str, place: Place) -> int:
-    return layout.block_bytes(shape, kv_dtype, place)
+    return layout.block_bytes(kv_specs(shape, kv_dtype, place))

@@ -63,13 +63,21 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
 
 
 def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, num_blocks: int) -> list[KVCache]:
-    """Allocate a KV cache of `num_blocks` blocks for each layer of a rank."""
-    place = plan.places[rank]
+    """Allocate a KV cache of `num_blocks` blocks for each layer of a rank.
+
+    The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time.
+    """
+    place, layout = plan.places[rank], plan.kv_layout
     dims = (num_blocks, plan.block_size, len(place.kv_heads), plan.shape.head_dim)
-    return [
-        KVCache(allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device))
-        for _ in range(len(place.layers))
-    ]
+    memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+    counts, caches = [0] * len(layout.groups), []
+    for layer in range(place.layers.start, place.layers.stop):
+        group = layout.group_of(layer)
+        if counts[group] == len(memory):
+            memory.append((allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device)))
+        caches.append(KVCache(*memory[counts[group]], group=group))
+        counts[group] += 1
+    return caches
 
 
 def allocate_zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

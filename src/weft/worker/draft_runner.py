@@ -105,7 +105,7 @@ class DraftRunner:
         `slots` has the new blocks already.
         """
         tokens = iter(step.tokens)
-        for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks, strict=True):
+        for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks[0], strict=True):
             self._texts[slot].replace_from(start, list(islice(tokens, count)))
             if blocks:
                 # Blocks before the row's first token come from the prefix cache.
@@ -181,7 +181,7 @@ class DraftRunner:
             if tokens:
                 # By the time that other requests read these blocks, their KV is there.
                 full_blocks = end // slots.block_size
-                self._computed_blocks[slots.tables[slot, text.shared_blocks : full_blocks]] = True
+                self._computed_blocks[slots.tables[0, slot, text.shared_blocks : full_blocks]] = True
                 text.shared_blocks = full_blocks
                 rows.append(DraftRow(slot, start, tokens, wanted[slot] if end == length else 0))
         return rows
@@ -190,7 +190,7 @@ class DraftRunner:
         """Number of tokens of a slot's text whose KV the draft has neither computed nor finds in shared blocks."""
         text = self._texts[slot]
         block, offset = divmod(text.computed, slots.block_size)
-        while not offset and block < slots.lengths[slot] and self._computed_blocks[slots.tables[slot, block]]:
+        while not offset and block < slots.lengths[slot] and self._computed_blocks[slots.tables[0, slot, block]]:
             block += 1
             text.computed += slots.block_size
         return len(text.tokens) - text.computed
@@ -234,7 +234,7 @@ def draft_step(rows: list[DraftRow]) -> StepPlan:
         starts=[row.start for row in rows],
         counts=[len(row.tokens) for row in rows],
         tokens=[token for row in rows for token in row.tokens],
-        blocks=[[] for _ in rows],
+        blocks=[[[] for _ in rows]],
         samples=[True] * count,
         draft_counts=[0] * count,
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.kernels.batch import Batch
+from weft.kernels.batch import Batch, split_groups
 from weft.kernels.capture import capture_graph
 from weft.kernels.staged import NOWHERE, StagedStep
 
@@ -46,9 +46,9 @@ class CapturedGraph:
 class Graphs:
     """Graphs of `forward` for batches of one token per row. A step replays the smallest captured graph that has room.
 
-    `rows` is the largest batch, `width` the number of columns of a block table. `incoming` is the width and dtype of
-    the hidden states from the stage before, None on the first stage. With `alone` no other rank takes part in
-    `forward`. `clock` gives seconds.
+    `rows` is the largest batch, `width` the number of columns of a block table, `groups` that of KV groups.
+    `incoming` is the width and dtype of the hidden states from the stage before, None on the first stage. With `alone`
+    no other rank takes part in `forward`. `clock` gives seconds.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Graphs:
         prepare: Prepare,
         rows: int,
         width: int,
+        groups: int = 1,
         incoming: tuple[int, torch.dtype] | None,
         device: torch.device,
         alone: bool = True,
@@ -69,7 +70,7 @@ class Graphs:
         self._sizes = graph_sizes(rows)
         self._captured: dict[int, CapturedGraph] = {}
         # All graphs read the same tensors, each graph the first rows of them.
-        self._batch = blank_batch(self._sizes[-1], width, device)
+        self._batch = blank_batch(self._sizes[-1], width, device, groups)
         self._incoming = None
         if incoming is not None:
             self._incoming = torch.zeros((self._sizes[-1], incoming[0]), dtype=incoming[1], device=device)
@@ -119,7 +120,9 @@ class Graphs:
         size = next((size for size in self._sizes if size >= rows and size in self._captured), None)
         if size is None or staged.decodes < rows:
             return None
-        return replace(self._captured[size].batch, host=staged.host.padded(size), idle=size - rows)
+        batch, host = self._captured[size].batch, staged.host.padded(size)
+        others = tuple(replace(other, host=host, idle=size - rows) for other in batch.others)
+        return replace(batch, host=host, idle=size - rows, others=others)
 
     def run_batch(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         """Replay the graph of a batch from `captured_batch`, or run any other batch without a graph.
@@ -161,7 +164,8 @@ class Graphs:
             else:
                 out.append(hidden)
 
-        batch.slots.fill_(NOWHERE)
+        for part in batch.groups:
+            part.slots.fill_(NOWHERE)
         batch.context.zero_()
         batch.order.copy_(batch.row_starts[:-1])
         self._prepare(batch)
@@ -171,23 +175,26 @@ class Graphs:
         return CapturedGraph(batch, incoming, out, replay)
 
 
-def blank_batch(rows: int, width: int, device: torch.device) -> Batch:
-    """A batch of `rows` rows that compute nothing, with `width` columns of a block table."""
+def blank_batch(rows: int, width: int, device: torch.device, groups: int = 1) -> Batch:
+    """A batch of `rows` rows that compute nothing, with `width` columns of a block table in each KV group."""
 
     def zeros(*dims: int) -> torch.Tensor:
         return torch.zeros(dims, dtype=torch.int32, device=device)
 
-    return Batch(
+    slots = torch.full((groups, rows), NOWHERE, dtype=torch.int64, device=device)
+    tables = zeros(groups, rows, width)
+    batch = Batch(
         tokens=zeros(rows),
         positions=zeros(rows),
-        slots=torch.full((rows,), NOWHERE, dtype=torch.int64, device=device),
+        slots=slots[0],
         row_starts=torch.arange(rows + 1, dtype=torch.int32, device=device),
         context=zeros(rows),
-        tables=zeros(rows, width),
+        tables=tables[0],
         order=torch.arange(rows, dtype=torch.int32, device=device),
         decodes=rows,
         fixed=True,
     )
+    return split_groups(batch, slots, tables)
 
 
 def leading_rows(batch: Batch, rows: int) -> Batch:
@@ -202,6 +209,8 @@ def leading_rows(batch: Batch, rows: int) -> Batch:
         order=batch.order[:rows],
         decodes=rows,
         fixed=True,
+        group=batch.group,
+        others=tuple(leading_rows(other, rows) for other in batch.others),
     )
 
 

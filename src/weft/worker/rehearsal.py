@@ -35,8 +35,8 @@ def largest_steps(plan: Plan) -> list[tuple[list[int], SamplingParams]]:
 
 
 def blocks_needed(plan: Plan, counts: list[int]) -> int:
-    """Number of KV blocks that prompts of these lengths need."""
-    return sum(-(-count // plan.block_size) for count in counts)
+    """Number of KV blocks that prompts of these lengths need in all KV groups."""
+    return len(plan.kv_layout.groups) * sum(-(-count // plan.block_size) for count in counts)
 
 
 def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> StepPlan:
@@ -45,12 +45,14 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
 
     In a cache of `num_blocks`, fewer than the prompts need, some of them share blocks.
     """
-    blocks: list[list[int]] = []
+    blocks: list[list[list[int]]] = []
     first = 0
-    for count in counts:
-        end = first + blocks_needed(plan, [count])
-        blocks.append([block % (num_blocks or end) for block in range(first, end)])
-        first = end
+    for _ in plan.kv_layout.groups:
+        blocks.append([])
+        for count in counts:
+            end = first - (-count // plan.block_size)
+            blocks[-1].append([block % (num_blocks or end) for block in range(first, end)])
+            first = end
     slots = list(range(len(counts)))
     return StepPlan(
         id=-1,

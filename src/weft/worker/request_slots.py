@@ -16,7 +16,7 @@ from weft.worker.staging import Staging
 
 
 class StepArrays(NamedTuple, Generic[Array]):
-    """Arrays of a step of T tokens in R rows, as `StagedStep` describes them: int32, except `kv_slots` [T] int64.
+    """Arrays of a step of T tokens in R rows, as `StagedStep` describes them: int32, except `kv_slots` [G, T] int64.
 
     `kv_slots` are its `places`: block * block_size + offset of each token in the KV cache. `slots` are request slots.
     """
@@ -35,14 +35,17 @@ class StepArrays(NamedTuple, Generic[Array]):
 class RequestSlots:
     """State by request slot.
 
-    `tables` [slots, blocks per sequence] int32 are the block tables, on the host; a copy on the device gets the new
-    blocks of each step. `lengths` [slots] int32 are the numbers of blocks in them. `last` [slots] int64 on the device
-    is the token that each slot sampled last. `prompt_logprobs` has the requests that want logprobs of their prompt.
+    `tables` [KV groups, slots, blocks per sequence] int32 are the block tables, on the host; a copy on the device gets
+    the new blocks of each step. `lengths` [slots] int32 are the numbers of blocks in them. `last` [slots] int64 on the
+    device is the token that each slot sampled last. `prompt_logprobs` has the requests that want logprobs of their
+    prompt.
     """
 
-    def __init__(self, slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, max_model_len: int, block_size: int, device: torch.device, *, groups: int = 1
+    ) -> None:
         self.block_size = block_size
-        self.tables = np.zeros((slots, -(-max_model_len // block_size)), dtype=np.int32)
+        self.tables = np.zeros((groups, slots, -(-max_model_len // block_size)), dtype=np.int32)
         self.lengths = np.zeros(slots, dtype=np.int32)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -82,7 +85,7 @@ class RequestSlots:
         positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
         token_slots = np.repeat(row_slots, counts)
         block, offset = np.divmod(positions, self.block_size)
-        kv_slots = self.tables[token_slots, block] * np.int64(self.block_size) + offset
+        kv_slots = self.tables[:, token_slots, block] * np.int64(self.block_size) + offset
         tokens = np.array(step.tokens, dtype=np.int64)
         tokens = np.where(tokens == UNKNOWN, ~token_slots, tokens)
         if singly:
@@ -124,12 +127,14 @@ class RequestSlots:
 
     def _append_blocks(self, step: StepPlan, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Append the step's new blocks to the tables of `slots`; return `growth` and `blocks` of StagedStep."""
-        added = np.array([len(blocks) for blocks in step.blocks], dtype=np.int32)
+        # All groups get equally many.
+        added = np.array([len(blocks) for blocks in step.blocks[0]], dtype=np.int32)
         before = self.lengths[slots]
         after = before + added
-        for slot, begin, end, blocks in zip(step.slots, before, after, step.blocks, strict=True):
-            if blocks:
-                self.tables[slot, begin:end] = blocks
+        for table, rows in zip(self.tables, step.blocks, strict=True):
+            for slot, begin, end, blocks in zip(step.slots, before, after, rows, strict=True):
+                if blocks:
+                    table[slot, begin:end] = blocks
         self.lengths[slots] = after
-        new = [block for blocks in step.blocks for block in blocks]
+        new = [[block for blocks in rows for block in blocks] for rows in step.blocks]
         return np.stack((before, after, np.cumsum(added) - added)), np.array(new, dtype=np.int32)

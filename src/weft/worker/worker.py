@@ -69,7 +69,9 @@ class Worker:
         began = time.monotonic()
         plan = self.plan
         self.device = prepare_device(plan, self.rank)
-        self.request_slots = RequestSlots(plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device)
+        self.request_slots = RequestSlots(
+            plan.max_num_seqs, plan.max_model_len, plan.block_size, self.device, groups=len(plan.kv_layout.groups)
+        )
         held = self._load_model()
         if self.device.type != "cpu":
             # Here, since the peak is measured with all that a step needs.
@@ -151,7 +153,8 @@ class Worker:
             CudaGraphs(),
             prepare=self.kernels.prepare,
             rows=self.plan.max_num_seqs,
-            width=self.request_slots.tables.shape[1],
+            width=self.request_slots.tables.shape[2],
+            groups=len(self.plan.kv_layout.groups),
             incoming=None if self.place.first else (self.plan.shape.hidden, self.dtype),
             device=self.device,
             alone=self.links.tensor.size == 1,

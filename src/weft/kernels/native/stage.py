@@ -82,6 +82,7 @@ class NativeStage:
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.keys, layer.values = cache.keys.data_ptr(), cache.values.data_ptr()
             layer.kv_heads, layer.head_dim = cache.keys.shape[2:]
+            layer.group = cache.group
         self._caches = caches
 
     def _sum_part(self) -> int:

@@ -28,12 +28,14 @@ AT_ONCE = tl.constexpr(4)  # parts that the program that joins them loads at onc
 
 
 @triton.jit
-def _scores(query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale,
-            KV_BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def _scores(query, keys, table, at, oldest, stop, kv_head, kv_heads, head_dim, columns, inside, scale,
+            WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     """Scores [M, TILE] in base 2, positions of the keys, offsets of the keys, and whether each exists. Keys past `stop`
-    are not read."""
+    are not read, nor those before `oldest`, behind every window: their blocks may be another request's."""
     position = at + tl.arange(0, TILE)
     exists = position < stop
+    if WINDOWED:
+        exists = exists & (position >= oldest)
     block = tl.load(table + position // KV_BLOCK, exists, other=0).to(tl.int64)
     place = ((block * KV_BLOCK + position % KV_BLOCK) * kv_heads + kv_head) * head_dim
     key = tl.load(keys + place[None, :] + columns[:, None], exists[None, :] & inside[:, None], other=0.0)
@@ -58,11 +60,11 @@ def _weigh(scores, seen, top, total, mixed, values, place, exists, columns, insi
 
 @triton.jit
 def _mix(
-    query, keys, values, table, begin, stop, last, window, kv_head, kv_heads, head_dim, scale,
+    query, keys, values, table, begin, oldest, stop, last, window, kv_head, kv_heads, head_dim, scale,
     WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Weighted values [ROWS, HEAD] for query [ROWS, HEAD] over positions from `begin`, the first of a tile, to `stop`;
-    and logarithms to base 2 of the sums of weights [ROWS].
+    """Weighted values [ROWS, HEAD] for query [ROWS, HEAD] over positions from `oldest` to `stop`; `begin` is the first
+    of a tile, at most `oldest`; and logarithms to base 2 of the sums of weights [ROWS].
 
     A row sees positions up to its `last` [ROWS], of which only the last `window`. A row that sees none gets zeros.
     """
@@ -76,8 +78,9 @@ def _mix(
     mixed = tl.zeros([ROWS, HEAD], tl.float32)
     for at in range(begin, stop, TILE):
         scores, position, place, exists = _scores(
-            query, keys, table, at, stop, kv_head, kv_heads, head_dim, columns, inside, scale, KV_BLOCK, TILE
-        )
+            query, keys, table, at, oldest, stop, kv_head, kv_heads, head_dim, columns, inside, scale, WINDOWED,
+            KV_BLOCK, TILE,
+        )  # fmt: skip
         seen = exists[None, :] & (position[None, :] <= last[:, None])
         if WINDOWED:
             seen = seen & (position[None, :] > last[:, None] - window)
@@ -117,9 +120,10 @@ def _decode(
     kv_head, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
-    begin = 0
+    begin = oldest = 0
     if WINDOWED:
-        begin = tl.maximum(0, length - window) // TILE * TILE
+        oldest = tl.maximum(0, length - window)
+        begin = oldest // TILE * TILE
     # Each split has whole tiles, so that nothing is read twice.
     share = tl.cdiv(tl.cdiv(length - begin, TILE), splits) * TILE
     start = begin + split * share
@@ -132,7 +136,7 @@ def _decode(
     # A row without context is padding of a captured batch: it gets zeros.
     last = tl.full([GROUP], length - 1, tl.int32)
     result, logs = _mix(
-        query, keys, values, tables + row.to(tl.int64) * table_width, start, stop, last, window, kv_head,
+        query, keys, values, tables + row.to(tl.int64) * table_width, start, oldest, stop, last, window, kv_head,
         kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, GROUP, HEAD, TILE,
     )  # fmt: skip
     if SPLIT:
@@ -242,12 +246,13 @@ def _prefill(
         kept = real[:, None] & inside[None, :]
         query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
         stop = length - count + tl.minimum(first + QUERIES, count)
-        begin = 0
+        begin = oldest = 0
         if WINDOWED:
-            begin = tl.maximum(0, length - count + first - window + 1) // TILE * TILE
+            oldest = tl.maximum(0, length - count + first - window + 1)
+            begin = oldest // TILE * TILE
         result, _ = _mix(
-            query, keys, values, tables + row.to(tl.int64) * table_width, begin, stop, length - count + token, window,
-            kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
+            query, keys, values, tables + row.to(tl.int64) * table_width, begin, oldest, stop, length - count + token,
+            window, kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
         )  # fmt: skip
         tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 
@@ -24,15 +27,22 @@ COLUMNS = 1024  # of a row's block table that one program copies
         "width",
         "tables_width",
         "batch_width",
+        "new",
+        "tables_size",
+        "slots_size",
+        "batch_size",
     ]
 )
 def _lay(
     staged_tokens, staged_positions, staged_places, staged_context, staged_order, slots, growth, blocks, last, tables,
     batch_tokens, batch_positions, batch_slots, batch_context, batch_order, batch_tables,
     tokens, rows, decodes, room, row_room, order_room, width, tables_width, batch_width,
+    new, tables_size, slots_size, batch_size,
     NOWHERE: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    number, chunk = tl.program_id(0), tl.program_id(1)
+    number, chunk, group = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    staged_places, blocks, tables = staged_places + group * tokens, blocks + group * new, tables + group * tables_size
+    batch_slots, batch_tables = batch_slots + group * slots_size, batch_tables + group * batch_size
     if chunk == 0:
         at = number * TOKENS + tl.arange(0, TOKENS)
         exists, inside = at < tokens, at < room
@@ -54,17 +64,18 @@ def _lay(
         fresh = (columns >= had) & (columns < has)
         # Rows of one request slot write the same blocks, and read only older ones.
         table = tables + tl.load(slots + number).to(tl.int64) * tables_width
-        new = tl.load(blocks + first + columns - had, fresh, other=0)
+        added = tl.load(blocks + first + columns - had, fresh, other=0)
         old = tl.load(table + columns, columns < had, other=0)
-        tl.store(table + columns, new, fresh)
+        tl.store(table + columns, added, fresh)
         row = batch_tables + number.to(tl.int64) * batch_width
-        tl.store(row + columns, tl.where(fresh, new, old), columns < width)
+        tl.store(row + columns, tl.where(fresh, added, old), columns < width)
 
 
 def fill_batch(staged: StagedStep, batch: Batch) -> None:
     """`Kernels.fill_batch` in one launch."""
     tokens, rows, room = staged.tokens.shape[0], staged.rows, batch.tokens.shape[0]
-    _lay[(max(rows, triton.cdiv(room, TOKENS)), triton.cdiv(staged.width, COLUMNS))](
+    groups = len(staged.tables)
+    _lay[(max(rows, triton.cdiv(room, TOKENS)), triton.cdiv(staged.width, COLUMNS), groups)](
         staged.tokens,
         staged.positions,
         staged.places,
@@ -88,9 +99,18 @@ def fill_batch(staged: StagedStep, batch: Batch) -> None:
         batch.rows,
         batch.decodes,
         staged.width,
-        staged.tables.stride(0),
+        staged.tables.stride(1),
         batch.tables.stride(0),
+        staged.blocks.shape[1],
+        staged.tables.stride(0),
+        _group_stride([part.slots for part in batch.groups]),
+        _group_stride([part.tables for part in batch.groups]),
         NOWHERE=NOWHERE,
         TOKENS=TOKENS,
         COLUMNS=COLUMNS,
     )
+
+
+def _group_stride(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements from the tensor of one KV group to that of the next."""
+    return int(tensors[1].storage_offset() - tensors[0].storage_offset()) if len(tensors) > 1 else 0

@@ -29,7 +29,7 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Layer), FIELD(Layer, attention_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, mlp_norm),
     FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up),
     FIELD(Layer, down), FIELD(Layer, q_heads), FIELD(Layer, kv_heads), FIELD(Layer, head_dim), FIELD(Layer, window),
-    FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
+    FIELD(Layer, group),    FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),

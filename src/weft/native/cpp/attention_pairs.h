@@ -80,7 +80,7 @@ class PairedAttention {
     KeyGroups groups(const Part &part, int64_t at) const {
         KeyGroups groups;
         for (int64_t g = 0; g < GROUPS; g++) {
-            int64_t position = std::min(at + g * GROUP, part.end - 1);
+            int64_t position = std::min(part.alive(at + g * GROUP), part.end - 1);
             int64_t slot = a.rows.slot(part.row, position);
             int64_t where = group_at(slot, part.head, a.rows.block_size, a.kv_heads, a.head_dim);
             groups.keys[g] = a.keys + where;

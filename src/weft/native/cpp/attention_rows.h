@@ -120,7 +120,7 @@ private:
     // Set the addresses of n keys and values, from position `at` on.
     void locate(const Part &part, int64_t at, int64_t n) {
         for (int64_t j = 0; j < n; j++) {
-            int64_t where = offset(part, at + j);
+            int64_t where = offset(part, part.alive(at + j));
             s.key[j] = a.keys + where;
             s.value[j] = a.values + where;
         }

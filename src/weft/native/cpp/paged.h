@@ -11,8 +11,12 @@ constexpr int64_t WIDEST_HEAD = 256;  // head_dim at most
 constexpr int64_t LANES = 16;    // floats to a vector
 
 // Part of a tile: its queries [first, first + queries), and the keys [begin, end) of `row` that they go over together.
+// Those before `oldest` are behind every query's window: their blocks may be another request's by now.
 struct Part {
-    int64_t row, head, first, queries, begin, end;
+    int64_t row, head, first, queries, begin, end, oldest;
+
+    // The position whose key is loaded for one that no query sees.
+    int64_t alive(int64_t position) const { return std::max(position, oldest); }
 };
 
 template <class T> struct Paged {
@@ -33,13 +37,13 @@ template <class T> struct Paged {
     Part part(const Tile &tile, int64_t number) const {
         int64_t each = queries(tile), member = std::max<int64_t>(number - 1, 0), row = tile.rows[member];
         if (number) {
-            int64_t begin = first_seen(position(tile, member * each));
+            int64_t oldest = oldest_seen(position(tile, member * each));
             int64_t end = rows.context[row] - rows.tokens(row) + tile.last;
-            return {row, tile.head, member * each, each, std::max(begin, tile.shared), end};
+            return {row, tile.head, member * each, each, std::max(oldest / KEYS * KEYS, tile.shared), end, oldest};
         }
-        int64_t begin = tile.shared;
-        for (int64_t i = 0; i < tile.count * each; i += each) begin = std::min(begin, first_seen(position(tile, i)));
-        return {row, tile.head, 0, tile.count * each, begin, tile.shared};
+        int64_t oldest = tile.shared;
+        for (int64_t i = 0; i < tile.count * each; i += each) oldest = std::min(oldest, oldest_seen(position(tile, i)));
+        return {row, tile.head, 0, tile.count * each, oldest / KEYS * KEYS, tile.shared, oldest};
     }
 
     // The first part that has keys.
@@ -60,10 +64,8 @@ template <class T> struct Paged {
         return {window ? std::clamp<int64_t>(position - window + 1 - at, 0, to) : 0, to};
     }
 
-    // Position of the first key that is read for a query, a multiple of KEYS.
-    int64_t first_seen(int64_t position) const {
-        return window ? std::max<int64_t>(0, position - window + 1) / KEYS * KEYS : 0;
-    }
+    // The first position that the query at `position` sees.
+    int64_t oldest_seen(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 
     // Offset of query i of a tile in q or in out, whose tokens are `width` elements apart.
     int64_t place(const Tile &tile, int64_t i, int64_t width) const {

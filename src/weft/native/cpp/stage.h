@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 
 #include "attention.h"
 #include "matrix.h"
@@ -16,6 +17,7 @@ struct Layer {
     void *keys, *values;
     Matrix qkv, out, gate_up, down;
     int64_t q_heads, kv_heads, head_dim, window;
+    int64_t group;  // KV group, whose tables and slots say where its keys and values are
     float scale, head_eps, eps;
 };
 
@@ -26,13 +28,16 @@ struct Step {
     void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
     const int32_t *positions;
-    const int64_t *slots;
-    const int32_t *row_starts, *context, *tables;
+    const int64_t *slots;  // [groups, tokens]
+    const int32_t *row_starts, *context;
+    const int32_t *tables;  // [groups, rows, table_width]
     int64_t tokens, rows, table_width, block_size;
     const Shared *shared;
     int32_t (*sum)();
 
-    Rows all_rows() const { return {row_starts, context, tables, rows, table_width, block_size}; }
+    Rows all_rows(int64_t group) const {
+        return {row_starts, context, tables + group * rows * table_width, rows, table_width, block_size};
+    }
 };
 
 // Tokens that go through an MLP at a time: results between its products then stay in the CPU's cache.
@@ -85,7 +90,7 @@ constexpr int64_t LITTLE = 1 << 14;
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
-    const Tiles &tiles;
+    const std::deque<Tiles> &tiles;  // by KV group
     const bool little;
     std::atomic<bool> failed{false};
 
@@ -135,6 +140,7 @@ template <class T> class Stage {
     bool attention(Team &team, const Layer &l, Pieces rows) {
         int64_t width = l.qkv.rows;
         T *keys = static_cast<T *>(l.keys), *values = static_cast<T *>(l.values);
+        const int64_t *slots = step.slots + l.group * step.tokens;
         Heads<T> heads{l.q_heads, l.kv_heads, l.head_dim, static_cast<const T *>(l.q_norm),
                        static_cast<const T *>(l.k_norm), l.head_eps};
         auto rotated = [&](int64_t first, int64_t last) {
@@ -142,7 +148,7 @@ template <class T> class Stage {
                 rotate(heads, space.qkv + t * width, space.qkv + t * width,
                        step.angles + int64_t(step.positions[t]) * l.head_dim,
                        [&](int64_t head, const T *key, const T *value) {
-                           store(key, value, keys, values, step.slots[t], head, step.block_size, l.kv_heads,
+                           store(key, value, keys, values, slots[t], head, step.block_size, l.kv_heads,
                                  l.head_dim);
                        });
         };
@@ -151,9 +157,9 @@ template <class T> class Stage {
         });
         // All rows before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
-        Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(), l.q_heads, l.kv_heads, l.head_dim,
+        Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(l.group), l.q_heads, l.kv_heads, l.head_dim,
                        l.window, width, l.scale};
-        attend(team, paged, tiles, [&] { prepare(l.out, space.mixed, 0, step.tokens); });
+        attend(team, paged, tiles[l.group], [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         return join(team, l.out, space.mixed, 0, rows);
     }
 
@@ -182,7 +188,7 @@ template <class T> class Stage {
     }
 
 public:
-    Stage(const Step &step, const Workspace<T> &space, const Tiles &tiles)
+    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles)
         : step(step), space(space), tiles(tiles),
           little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE) {}
 
@@ -210,7 +216,11 @@ public:
 // step.residual through all layers. `memory` has as many bytes as Workspace computes.
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
     Workspace<T> space(layers, count, step.tokens, memory);
-    Tiles tiles(step.all_rows(), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
+    int64_t groups = 0;
+    for (const Layer *l = layers; l < layers + count; l++) groups = std::max(groups, l->group + 1);
+    std::deque<Tiles> tiles;
+    for (int64_t group = 0; group < groups; group++)
+        tiles.emplace_back(step.all_rows(group), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
     Stage<T> stage(step, space, tiles);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->gate_up.rows * layers->gate_up.cols;
     together(threads, weights * step.tokens > SMALL, [&](Team &team) { stage.run(team, layers, count); });
