@@ -57,8 +57,10 @@ class AttentionShape:
             q_heads=len(place.q_heads),
             kv_heads=len(place.kv_heads),
             head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
-            scale=shape.head_dim**-0.5,
+            windows=tuple(
+                dict.fromkeys(layer.window for layer in shape.layers[place.layers.start : place.layers.stop])
+            ),
+            scale=shape.mixer.scale,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,

@@ -22,7 +22,6 @@ from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainKernels
-from weft.layers import rope
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
@@ -51,7 +50,6 @@ def measure_importance(
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
     tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    angles = rope.rope_table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
     dims = (1, tokens, len(place.kv_heads), shape.head_dim)
     # One cache for all layers, which run one after the other.
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
@@ -59,8 +57,9 @@ def measure_importance(
     with reader_threads() as pool:
         kernels = StreamedKernels(source, targets, rank_fills(shape, place), shape.head_dim, pool)
         model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
+        model.fill_ropes(tokens, plan.max_model_len, device)
         batch = random_batch(shape.vocab, tokens, device)
-        hidden = model.hidden(incoming, angles, [cache] * len(place.layers), batch)
+        hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
     if not place.last:
         links.pipeline.send(hidden, place.stage + 1)
     return kernels.importance
