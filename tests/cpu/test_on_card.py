@@ -136,7 +136,7 @@ def test_captures_are_counted() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_kernels_without_a_shape_have_their_own_attention() -> None:
-    assert triton.create_triton_kernels(CUDA).name == "triton"
+    assert triton.create_triton_kernels(CUDA).attention.name == "triton"
 
 
 def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:

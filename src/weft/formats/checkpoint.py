@@ -280,10 +280,13 @@ def _unstack(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         raise ModelError(
             f"{info.file}: {name} is {list(info.dims)}; a stack of experts has three dims", code="experts-not-stacked"
         )
+    for expert, block in enumerate(split_stack(info)):
+        yield name.format(expert=expert), block
+
+
+def split_stack(info: TensorInfo) -> Iterator[TensorInfo]:
+    """Yield each block of a stack [experts, ...], whose blocks lie one after the other in the file."""
     count, *dims = info.dims
     nbytes = info.nbytes // count
-    for expert in range(count):
-        yield (
-            name.format(expert=expert),
-            msgspec.structs.replace(info, dims=tuple(dims), offset=info.offset + expert * nbytes, nbytes=nbytes),
-        )
+    for index in range(count):
+        yield msgspec.structs.replace(info, dims=tuple(dims), offset=info.offset + index * nbytes, nbytes=nbytes)

@@ -27,5 +27,7 @@ class AttentionBlock:
 
     def __call__(self, x: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
         """Attend: [T, hidden] -> [T, hidden], to be summed over the ranks. Writes keys and values into `cache`."""
-        q = self.kernels.rotate_and_store(self.qkv(x), self.q_heads, self.rope.angles, cache, batch, self.head_norm)
-        return self.out(self.kernels.attend(q, cache, batch, self.spec.scale, self.spec.window))
+        attention, pointwise = self.kernels.attention, self.kernels.pointwise
+        qkv = self.qkv(x, batch)
+        q = pointwise.rotate_and_store(qkv, self.q_heads, self.rope.angles, cache, batch, self.head_norm)
+        return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
-from weft.kernels.base import Product
+from weft.kernels.batch import Batch
 from weft.layers.mlp import multiply_by_gate
 from weft.layers.weights import LayerWeights
-
-
-class GroupedLinear:
-    """Products of groups of rows, each with the matrix of its own expert."""
-
-    def __init__(self, products: Sequence[Product]) -> None:
-        self.products = products
-
-    def __call__(self, x: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
-        """Multiply rows `offsets[e]` to `offsets[e + 1]` of x [N, in] with expert e's matrix: [N, out]."""
-        groups = [
-            product(x[start:stop])
-            for product, start, stop in zip(self.products, offsets, offsets[1:], strict=False)
-            if stop > start
-        ]
-        return torch.cat(groups)
 
 
 class ExpertsBlock:
@@ -35,12 +17,12 @@ class ExpertsBlock:
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
         self.spec, self.kernels = spec, weights.kernels
         self.router = weights.column_linear("router")
-        self.gate_up = grouped_linear(weights, "experts.gate_up", len(place.experts), adds_bias=True)
-        self.down = grouped_linear(weights, "experts.down", len(place.experts), adds_bias=weights.comm.rank == 0)
+        self.gate_up = weights.grouped_column_linear("experts.gate_up", len(place.experts))
+        self.down = weights.grouped_row_linear("experts.down", len(place.experts))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        chosen, shares = choose_experts(self.router(x), self.spec)
+        chosen, shares = choose_experts(self.router(x, batch), self.spec)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.spec.count)
         offsets = [0, *counts.cumsum(0).tolist()]
@@ -58,14 +40,3 @@ def choose_experts(scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, t
     if spec.normalised:
         shares = shares / shares.sum(dim=-1, keepdim=True)
     return chosen, shares.to(scores.dtype)
-
-
-def grouped_linear(weights: LayerWeights, name: str, count: int, *, adds_bias: bool) -> GroupedLinear:
-    """The products of all `count` experts with one of their matrices, a stack [experts, rows, cols]."""
-    stack, biases = weights.matrix(name), weights.vector_or_none(name + ".bias") if adds_bias else None
-    return GroupedLinear(
-        [
-            weights.kernels.matrix(stack.select(0, expert), None if biases is None else biases[expert])
-            for expert in range(count)
-        ]
-    )

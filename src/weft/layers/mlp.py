@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from weft.architectures.shape import Activation, Dense
 from weft.kernels.base import Kernels
+from weft.kernels.batch import Batch
 from weft.layers.weights import LayerWeights
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -28,17 +29,17 @@ class MLPBlock:
         self.up = weights.column_linear("mlp.gate_up" if spec.gated else "mlp.up")
         self.down = weights.row_linear("mlp.down")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        up = self.up(x)
+        up = self.up(x, batch)
         if not self.spec.gated:
-            return self.down(ACTIVATIONS[self.spec.activation](up))
-        return self.down(multiply_by_gate(up, self.spec.activation, self.kernels))
+            return self.down(ACTIVATIONS[self.spec.activation](up), batch)
+        return self.down(multiply_by_gate(up, self.spec.activation, self.kernels), batch)
 
 
 def multiply_by_gate(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
     """The activated first half of the columns times the second half: [T, 2F] -> [T, F]."""
     if activation == "silu":
-        return kernels.silu_mul(gate_up)
+        return kernels.pointwise.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up

@@ -22,7 +22,7 @@ class NormLayer:
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """Normalise x [T, hidden]."""
         if self.bias is None:
-            return kernels.norm(x, self.weight, self.eps)
+            return kernels.pointwise.norm(x, self.weight, self.eps)
         return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
@@ -55,7 +55,7 @@ class ResidualStream:
         if norm is None or norm.bias is not None or self._part_norm is not None:
             self._residual.add_(self._summed(part))
             return self._residual if norm is None else norm(self._residual, kernels)
-        return kernels.sum_add_norm(part, self._residual, norm.weight, norm.eps, self._comm)
+        return kernels.pointwise.sum_add_norm(part, self._residual, norm.weight, norm.eps, self._comm)
 
     def finish(self) -> torch.Tensor:
         """The residual [T, hidden] after the last addition."""

@@ -8,8 +8,8 @@ import torch
 
 from weft.architectures.shape import Norm
 from weft.comm import Comm
-from weft.kernels.base import Kernels, Product
-from weft.layers.linear import column_linear, row_linear
+from weft.kernels.base import Kernels
+from weft.layers.linear import GroupedLinear, Linear, create_grouped_linear, create_linear
 from weft.layers.norm import NormLayer
 from weft.quant.quantised import QuantisedWeight
 
@@ -40,14 +40,30 @@ class LayerWeights:
     def norm_or_none(self, name: str) -> NormLayer | None:
         return self.norm(name) if f"{self._prefix}{name}.weight" in self._tensors else None
 
-    def matrix(self, name: str) -> torch.Tensor | QuantisedWeight:
-        """Take a matrix out of the tensors."""
-        return self._tensors.pop(f"{self._prefix}{name}.weight")
-
-    def column_linear(self, name: str) -> Product:
+    def column_linear(self, name: str) -> Linear:
         """Product with a matrix of which this rank has some rows: every rank has its whole input."""
-        return column_linear(self.matrix(name), self.vector_or_none(name + ".bias"), self.kernels)
+        return self._linear(name, self.vector_or_none(name + ".bias"))
 
-    def row_linear(self, name: str) -> Product:
+    def row_linear(self, name: str) -> Linear:
         """Product with a matrix of which this rank has some columns: results are to be summed over the ranks."""
-        return row_linear(self.matrix(name), self.vector_or_none(name + ".bias"), self.comm, self.kernels)
+        return self._linear(name, self._bias_of_one_rank(name))
+
+    def grouped_column_linear(self, name: str, count: int) -> GroupedLinear:
+        """`column_linear` for the matrices of `count` experts."""
+        return self._grouped_linear(name, self.vector_or_none(name + ".bias"), count)
+
+    def grouped_row_linear(self, name: str, count: int) -> GroupedLinear:
+        """`row_linear` for the matrices of `count` experts."""
+        return self._grouped_linear(name, self._bias_of_one_rank(name), count)
+
+    def _linear(self, name: str, bias: torch.Tensor | None) -> Linear:
+        name = f"{self._prefix}{name}.weight"
+        return create_linear(self.kernels.matrices, name, self._tensors.pop(name), bias)
+
+    def _grouped_linear(self, name: str, biases: torch.Tensor | None, count: int) -> GroupedLinear:
+        name = f"{self._prefix}{name}.weight"
+        return create_grouped_linear(self.kernels.matrices, name, self._tensors.pop(name), biases, count)
+
+    def _bias_of_one_rank(self, name: str) -> torch.Tensor | None:
+        # Only rank 0 adds the bias: the sum would contain it once per rank.
+        return self.vector_or_none(name + ".bias") if self.comm.rank == 0 else None

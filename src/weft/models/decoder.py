@@ -40,7 +40,7 @@ class DecoderLayer:
 
     def __call__(self, stream: ResidualStream, cache: KVCache, batch: Batch) -> None:
         stream.add(self.mixer(stream.read(self.mixer_norm), cache, batch), self.mixer_post_norm)
-        stream.add(self.ffn(stream.read(self.ffn_norm)), self.ffn_post_norm)
+        stream.add(self.ffn(stream.read(self.ffn_norm), batch), self.ffn_post_norm)
 
 
 class LayerLoop:
@@ -69,7 +69,9 @@ class DecoderModel:
         place = places[rank]
         self.comm, self.kernels = comm, kernels
         self.ropes = RopeTables(shape.max_positions)
-        embedding_table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
+        embedding_table = (
+            kernels.matrices.embedding_table(tensors.pop("embed.weight"), "embed.weight") if place.first else None
+        )
         self.embed = None
         if embedding_table is not None:
             self.embed = Embedding(embedding_table, place.vocab, comm, shape.embedding_scale)
@@ -91,7 +93,7 @@ class DecoderModel:
         # A tied head on the same rank as the embedding has no tensor of its own.
         if table is not None and "head.weight" not in tensors:
             return table
-        return self.kernels.matrix(tensors.pop("head.weight"), None)
+        return self.kernels.matrices.matrix(tensors.pop("head.weight"), None, "head.weight")
 
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""

@@ -41,12 +41,12 @@ def describe_layer(layer: DecoderLayer) -> DenseLayer | None:
     assert layer.mixer_norm is not None and layer.ffn_norm is not None
     return DenseLayer(
         attention_norm=layer.mixer_norm.weight,
-        qkv=mixer.qkv,
+        qkv=mixer.qkv.weight,
         head_norm=mixer.head_norm,
-        out=mixer.out,
+        out=mixer.out.weight,
         mlp_norm=layer.ffn_norm.weight,
-        gate_up=ffn.up,
-        down=ffn.down,
+        gate_up=ffn.up.weight,
+        down=ffn.down.weight,
         q_heads=mixer.q_heads,
         window=mixer.spec.window,
         scale=mixer.spec.scale,
