@@ -41,7 +41,7 @@ class GroupedLinear:
         """Multiply rows `offsets[e]` to `offsets[e + 1]` of x [N, in] with expert e's weight: [N, out]."""
         groups = [
             weight(x[start:stop])
-            for weight, start, stop in zip(self.weights, offsets, offsets[1:], strict=True)
+            for weight, start, stop in zip(self.weights, offsets[:-1], offsets[1:], strict=True)
             if stop > start
         ]
         return torch.cat(groups)

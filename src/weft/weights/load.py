@@ -21,6 +21,7 @@ from weft.plan.fills import Fill, block_name, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
+from weft.weights.derive import derive_parameters
 from weft.weights.dummy import DummyWeights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
@@ -92,7 +93,7 @@ def load_weights(
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
     it is known. Raises ModelError.
     """
-    source, dims, offset = open_source(plan), tensor_dims(plan.shape), plan.shape.norm.offset
+    source, dims = open_source(plan), tensor_dims(plan.shape)
 
     @torch.inference_mode()
     def load_fill(fill: Fill) -> None:
@@ -100,8 +101,6 @@ def load_weights(
         into = fill_target(targets, fill)
         if isinstance(into, torch.Tensor):
             read_fill(source, fill, fill.rows, fill.cols, into)
-            if offset and fill.param.endswith("norm.weight"):
-                into.add_(offset)
         elif fill.cols is not None and not holds_blocks(source, fill, into):
             rows_of, columns = partial(read_fill, source, fill), importance.get(fill.weight)
             width, stored = dims[fill.tensor][0 if fill.transposed else -1], source.dtype(fill.tensor)
@@ -110,6 +109,7 @@ def load_weights(
     with reader_threads() as pool:
         for job in [pool.submit(load_fill, fill) for fill in rank_fills(plan.shape, place)]:
             job.result()
+    derive_parameters(plan.shape, targets)
 
 
 def tensor_dims(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
+from weft.weights.derive import derive_parameters
 from weft.weights.load import WeightSource, check_fill, fill_target, open_source, read_fill, reader_threads
 from weft.weights.quantised import row_bands
 
@@ -56,7 +57,8 @@ def measure_importance(
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
     with reader_threads() as pool:
-        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, shape.norm.offset, pool)
+        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        derive_parameters(shape, targets)
         kernels = replace(create_plain_kernels(), matrices=matrices)
         model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
         model.fill_ropes(tokens, plan.max_model_len, device)
@@ -103,7 +105,6 @@ class StreamedMatrices(PlainMatrices):
         targets: Mapping[str, torch.Tensor | QuantisedWeight],
         fills: Iterable[Fill],
         head_dim: int,
-        norm_offset: float,
         pool: Executor,
     ) -> None:
         self.importance: dict[str, torch.Tensor] = {}
@@ -115,8 +116,6 @@ class StreamedMatrices(PlainMatrices):
             vector = fill_target(targets, fill)
             if isinstance(vector, torch.Tensor) and fill.cols is None:
                 read_fill(source, fill, fill.rows, None, vector)
-                if norm_offset and fill.param.endswith("norm.weight"):
-                    vector.add_(norm_offset)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         is_rounded = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
