@@ -101,11 +101,18 @@ RECIPES = {
         "Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig", vision=True
     ),
 }
+# As GGUF files can describe them: experts in every layer, and five layers with a window to one without.
+GGUF_RECIPES = {
+    "qwen3-moe-gguf": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True}),
+    "gemma3-gguf": Recipe(
+        "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
+    ),
+}
 
 
 def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
-    recipe = RECIPES[name]
+    recipe = (RECIPES | GGUF_RECIPES)[name]
     values = {**SIZES, **HEADS, **recipe.config}
     if recipe.model == "Qwen2":
         values.pop("head_dim")

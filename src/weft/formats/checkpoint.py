@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,8 @@ from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
+
+logger = logging.getLogger("weft")
 
 FileFormat = Literal["safetensors", "gguf", "dummy"]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -81,6 +84,9 @@ def resolve(
         format, quantised = "dummy", packed.stored_types(shape)
     else:
         tensors = _select_tensors(index, shape, str(path))
+        if find_architecture(shape.architecture).config.inner:
+            unread = len(index) - len(tensors)
+            logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
         shape = packed.with_stored_types(shape, tensors)
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
