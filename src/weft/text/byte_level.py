@@ -13,7 +13,7 @@ ALPHABET = tuple(chr(byte if byte in _PRINTABLE else 256 + _UNPRINTABLE.index(by
 _BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
-def bytes_to_token(token: bytes) -> str:
+def spell_bytes(token: bytes) -> str:
     """The vocabulary's spelling of a token's bytes."""
     return "".join([ALPHABET[byte] for byte in token])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from weft.errors import ModelError
-from weft.text.byte_level import build_byte_level, bytes_to_token
+from weft.text.byte_level import build_byte_level, spell_bytes
 from weft.text.merges import derive_merges
 from weft.text.pretokenizers import QWEN
 from weft.text.settings import TokenizerSettings
@@ -24,8 +24,8 @@ def read_tiktoken(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     ranks = _read_ranks(path)
     pairs = derive_merges(ranks)
     rust = build_byte_level(
-        {bytes_to_token(token): rank for token, rank in ranks.items()},
-        [(bytes_to_token(left), bytes_to_token(right)) for left, right in pairs],
+        {spell_bytes(token): rank for token, rank in ranks.items()},
+        [(spell_bytes(left), spell_bytes(right)) for left, right in pairs],
         QWEN.create_pre_tokenizer(),
         whole_words=True,
         normalizer=normalizers.NFC(),
