@@ -209,7 +209,7 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
         block_size=4,
     )
     config = EngineConfig(model="m", max_num_queued_reqs=3, scheduling_policy="priority", enable_prefix_caching=False)
-    engine = EngineCore.start(plan, 20, Rehearsal(), config)
+    engine = EngineCore.from_plan(plan, 20, Rehearsal(), config)
     assert engine.depth == engine.scheduler.stages == 2
     assert (engine.scheduler.max_model_len, engine.scheduler.max_num_queued) == (48, 3)
     assert engine.stats().blocks_total == 20 and not engine.scheduler.pool.caching

@@ -50,7 +50,7 @@ class EngineCore:
         self._pace = pace
 
     @classmethod
-    def start(
+    def from_plan(
         cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies.
