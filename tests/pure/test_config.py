@@ -76,13 +76,19 @@ def test_a_config_checks_its_values_and_replaces_synonyms() -> None:
         ({"attention_backend": "xformers"}, "unknown-choice"),
         ({"max_num_seqs": 0}, "below-minimum"),
         ({"seed": -1}, "below-minimum"),
-        ({"gpu_memory_utilization": 1.5}, ""),
     ],
     ids=str,
 )
 def test_keywords_of_python_are_checked_before_a_model_is_fetched(keywords: dict[str, Any], code: str) -> None:
     with refuses(ConfigError, code):
         engine_config("some/model", keywords)
+
+
+def test_rules_for_several_values_are_checked_as_early() -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+        engine_config("some/model", {"gpu_memory_utilization": 1.5})
+    with pytest.raises(ConfigError, match="device-map"):
+        engine_config("some/model", {"device_map": "auto", "tensor_parallel_size": 2})
 
 
 def test_an_option_has_two_keywords_if_its_flag_has_another_name() -> None:
