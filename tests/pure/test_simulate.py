@@ -16,6 +16,7 @@ from tests.pure.simulations import Counted, load, run, spec, steps, told
 from weft.core.blocks import BlockPool
 from weft.core.params import SamplingParams
 from weft.core.request import Request
+from weft.core.token_ids import TokenIds
 from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections, RoundRobin
 from weft.hardware.cluster import parse_gpus
@@ -498,7 +499,7 @@ def test_rounds_at_once_are_as_one_after_the_other(
     for key, (shared, own, answer) in enumerate(requests, 1):
         for it in (fast, slow):
             params = SamplingParams(max_tokens=answer, ignore_eos=True)
-            it.add(Request(id=str(key), prompt=[0] * shared + [key] * own, params=params, key=key))
+            it.add(Request(id=str(key), prompt=TokenIds.pack([0] * shared + [key] * own), params=params, key=key))
     flights: dict[int, list[Any]] = {id(fast): [], id(slow): []}
 
     def step(it: StretchScheduler) -> None:
