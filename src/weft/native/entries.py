@@ -22,7 +22,7 @@ class Entries:
         self.norm = self._parallel("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._parallel("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._parallel("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)
-        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL)
+        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL, POINTER)
         self.pack_dense = self._parallel("pack_dense", *[POINTER] * 2, *[SIZE] * 2)
         self.stage = self._parallel("stage", POINTER, SIZE, *[POINTER] * 2)
         self.product = self._parallel("product", *[POINTER] * 2, SIZE, POINTER)

@@ -19,8 +19,9 @@ from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import (
-    ATTENTION_BACKENDS,
+    BACKEND_NAMES,
     KV_CACHE_DTYPES,
+    AttentionSpec,
     kv_cache_dtype,
     weft_backend,
     with_attention_backend,
@@ -82,7 +83,9 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
-    config = with_attention_backend(config, shape, dtype, host, devices)
+    cache_dtype = kv_cache_dtype(config, host, devices)
+    spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
@@ -94,7 +97,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype(config, host, devices),
+        kv_cache_dtype=cache_dtype,
         quantization=quantization_name(config, shape, schemes),
         schemes=schemes,
         places=places,
@@ -171,7 +174,7 @@ def _check_choices(config: EngineConfig) -> None:
         "device": (config.device, ("auto", "cpu", "cuda")),
         "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
         "executor": (config.executor or "inline", ("inline", "processes")),
-        "attention_backend": (weft_backend(config.attention_backend), ATTENTION_BACKENDS),
+        "attention_backend": (weft_backend(config.attention_backend), BACKEND_NAMES),
         "kv_cache_dtype": (config.kv_cache_dtype, KV_CACHE_DTYPES),
     }
     for name, (choice, known) in choices.items():
