@@ -23,7 +23,7 @@ from weft.core.pace import CACHED_TOKENS
 from weft.core.request import Output, Request, Stats, check_prompt_length
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.speculation import DraftProposer
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
+from weft.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -351,7 +351,7 @@ class Scheduler:
             keep_model_drafts(flight.rows, result.drafts)
         return outputs
 
-    def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
+    def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
         """End the requests of the slots in `failed`, each with its reason; the others go on."""
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):

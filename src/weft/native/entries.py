@@ -31,6 +31,9 @@ class Entries:
         self.rows_of = self._typed("rows_of", *[POINTER] * 2, SIZE, POINTER)
         self.sample = self._with_threads(self._entry("sample", POINTER, *[SIZE] * 4, *[POINTER] * 3, SIZE))
         self.score = self._with_threads(self._entry("score", POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, SIZE))
+        self.apply_masks = self._with_threads(
+            self._entry("apply_masks", POINTER, *[SIZE] * 3, *[POINTER] * 2, *[SIZE] * 2)
+        )
         self.pack_values = self._with_threads(self._entry("pack_values", *[POINTER] * 2, *[SIZE] * 4))
         self.pack_groups = self._entry("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
         self.round_rows = self._entry("round_rows", *[POINTER] * 6)

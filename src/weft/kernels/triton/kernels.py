@@ -96,6 +96,9 @@ class TritonSampling:
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
         return score(logits, targets, top)
 
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        sampling.apply_masks(logits, rows, masks)
+
 
 class TritonTokenSampler:
     """The Triton implementation of `TokenSampler`. The GPU keeps the settings, and gets those of a slot when they
