@@ -209,7 +209,7 @@ class AsyncLLM:
                     if delta.cut:
                         engine.abort([output.id])
                     if collector.error:
-                        raise OutputError(collector.error)
+                        raise OutputError(collector.error.reason, code=collector.error.code)
                     yield collector.output
             if not collector.output.finished:
                 yield _mark_aborted(collector.output)

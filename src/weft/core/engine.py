@@ -110,7 +110,7 @@ class EngineCore:
         if result.failed:
             for output in outputs:
                 if output.error:
-                    logger.error("request %s ended: %s", output.id, output.error)
+                    logger.error("request %s ended: %s", output.id, output.error.reason)
         if self._speculation_gate:
             self._speculation_gate.step_finished(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:

@@ -18,7 +18,7 @@ from weft.core.request import Output
 from weft.core.request_sets import RequestSets
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
+from weft.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
 
 by_order = attrgetter("order")
 
@@ -236,7 +236,7 @@ class Scheduler(RequestSets):
             keep_model_drafts(flight.rows, result.drafts)
         return outputs
 
-    def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
+    def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
         """End the requests of the slots in `failed`, each with its reason; the others go on."""
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):

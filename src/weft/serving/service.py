@@ -258,7 +258,7 @@ class EngineStream:
             if delta is None:
                 continue
             if collector.error:
-                raise OutputError(collector.error)
+                raise OutputError(collector.error.reason, code=collector.error.code)
             self._service.observe(collector, delta, last_s.get(output.id), now)
             last_s[output.id] = now
             if delta.cut:
