@@ -75,7 +75,7 @@ def with_attention_backend(
             "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
         )
     elif reason := obstacle(backend):
-        raise ConfigError(reason)
+        raise ConfigError(reason, code="attention-backend-not-usable")
     return replace(config, attention_backend=backend)
 
 
@@ -178,10 +178,11 @@ def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> 
     if requested == "auto":
         return "auto"
     if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
-        raise ConfigError(reason)
+        raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     if backend not in FP8_BACKENDS:
         raise ConfigError(
             f"--attention-backend {backend} reads no {requested} KV cache; {', '.join(FP8_BACKENDS)} do, or leave "
-            "--kv-cache-dtype out"
+            "--kv-cache-dtype out",
+            code="attention-backend-without-fp8",
         )
     return "fp8"
