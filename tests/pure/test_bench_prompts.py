@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refuses
 from weft.bench.arrivals import arrival_times
 from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.errors import ConfigError
@@ -97,5 +98,5 @@ def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> Non
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
         read_prompts(str(path), output_len=4)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with refuses(ConfigError, "cannot-read-dataset"):
         read_prompts(str(tmp_path / "none"), output_len=4)

@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
+from tests.refusals import refuses
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
@@ -191,7 +192,7 @@ def test_quantised_repositories_say_their_precision(hub: Hub) -> None:
     put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "awq", "bits": 4}})
     assert look_up("someone/mixed").precision == "int4"
     put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "aqlm"}})
-    with pytest.raises(ModelError, match=r"quantised with aqlm.*--precision"):
+    with refuses(ModelError, "unknown-quantization", "aqlm", "--precision"):
         look_up("someone/mixed")
 
 
@@ -216,28 +217,28 @@ def test_what_the_hub_refuses(hub: Hub, code: int, reason: str, message: str) ->
 
 def test_damaged_and_silent(hub: Hub) -> None:
     hub.files["/someone/mixed/resolve/main/config.json"] = b"{oops"
-    with pytest.raises(ModelError, match=r"config.json is damaged"):
+    with refuses(ModelError, "damaged-hub-file", "config.json"):
         look_up("someone/mixed")
     hub.silent.add("/someone/mixed/resolve/main/config.json")
-    with pytest.raises(ModelError, match="the hub cannot be asked"):
+    with refuses(ModelError, "hub-unreachable"):
         look_up("someone/mixed", patience=0.2)
 
 
 def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match=r"the hub cannot be asked: http://127.0.0.1:9 .*refused"):
+    with refuses(ModelError, "hub-unreachable", "http://127.0.0.1:9", "refused"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "ENDPOINT", "nowhere")
-    with pytest.raises(ModelError, match="the hub cannot be asked: nowhere"):
+    with refuses(ModelError, "hub-unreachable"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="Weft does not know 'someone/mixed' by itself, and HF_HUB_OFFLINE is set"):
+    with refuses(ModelError, "unknown-model-offline", "'someone/mixed'", "HF_HUB_OFFLINE"):
         look_up("someone/mixed")
     assert look_up("Qwen3-0.6B") == QWEN3
 
 
 def test_a_bare_name_of_nobodys_gets_the_nearest(hub: Hub) -> None:
-    with pytest.raises(ModelError, match=r"unknown model 'Qwen3-0.7B'; nearest: Qwen/Qwen3-"):
+    with refuses(ModelError, "unknown-model", "'Qwen3-0.7B'", "Qwen/Qwen3-"):
         look_up("Qwen3-0.7B")
     assert hub.asked == []
 
@@ -249,7 +250,7 @@ def test_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(model.shape) + bytes(2 * model.params))
     assert look_up(str(tmp_path)).stored_bytes == 2 * model.params
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match="is cut short or no safetensors file"):
+    with refuses(ModelError, "short-safetensors-header"):
         look_up(str(tmp_path))
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.pure.machines import host
+from tests.refusals import refuses
 from weft.architectures.published import ORDERED, PublishedQuantization
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
@@ -188,7 +189,7 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
     ],
 )
 def test_what_is_not_read_is_named(method: dict[str, Any], named: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with refuses(ModelError, "quantization-not-read") as caught:
         shape(**method)
     line = str(caught.value)
     assert named in line and "use one of those, the unquantised checkpoint or a GGUF file" in line and "\n" not in line
@@ -253,7 +254,7 @@ def test_the_words_of_vllm() -> None:
         assert plan(gptq, quantization=word).schemes == plan(gptq).schemes
         assert plan(gptq, quantization=word).quantization == "gptq"
     assert set(plan(gptq, quantization="int4").schemes.values()) == {"Q4_1", "Q8_0"}
-    with pytest.raises(ConfigError, match="quantization is awq, and the checkpoint was quantised with gptq; leave it"):
+    with refuses(ConfigError, "checkpoint-quantised-already", "awq", "gptq"):
         plan(gptq, quantization="awq")
     assert plan(gptq, dtype="float32").quantization == "none"
 
@@ -262,7 +263,7 @@ def test_what_is_asked_for_is_what_is_held_or_refused() -> None:
     """int8 of a checkpoint that is in int8 as of any other."""
     gptq = shape(quant_method="gptq", bits=8)
     assert plan(gptq, quantization="int8", dtype="float32").schemes == plan(gptq).schemes
-    with pytest.raises(ConfigError, match="for which --attention-backend torch has no kernels"):
+    with refuses(ConfigError, "quantization-on-torch-backend", "--attention-backend"):
         plan(gptq, quantization="int8", attention_backend="torch")
-    with pytest.raises(ConfigError, match="int8 computes in bfloat16 or float32 on a CPU, not in float16"):
+    with refuses(ConfigError, "quantization-dtype-on-cpu", "int8", "bfloat16", "float32", "float16"):
         plan(gptq, quantization="int8", dtype="float16")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.simulations import load, spec, told
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.simulate.capacity_search import find_rate, find_replicas
 from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength, parse_lengths
@@ -163,10 +164,10 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_what_is_no_file_or_no_text_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the trace"):
+    with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "none.csv"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="cannot read the trace"):
+    with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "binary"))
 
 

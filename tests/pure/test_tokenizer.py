@@ -31,6 +31,7 @@ from tests.pure.vocabularies import (
     write_gguf,
     write_tiktoken,
 )
+from tests.refusals import refuses
 from weft.errors import ModelError, RequestError
 from weft.text import cache, spm
 from weft.text.merges import derive_merges
@@ -182,17 +183,17 @@ def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected
 def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ModelError) as error:
+    with refuses(ModelError, "no-tokenizer-in-folder") as error:
         load_tokenizer(str(empty))
     for word in (str(empty), "tokenizer.json", "tokenizer.model", "*.tiktoken", "--tokenizer"):
         assert word in str(error.value)
-    with pytest.raises(ModelError, match="there is no tokenizer at"):
+    with refuses(ModelError, "no-such-tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+    with refuses(ModelError, "cannot-read-tokenizer", "tokenizer_config.json"):
         load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(ModelError, match="is no tokenizer, or a damaged one"):
+    with refuses(ModelError, "damaged-tokenizer"):
         load_tokenizer(str(folder))
     for name, what in (("tokenizer.model", "SentencePiece"), ("x.tiktoken", "tiktoken")):
         (empty / name).write_bytes(b"\x0a\xff not a model")
@@ -203,11 +204,11 @@ def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: 
 
 def test_bad_texts_and_ids(folder: Path) -> None:
     this = load_tokenizer(str(folder))
-    with pytest.raises(RequestError, match=r"no valid Unicode: character 2 is the lone surrogate U\+D83D"):
+    with refuses(RequestError, "invalid-unicode", "2", "U+D83D"):
         this.encode("ab\ud83d")
-    with pytest.raises(RequestError, match=r"lone surrogate U\+D83D"):
+    with refuses(RequestError, "invalid-unicode", "U+D83D"):
         this.encode("ab\ud83d" + " " * 16_384)
-    with pytest.raises(RequestError, match="from 0 to 599"):
+    with refuses(RequestError, "token-id-out-of-range", "0", "599"):
         this.decode([-1])
     assert this.decode([10_000]) == ""
     assert (this.token_bytes(10_000), this.token_text(10_000)) == (b"", "")
@@ -217,7 +218,7 @@ def test_bad_words_come_at_the_start_and_after_a_space(folder: Path) -> None:
     this = load_tokenizer(str(folder))
     assert this.word_ids(" weft") == [tuple(this.encode("weft")), tuple(this.encode(" weft"))]
     assert this.word_ids("🙂\n") == [tuple(this.encode(text)) for text in ("🙂\n", " 🙂\n")]
-    with pytest.raises(RequestError, match="bad word"):
+    with refuses(RequestError, "empty-bad-word"):
         this.word_ids("  ")
 
 

@@ -179,7 +179,7 @@ class _Node(_Fields, frozen=True, kw_only=True):
     def node(self) -> Node:
         """Describe one of these machines. Raises ConfigError for what cannot be in one machine, or be joined."""
         if bool(self.cpu) == bool(self.gpus):
-            raise ConfigError("a node needs either gpus or a cpu, not both", code="node-with-gpus-and-cpu")
+            raise ConfigError("a node needs either gpus or a cpu, not both", code="node-needs-gpus-or-cpu")
         if self.cpu:
             return Node((self.cpu.spec(),), "memory")
         gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
