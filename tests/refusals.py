@@ -15,36 +15,41 @@ T = TypeVar("T")
 
 @contextmanager
 def refuses(error: type[WeftError], code: str, *values: object) -> Iterator[pytest.ExceptionInfo[WeftError]]:
-    """Assert that the block raises `error` with this code, and that the message has these values, in this order.
+    """Assert that the block raises `error` with this code, and that its line has these values, in this order.
 
     Yields the raised error.
     """
     with pytest.raises(error) as raised:
         yield raised
-    message = str(raised.value)
+    message = rest = str(raised.value)
     assert raised.value.code == code, f"{raised.value.code!r}: {message}"
-    rest = message
+    assert "\n" not in message
     for value in values:
         _, found, rest = rest.partition(str(value))
         assert found, f"{value!r} is not in {message!r}, or not after the values before it"
 
 
-def refusal(call: Callable[[], object], *hidden: object) -> str:
-    """Line "code: message" of the error that a call raises, for a golden file.
+def refusal_line(error: WeftError, *hidden: object) -> str:
+    """Line "code: message" of an error, for a golden file.
 
     `hidden` are texts of this machine or run, such as `tmp_path`; each becomes "...".
     """
+    message = str(error)
+    for text in hidden:
+        message = message.replace(str(text), "...")
+    assert "\n" not in message
+    return f"{error.code}: {message}\n"
+
+
+def refusal(call: Callable[[], object], *hidden: object) -> str:
+    """The `refusal_line` of the error that a call raises."""
     with pytest.raises(WeftError) as raised:
         call()
-    line = f"{raised.value.code}: {raised.value}"
-    for text in hidden:
-        line = line.replace(str(text), "...")
-    assert "\n" not in line
-    return line + "\n"
+    return refusal_line(raised.value, *hidden)
 
 
 def refusals(call: Callable[[T], object], inputs: Iterable[T], *hidden: object) -> str:
-    """The refused inputs of a call, each with its `refusal` below it, for a golden file."""
+    """The refused inputs of a call, each with its `refusal_line` below it, for a golden file."""
 
     def refused(given: T) -> str:
         return f"{given!r:.100}\n  {refusal(lambda: call(given), *hidden)}"

@@ -197,22 +197,21 @@ def test_quantised_repositories_say_their_precision(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "message"),
+    ("status", "reason", "code", "values"),
     [
-        (401, "GatedRepo", "someone/mixed is gated: accept its terms"),
-        (403, "", "is gated"),
-        (401, "", "there is no model 'someone/mixed': neither known to Weft nor on"),
-        (404, "RepoNotFound", "there is no model 'someone/mixed'"),
-        (404, "RevisionNotFound", "has no revision 'main'"),
-        (404, "EntryNotFound", "has no config.json"),
-        (500, "", "the hub cannot be asked: .* \\(HTTP 500\\)"),
+        (401, "GatedRepo", "gated-model", ("someone/mixed", "--hf-token")),
+        (403, "", "gated-model", ("someone/mixed",)),
+        (401, "", "no-such-model", ("'someone/mixed'",)),
+        (404, "RepoNotFound", "no-such-model", ("'someone/mixed'",)),
+        (404, "RevisionNotFound", "no-such-revision", ("'main'",)),
+        (404, "EntryNotFound", "missing-hub-file", ("config.json",)),
+        (500, "", "hub-unreachable", ("HTTP 500",)),
     ],
 )
-def test_what_the_hub_refuses(hub: Hub, code: int, reason: str, message: str) -> None:
-    hub.codes["/someone/mixed/resolve/main/config.json"] = code, reason
-    with pytest.raises(ModelError, match=message) as error:
+def test_what_the_hub_refuses(hub: Hub, status: int, reason: str, code: str, values: tuple[str, ...]) -> None:
+    hub.codes["/someone/mixed/resolve/main/config.json"] = status, reason
+    with refuses(ModelError, code, *values):
         look_up("someone/mixed")
-    assert "\n" not in str(error.value)
 
 
 def test_damaged_and_silent(hub: Hub) -> None:
@@ -229,7 +228,7 @@ def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with refuses(ModelError, "hub-unreachable", "http://127.0.0.1:9", "refused"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "ENDPOINT", "nowhere")
-    with refuses(ModelError, "hub-unreachable"):
+    with refuses(ModelError, "hub-unreachable", "nowhere"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with refuses(ModelError, "unknown-model-offline", "'someone/mixed'", "HF_HUB_OFFLINE"):
@@ -259,7 +258,7 @@ def test_a_directory(tmp_path: Path) -> None:
     ["./nothing", "/nowhere/model.gguf", "model.gguf", "~nobody-at-all/x", "a/b/c", "jemand/größer", "some one/x"],
 )
 def test_nothing_there(name: str) -> None:
-    with pytest.raises(ModelError, match=r"no file or directory|cannot read"):
+    with refuses(ModelError, "cannot-read-model" if name.startswith("~") else "no-such-model", name):
         look_up(name)
 
 
@@ -316,19 +315,19 @@ def test_only_another_name_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "code", "values"),
     [
-        ("qwen3", "no such file, not downloaded, and HF_HUB_OFFLINE is set; did you mean Qwen/Qwen3-8B"),
-        ("qwen3:9b", "no file or directory qwen3:9b; did you mean Qwen/Qwen3-8B"),
-        ("Qwen/Qwen3-8B", "cannot find the model Qwen/Qwen3-8B.*; give a directory"),
-        ("qwen3:8b", "cannot find the model Qwen/Qwen3-8B"),
+        ("qwen3", "model-not-downloaded", ("HF_HUB_OFFLINE", "Qwen/Qwen3-8B")),
+        ("qwen3:9b", "no-such-model", ("qwen3:9b", "Qwen/Qwen3-8B")),
+        ("Qwen/Qwen3-8B", "model-not-downloaded", ("Qwen/Qwen3-8B",)),
+        ("qwen3:8b", "model-not-downloaded", ("Qwen/Qwen3-8B",)),
     ],
 )
 def test_models_that_cannot_be_fetched(
-    name: str, told: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, code: str, values: tuple[str, ...], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=told):
+    with refuses(ModelError, code, *values):
         resolve(name, download_dir=str(tmp_path))
 
 

@@ -183,10 +183,9 @@ def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected
 def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with refuses(ModelError, "no-tokenizer-in-folder") as error:
+    names = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+    with refuses(ModelError, "no-tokenizer-in-folder", empty, *names, "--tokenizer"):
         load_tokenizer(str(empty))
-    for word in (str(empty), "tokenizer.json", "tokenizer.model", "*.tiktoken", "--tokenizer"):
-        assert word in str(error.value)
     with refuses(ModelError, "no-such-tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (folder / "tokenizer_config.json").write_text("{")
@@ -195,9 +194,9 @@ def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: 
     (folder / "tokenizer.json").write_text('{"model": 1}')
     with refuses(ModelError, "damaged-tokenizer"):
         load_tokenizer(str(folder))
-    for name, what in (("tokenizer.model", "SentencePiece"), ("x.tiktoken", "tiktoken")):
+    for name, code in (("tokenizer.model", "damaged-sentencepiece"), ("x.tiktoken", "damaged-tiktoken")):
         (empty / name).write_bytes(b"\x0a\xff not a model")
-        with pytest.raises(ModelError, match=f"{name} is no {what}.*damaged"):
+        with refuses(ModelError, code, name):
             load_tokenizer(str(empty))
         (empty / name).unlink()
 
@@ -397,18 +396,18 @@ def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "values"),
     [
-        ({"pre": "nobody"}, "cuts words as 'nobody' does.*known: .*llama-bpe.*smollm.*--tokenizer"),
-        ({"model": "bert"}, "kind 'bert'.*gpt2 and llama"),
-        ({"token_type": [1]}, "1 token types for 600 tokens"),
-        ({"merges": ["x y z"]}, "'x y z' merges no two"),
-        ({"model": "llama"}, "0 scores for 600 tokens"),
+        ({"pre": "nobody"}, "unknown-pre-tokenizer", ("'nobody'", "llama-bpe", "smollm", "--tokenizer")),
+        ({"model": "bert"}, "unknown-gguf-tokenizer", ("'bert'", "gpt2 and llama")),
+        ({"token_type": [1]}, "token-types-of-other-length", ("1", "600")),
+        ({"merges": ["x y z"]}, "merge-of-no-tokens", ("'x y z'",)),
+        ({"model": "llama"}, "token-scores-of-other-length", ("0", "600")),
     ],
 )
-def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], code: str, values: tuple[str, ...]) -> None:
     fields = {**byte_level_fields(byte_level(), "gpt-2"), **change}
-    with pytest.raises(ModelError, match=message):
+    with refuses(ModelError, code, *values):
         load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields)))
 
 

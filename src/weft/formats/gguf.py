@@ -257,7 +257,7 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
     count = header.scalar(U32)
     if not 1 <= count <= MAX_DIMS:
         raise ModelError(
-            f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again", code="too-many-gguf-dims"
+            f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again", code="gguf-dims-out-of-range"
         )
     dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's dims come fastest first
     number, offset = header.scalar(U32), header.scalar(U64)
