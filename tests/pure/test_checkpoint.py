@@ -60,11 +60,11 @@ def write(folder: Path, config: dict[str, Any] | None = None, tensors: dict[str,
     return folder
 
 
-def fails(model: str | Path, code: str, *values: object, hidden: str | Path = "", **options: Any) -> str:
-    """The line of the refusal, without the path `hidden`."""
+def fails(model: str | Path, code: str, *values: object, **options: Any) -> str:
+    """The line of the refusal, without the path of a model of this test."""
     with refuses(ModelError, code, *values) as caught:
         resolve(str(model), **options)
-    return refusal_line(caught.value, *(hidden and [hidden]))
+    return refusal_line(caught.value, *([model] if isinstance(model, Path) else []))
 
 
 def test_a_directory(tmp_path: Path) -> None:
@@ -126,43 +126,42 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (checkpoint.model, checkpoint.path) == ("demo", str(tmp_path / "kept.gguf"))
 
 
-def test_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_whole(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     whole, name = weights(), "model.layers.1.mlp.down_proj.weight"
     less = {key: value for key, value in whole.items() if key != name}
-    fails(write(tmp_path, tensors=less), "missing-tensor", name, "[8, 16]")
+    told = fails(write(tmp_path, tensors=less), "missing-tensor", name, "[8, 16]")
     wrong = whole | {name: np.zeros((16, 8), dtype=np.float16)}
-    fails(write(tmp_path, tensors=wrong), "tensor-of-other-dims", name, "[16, 8]", "[8, 16]")
-    deeper = whole | {"model.layers.2.mlp.down_proj.weight": whole[name]}
-    fails(
-        write(tmp_path, tensors=deeper),
-        "more-layers-than-config",
-        "model.layers.2.mlp.down_proj.weight",
-        "2",
-    )
+    told += fails(write(tmp_path, tensors=wrong), "tensor-of-other-dims", name, "[16, 8]", "[8, 16]")
+    extra = "model.layers.2.mlp.down_proj.weight"
+    told += fails(write(tmp_path, tensors=whole | {extra: whole[name]}), "more-layers-than-config", extra, "2")
     strange = whole | {name: np.zeros((8, 16), dtype=np.int8)}
-    fails(write(tmp_path, tensors=strange), "tensor-type-not-read", name, "I8", "F32, F16, BF16, Q4_0")
-    fails(write(tmp_path, {"vocab_size": 13}), "tensor-of-other-dims", "embed_tokens.weight", "[12, 8]", "[13, 8]")
+    told += fails(write(tmp_path, tensors=strange), "tensor-type-not-read", name, "I8", "F32, F16, BF16, Q4_0")
+    other = {"vocab_size": 13}
+    told += fails(write(tmp_path, other), "tensor-of-other-dims", "embed_tokens.weight", "[12, 8]", "[13, 8]")
+    golden("checkpoint.txt", told)
 
 
-def test_shapes_that_cannot_be(tmp_path: Path) -> None:
-    fails(write(tmp_path, {"num_key_value_heads": 3}), "uneven-kv-heads", "4", "3")
-    fails(write(tmp_path, {"head_dim": 5}), "odd-head-dim", "head_dim", "5")
-    fails(write(tmp_path, {"eos_token_id": 12}), "token-beyond-vocabulary", "12", "12")
+def test_shapes_that_cannot_be(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    told = fails(write(tmp_path, {"num_key_value_heads": 3}), "uneven-kv-heads", "4", "3")
+    told += fails(write(tmp_path, {"head_dim": 5}), "odd-head-dim", "head_dim", "5")
+    told += fails(write(tmp_path, {"eos_token_id": 12}), "token-beyond-vocabulary", "12", "12")
+    golden("shape.txt", told)
 
 
-def test_what_is_no_model(tmp_path: Path) -> None:
-    fails(tmp_path / "no" / "such", "no-such-model")
-    fails("./nothing", "no-such-model", "./nothing")
-    fails("~nobody-of-that-name/model", "cannot-read-model", "~nobody-of-that-name/model")
+def test_what_is_no_model(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    told = fails(tmp_path / "no" / "such", "no-such-model")
+    told += fails("./nothing", "no-such-model", "./nothing")
+    told += fails("~nobody-of-that-name/model", "cannot-read-model", "~nobody-of-that-name/model")
     fails("x" * 300, "cannot-read-model", "x" * 300, "name too long")
-    fails("model.gguf", "no-such-model", "model.gguf")
-    fails(tmp_path, "directory-without-model", "config.json", ".gguf")
+    told += fails("model.gguf", "no-such-model", "model.gguf")
+    told += fails(tmp_path, "directory-without-model", "config.json", ".gguf")
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    fails(tmp_path / "pytorch_model.bin", "pickled-file")
+    told += fails(tmp_path / "pytorch_model.bin", "pickled-file")
     (tmp_path / "notes.txt").write_text("hello")
-    fails(tmp_path / "notes.txt", "not-a-gguf-file")
+    told += fails(tmp_path / "notes.txt", "not-a-gguf-file")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    fails(tmp_path, "only-pickled-weights")
+    told += fails(tmp_path, "only-pickled-weights")
+    golden("model_paths.txt", told)
     with refuses(ConfigError, "unknown-load-format", "'pt'", "auto, safetensors, gguf, dummy"):
         resolve(str(tmp_path), load_format="pt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf as library
@@ -162,26 +163,27 @@ def test_a_text_that_ends_beyond_the_file(tmp_path: Path) -> None:
     fails(tmp_path / "words.gguf", "short-gguf-header")
 
 
-def test_damaged_index(path: Path, tmp_path: Path) -> None:
+def test_damaged_index(path: Path, tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     count = entry(path, b"matrix")
     dims, type, offset = count + 4, count + 4 + 16, count + 4 + 16 + 4
-    fails(changed(path, tmp_path, count, struct.pack("<I", 0)), "gguf-dims-out-of-range", "'matrix'", "0")
-    fails(
+    told = fails(changed(path, tmp_path, count, struct.pack("<I", 0)), "gguf-dims-out-of-range", "'matrix'", "0")
+    told += fails(
         changed(path, tmp_path, count, struct.pack("<I", 1 << 31)),
         "gguf-dims-out-of-range",
         "'matrix'",
         "2,147,483,648",
     )
-    fails(changed(path, tmp_path, dims, struct.pack("<Q", 0)), "bad-gguf-dims", "'matrix'", "[3, 0]")
-    fails(changed(path, tmp_path, dims, struct.pack("<Q", 1 << 60)), "short-tensor", "'matrix'")
-    fails(changed(path, tmp_path, type, struct.pack("<I", 10)), "bad-gguf-dims", "256")
-    fails(changed(path, tmp_path, type, struct.pack("<I", 99)), "unknown-gguf-type", "'matrix'", "99")
-    fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "bad-gguf-dims", "32")
-    fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "short-tensor", "'matrix'")
-    fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "gguf-tensor-off-grid", "'matrix'", "32-byte")
-    fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "overlapping-tensors", "'matrix'")
-    fails(changed(path, tmp_path, count - 6, b"vector"), "tensor-named-twice")
-    fails(changed(path, tmp_path, count - 6, b"\xff"), "gguf-text-not-utf8", "UTF-8")
+    told += fails(changed(path, tmp_path, dims, struct.pack("<Q", 0)), "bad-gguf-dims", "'matrix'", "[3, 0]")
+    told += fails(changed(path, tmp_path, dims, struct.pack("<Q", 1 << 60)), "short-tensor", "'matrix'")
+    told += fails(changed(path, tmp_path, type, struct.pack("<I", 10)), "bad-gguf-dims", "256")
+    told += fails(changed(path, tmp_path, type, struct.pack("<I", 99)), "unknown-gguf-type", "'matrix'", "99")
+    told += fails(changed(path, tmp_path, type, struct.pack("<I", 2)), "bad-gguf-dims", "32")
+    told += fails(changed(path, tmp_path, offset, struct.pack("<Q", 1 << 40)), "short-tensor", "'matrix'")
+    told += fails(changed(path, tmp_path, offset, struct.pack("<Q", 1)), "gguf-tensor-off-grid", "'matrix'", "32-byte")
+    told += fails(changed(path, tmp_path, offset, struct.pack("<Q", 0)), "overlapping-tensors", "'matrix'")
+    told += fails(changed(path, tmp_path, count - 6, b"vector"), "tensor-named-twice")
+    told += fails(changed(path, tmp_path, count - 6, b"\xff"), "gguf-text-not-utf8", "UTF-8")
+    golden("gguf.txt", told)
 
 
 def test_impossible_alignment(small: Path, tmp_path: Path) -> None:
