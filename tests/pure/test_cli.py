@@ -415,7 +415,11 @@ def test_help_loads_nothing_heavy() -> None:
     ("error", "status", "line"),
     [
         (ModelError("no such model:\n  x"), 1, "weft: error: no such model: x\n"),
-        (EngineError(Cause(0, "load", "out of memory")), 1, "weft: error: rank 0 failed during load: out of memory\n"),
+        (
+            EngineError(Cause(rank=0, phase="load", code="out-of-memory", cause="out of memory")),
+            1,
+            "weft: error: rank 0 failed during load: out of memory\n",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (
             ZeroDivisionError("by zero"),

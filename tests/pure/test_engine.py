@@ -141,7 +141,7 @@ def test_an_interrupted_wait_loses_nothing() -> None:
 def test_a_failure_is_everybodys_with_its_cause(where: str) -> None:
     engine, executor = core(stages=2)
     executor.at_once = False
-    cause = Cause(rank=1, phase="step", cause="out of memory", hint="lower --max-num-seqs")
+    cause = Cause(rank=1, phase="step", code="out-of-memory", cause="out of memory", hint="lower --max-num-seqs")
     for i in range(6):
         engine.add(request(f"r{i}", [i], max_tokens=3))
     if where == "result":

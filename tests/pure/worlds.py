@@ -21,7 +21,7 @@ from weft.serving.service import Service
 Script = Callable[[Request], Iterable[Output]]
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "tiny", "messages": HI}
-DEAD = EngineError(Cause(1, "step", "killed by SIGKILL", "look at dmesg"))
+DEAD = EngineError(Cause(rank=1, phase="step", code="process-killed", cause="killed by SIGKILL", hint="look at dmesg"))
 
 
 def saying(text: str) -> Script:

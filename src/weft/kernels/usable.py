@@ -23,7 +23,7 @@ def check_usable(what: str, obstacle: str | None, *, required: bool, instead: st
     if obstacle is None:
         return True
     if required:
-        raise ConfigError(backends.refusal(what, obstacle))
+        raise ConfigError(backends.refusal(what, obstacle), code="backend-unusable")
     logger.warning("%s cannot be used: %s. %s.", what[0].upper() + what[1:], obstacle, instead)
     return False
 

@@ -69,7 +69,7 @@ def tune_attention(
                     return tuned
                 case Ended(reason=reason):
                     raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
-        raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit()[0]}")
+        raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit().cause}")
     finally:
         end_children([child])
         child.close()
