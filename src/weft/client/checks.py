@@ -24,7 +24,7 @@ def check_ids(params: SamplingParams, vocab: int) -> None:
                 raise RequestError(
                     f"{field} has token id {token}, outside the vocabulary, 0 to {vocab - 1}",
                     param=field,
-                    code="token-outside-vocabulary",
+                    code="token-id-out-of-range",
                 )
 
 

@@ -290,7 +290,7 @@ class Frontend:
                 raise RequestError(
                     f"token id {token} is outside the vocabulary, 0 to {self.vocab - 1}",
                     param=param,
-                    code="token-outside-vocabulary",
+                    code="token-id-out-of-range",
                 )
 
 

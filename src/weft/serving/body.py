@@ -100,7 +100,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
             f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a text", code="body-not-utf8"
         ) from None
     except RecursionError:
-        raise RequestError("the body is not usable JSON: too deeply nested", code="body-too-deep") from None
+        raise RequestError("the body is not usable JSON: too deeply nested", code="json-nested-too-deeply") from None
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="body-not-json") from None
     if not isinstance(raw, dict):

@@ -121,10 +121,10 @@ def _bind_path(path: str) -> socket.socket:
     try:
         return PathListener(path)
     except BlockingIOError:
-        why = "in use by another server, which runs or starts"
+        why, code = "in use by another server, which runs or starts", "path-taken"
     except OSError as error:
-        why = error_reason(error)
-    raise ConfigError(f"cannot listen on {path}: {why}; give another --uds", code="cannot-listen") from None
+        why, code = error_reason(error), "path-taken" if error.errno == errno.EADDRINUSE else "cannot-listen"
+    raise ConfigError(f"cannot listen on {path}: {why}; give another --uds", code=code) from None
 
 
 def _lock(path: str) -> int:
