@@ -98,4 +98,4 @@ def test_an_end_without_a_word(returncode: int | None, words: str, code: str) ->
 def test_the_words_of_causes(golden: Callable[[str, str], None]) -> None:
     exits = [describe_exit(returncode, words).of(0, "step") for returncode, words, _ in EXITS]
     memory = [cause_of(MemoryError(), 0, phase) for phase in ("load", "allocate", "step")]
-    golden("causes.txt", "".join(f"{cause.code}: {cause}\n" for cause in [*exits, *memory, CLOSED]))
+    golden("errors/causes.txt", "".join(f"{cause.code}: {cause}\n" for cause in [*exits, *memory, CLOSED]))

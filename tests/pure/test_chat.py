@@ -167,7 +167,7 @@ def test_save_writes_the_conversation_and_never_over_a_file(
     for name, code in (
         (str(file), "file-exists"),
         ("", "file-missing"),
-        (f"{tmp_path}/no/talk.json", "output-unwritable"),
+        (f"{tmp_path}/no/talk.json", "cannot-write-output"),
     ):
         with refuses(ConfigError, code) as refused:
             conversation.save(name)
@@ -190,7 +190,7 @@ def test_the_words_of_refused_commands(
     for command in commands:
         talk(command)
         lines += [f"> {command}", capsys.readouterr().err.rstrip()]
-    golden("chat.txt", "\n".join(lines).replace(str(tmp_path), "FOLDER") + "\n")
+    golden("errors/chat.txt", "\n".join(lines).replace(str(tmp_path), "FOLDER") + "\n")
 
 
 def test_ctrl_c_at_the_prompt_clears_once_and_ends_twice(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:

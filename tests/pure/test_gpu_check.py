@@ -115,7 +115,7 @@ def test_cards_that_do_not_do(golden: Callable[[str, str], None]) -> None:
     assert full and re.search(r"\b20 GB.*\bH200 .*\b3\.0 of 150\.0 GB", full)
     vllm = needs.obstacle_of_files("peers", PARTS["peers"].needs, None)
     packages = needs.obstacle_of_packages("sanitize", PARTS["sanitize"].needs, "python3", lambda module: False)
-    golden("gpu_check.txt", "".join(f"{obstacle}\n" for obstacle in (none, old, full, vllm, packages)))
+    golden("errors/gpu_check.txt", "".join(f"{obstacle}\n" for obstacle in (none, old, full, vllm, packages)))
 
 
 def test_finished_tasks_are_kept_and_others_measured_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.commands import weft
+from tests.pure.commands import refused_line, weft
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
@@ -211,22 +211,22 @@ def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path:
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        ("--json --yaml", 2, "--json and --yaml are two formats of the same answer"),
-        ("demo", 2, "unexpected argument 'demo' for weft hardware"),
-        ("--gpus 2xH1000", 1, "unknown GPU 'H1000'"),
-        ("--gpus 2xH100 --nodes 2x8xH100", 2, "--gpus and --nodes both describe the hardware"),
-        ("--refresh-hardware --no-measure", 2, "this machine, but --no-measure measures nothing"),
-        ("--refresh-hardware --gpus 2xL4", 2, "this machine, but --gpus and --nodes describe other hardware"),
-        ("--yaml --no-measure", 1, "the CPU's speed is not known; leave --no-measure out"),
-        ("--refresh", 2, "unknown flag --refresh for weft hardware; did you mean --refresh-hardware?"),
-    ],
-)
-def test_bad_words(on: Callable[..., Run], words: str, status: int, told: str) -> None:
-    got, out, err = on()("hardware", *words.split())
-    assert (got, out) == (status, "") and told in err and err.count("\n") == 1
+WRONG_LINES = [
+    ("--json --yaml", 2, "json-and-yaml", "--json --yaml"),
+    ("demo", 2, "unexpected-argument", "'demo'"),
+    ("--gpus 2xH1000", 1, "unknown-gpu", "'H1000'"),
+    ("--gpus 2xH100 --nodes 2x8xH100", 2, "gpus-and-nodes", "--gpus --nodes"),
+    ("--refresh-hardware --no-measure", 2, "refresh-without-measuring", "--refresh-hardware --no-measure"),
+    ("--refresh-hardware --gpus 2xL4", 2, "refresh-of-other-hardware", "--refresh-hardware --gpus --nodes"),
+    ("--yaml --no-measure", 1, "cpu-speed-unknown", "--no-measure"),
+    ("--refresh", 2, "unknown-flag", "--refresh --refresh-hardware?"),
+]
+
+
+def test_bad_words(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
+    on()
+    entries = [refused_line(f"hardware {words}", *rest) for words, *rest in WRONG_LINES]
+    golden("errors/hardware.txt", "".join(entries))
 
 
 def test_refresh_measures_the_cpu_again(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
         with pytest.raises(RequestError) as refused:
             SamplingParams(**{field: value})
         lines.append(f"{field}={value!r:.40}\n  {refused.value}\n")
-    golden("sampling_params.txt", "".join(lines))
+    golden("errors/sampling_params.txt", "".join(lines))
 
 
 def test_structured_outputs_are_refused() -> None:

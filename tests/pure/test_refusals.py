@@ -44,7 +44,7 @@ async def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None
         with error_codes() as codes:
             error = (await ask()).json()["error"]
         lines += [f"{sent!r:.100}", f"  {codes[0]} ({error['param']}): {error['message']}"]
-    golden("http.txt", "\n".join(lines) + "\n")
+    golden("errors/http.txt", "\n".join(lines) + "\n")
 
 
 async def test_missing_fields_are_named() -> None:

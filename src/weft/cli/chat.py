@@ -116,7 +116,7 @@ class Chat:
         except FileExistsError:
             raise ConfigError(f"{path} exists already; give another name", code="file-exists") from None
         except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error_reason(error)}", code="output-unwritable") from None
+            raise ConfigError(f"cannot write {path}: {error_reason(error)}", code="cannot-write-output") from None
         notify(f"saved {len(self.messages)} messages as {path}")
 
     def help(self, _: str) -> None:

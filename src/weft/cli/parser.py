@@ -265,7 +265,7 @@ def read_config_file(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {error_reason(error)}", code="config-unreadable") from None
+        raise UsageError(f"cannot read --config {path}: {error_reason(error)}", code="cannot-read-config") from None
     try:
         content = load_yaml(text) or {}
     except ValueError as error:

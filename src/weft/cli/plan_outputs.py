@@ -70,5 +70,5 @@ def write_page(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {name}: {error_reason(error)}", code="output-unwritable") from None
+        raise UsageError(f"cannot write {name}: {error_reason(error)}", code="cannot-write-output") from None
     print(f"wrote {name}", file=sys.stderr)

@@ -149,7 +149,7 @@ def write_image(path: str, panels: Sequence[Panel], *, title: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}", code="output-unwritable") from None
+        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}", code="cannot-write-output") from None
 
 
 def line_colors(panels: Sequence[Panel]) -> dict[str, str]:
