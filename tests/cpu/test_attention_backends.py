@@ -19,6 +19,7 @@ import torch
 
 from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
+from tests.refusals import refuses
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
@@ -259,7 +260,7 @@ def test_graphs_give_the_same_tokens(
 
 def refused(backend: str, *words: str, **others: object) -> None:
     shape = shaped(torch.float16, **{"head_dim": 64, **others})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "backend-unusable") as caught:
         create_kernels(backend, CPU, shape)
     message = str(caught.value)
     assert "\n" not in message and "--attention-backend torch" in message

@@ -156,7 +156,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
     run = on(bridged((0, 1)))
 
     def fail(_: Host) -> None:
-        raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
+        raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU", code="no-gpu-visible")
 
     monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")

@@ -153,7 +153,7 @@ async def test_bodies_are_worked_on_outside_the_event_loop(
 async def test_work_that_takes_too_long_is_a_503_and_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LIMITS", RequestLimits(work_s=0.05))
     workers, end = WorkThreads(1), threading.Event()
-    with refuses(HttpError, "request_too_slow") as slow:
+    with refuses(HttpError, "request-too-slow") as slow:
         await workers.result(lambda: end.wait(60))
     with refuses(HttpError, "overloaded") as busy:
         await workers.result(lambda: 1)

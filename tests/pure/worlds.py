@@ -60,7 +60,7 @@ class FakeEngine:
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         if self.full:
-            raise QueueFullError("1024 requests wait already", retry_after_s=3)
+            raise QueueFullError("1024 requests wait already", retry_after_s=3, code="queue-full")
         if self.failure:
             raise self.failure
         self.requests += requests

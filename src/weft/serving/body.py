@@ -66,7 +66,7 @@ class BodyReceiver:
         return HttpError(
             413,
             f"the body is longer than {self.limit} bytes; send less, or raise --max-body-bytes",
-            code="body_too_large",
+            code="body-too-large",
         )
 
 

@@ -127,7 +127,7 @@ class Service:
             return model or self.names[0]
         known = ", ".join(map(repr, self.names))
         raise HttpError(
-            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model_not_found", param="model"
+            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model-not-found", param="model"
         )
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
@@ -298,4 +298,4 @@ class EngineStream:
 
 def shutting_down_error() -> HttpError:
     """The 503 error for requests that the shutdown refuses or cuts off."""
-    return HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)
+    return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)
