@@ -51,7 +51,7 @@ def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplo
     assert type(comm) is DistributedComm
     assert torch.equal(comm.sum(torch.arange(8.0)), torch.arange(8.0))
     (line,) = caplog.messages
-    assert line == "Sums go through NCCL alone: symmetric memory is for GPUs, not for cpu (rank 0)"
+    assert "NCCL alone" in line and " cpu (rank 0)" in line
 
 
 # --- what torch's rendezvous makes ---
