@@ -196,7 +196,7 @@ def test_hardware_of_which_nothing_is_known_is_predicted_nothing(
     llm: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(self: FakeLLM) -> Forecast:
-        raise ConfigError("unknown GPU")
+        raise ConfigError("unknown GPU", code="unknown-gpu")
 
     monkeypatch.setattr(FakeLLM, "forecast", unknown)
     assert main.main(["bench", "latency", "m", "--num-iters", "1", "--num-iters-warmup", "0"]) == 0
@@ -234,7 +234,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     }
 
     def broken(*_: object) -> suite.Tasks:
-        raise WeftError("no engine")
+        raise WeftError("no engine", code="no-engine")
 
     monkeypatch.setattr(side, "measure_parts", broken)
     assert side.main([]) == 1

@@ -558,7 +558,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
     def broken(*_: object, **__: object) -> list[TunedSizes]:
-        raise ConfigError("the sizes of attention cannot be measured: it is hot")
+        raise ConfigError("the sizes of attention cannot be measured: it is hot", code="cannot-measure-attention")
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
     assert bench_calibrate.tune_on_gpu(plan, 1, keep=True) == []

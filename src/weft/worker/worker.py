@@ -386,5 +386,6 @@ class Worker:
             raise ModelError(
                 f"the checkpoint {self.plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
                 f"sampled: its weights are damaged, or beyond what {self.plan.dtype} holds; fetch it again, or try "
-                f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}"
+                f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}",
+                code="nan-logits",
             )
