@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.machines import host, plan
+from tests.refusals import refuses
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
@@ -20,6 +21,7 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
@@ -52,7 +54,7 @@ def test_nano_vllm_s_workload_is_its_own_draw() -> None:
     asks = nano_vllm(49152)
     assert [ask.prompt for ask in asks] == prompts and [ask.output_len for ask in asks] == lengths
     assert {ask.temperature for ask in asks} == {0.6}
-    with pytest.raises(ConfigError, match="10000"):
+    with refuses(ConfigError, "vocabulary-too-small", "10000"):
         nano_vllm(10_000)
 
 
@@ -61,8 +63,8 @@ class FakeLLM:
 
     num_blocks = 10
 
-    def __init__(self, **said: Any) -> None:
-        self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(kind="dummy"), [], 0
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.plan, self.asked, self.short = config, plan(kind="dummy"), [], 0
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -80,12 +82,13 @@ class FakeLLM:
             made = one.max_tokens - self.short
             times = Metrics(arrival_s=10.0, first_token_s=11.0, finished_s=11.0 + 0.1 * (made - 1))
             choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-            answers.append(RequestOutput("0", None, prompt["prompt_token_ids"], [choice], times, finished=True))
+            ids = TokenIds.pack(prompt["prompt_token_ids"])
+            answers.append(RequestOutput("0", None, ids, [choice], times, finished=True))
         return answers
 
 
 def test_a_run_s_figures() -> None:
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     done = run_batch(llm, [BenchRequest([1, 2], 11), BenchRequest([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
@@ -95,7 +98,7 @@ def test_a_run_s_figures() -> None:
     assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(11, True, 0.0), (21, True, 0.0)]
     llm.short = 1
-    with pytest.raises(ConfigError, match="after 10 of 11"):
+    with refuses(ConfigError, "request-ended-early", "10", "11"):
         run_batch(llm, [BenchRequest([1], 11)])
     llm.short = 0
     assert run_batch(llm, [BenchRequest([1], 1)]).decode_tok_s == 0
@@ -124,7 +127,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     def start(arguments: Any, **ours: Any) -> FakeLLM:
         from weft.cli.flags import engine_config
 
-        made.append(FakeLLM(**vars(engine_config(arguments, **ours))))
+        made.append(FakeLLM(engine_config(arguments, **ours)))
         return made[-1]
 
     monkeypatch.setattr(engine, "start_engine", start)
@@ -193,7 +196,7 @@ def test_hardware_of_which_nothing_is_known_is_predicted_nothing(
     llm: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(self: FakeLLM) -> Forecast:
-        raise ConfigError("unknown GPU")
+        raise ConfigError("unknown GPU", code="unknown-gpu")
 
     monkeypatch.setattr(FakeLLM, "forecast", unknown)
     assert main.main(["bench", "latency", "m", "--num-iters", "1", "--num-iters-warmup", "0"]) == 0
@@ -231,7 +234,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     }
 
     def broken(*_: object) -> suite.Tasks:
-        raise WeftError("no engine")
+        raise WeftError("no engine", code="no-engine")
 
     monkeypatch.setattr(side, "measure_parts", broken)
     assert side.main([]) == 1
@@ -240,7 +243,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "QUIET_S", 0)
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     names = [batch.name for batch in suite.BATCHES]
     assert names == ["latency", "prefill", "throughput", "prefix"]
     for batch in suite.BATCHES:
