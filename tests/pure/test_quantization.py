@@ -36,7 +36,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def stored(kind: str, embedding: str = "Q8_0", **others: str) -> dict[str, str]:
     """The tensors of a GGUF file whose matrices are of `kind`, but for `others` by the last part of their names."""
     found = {EMBEDDING: embedding}
-    for layer in range(SMOLLM2.layers):
+    for layer in range(len(SMOLLM2.layers)):
         for name in MATRICES:
             found[f"model.layers.{layer}.{name}"] = others.get(name.split(".")[1].removesuffix("_proj"), kind)
     return found
