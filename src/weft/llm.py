@@ -215,7 +215,7 @@ class LLM:
         with closing(self._run_requests([collector])) as updates:
             for updated in updates:
                 if updated.error:
-                    raise OutputError(updated.error)
+                    raise OutputError(updated.error.reason, code=updated.error.code)
                 yield updated.output
 
     def _run_requests(self, collectors: Sequence[Collector]) -> Generator[Collector, None, None]:

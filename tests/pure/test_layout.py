@@ -17,9 +17,11 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.backends import GPU_BACKENDS
+from weft.plan.backends import ATTENTION_BACKENDS
 from weft.plan.layout import stage_layers
 from weft.plan.plan import Plan
+
+GPU_BACKENDS = [name for name, row in ATTENTION_BACKENDS.items() if row.runs_on == "gpu"]
 
 
 def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
@@ -183,7 +185,7 @@ def test_attention_backends_have_vllm_s_names_too(theirs: str, ours: str, caplog
 
 def test_kernels_of_a_cpu_run_on_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """Torch's would take their place, many times slower, and nobody would know why."""
-    refusal("attention_backend is cpu", "on GPUs it is auto, triton", where=host(1), attention_backend="CPU_ATTN")
+    refusal("the compiled CPU kernels", "not on GPUs", where=host(1), attention_backend="CPU_ATTN")
     assert plan(host(1), attention_backend="cpu", device="cpu").attention_backend == "cpu"
     assert plan(host(1, environment={"VLLM_ATTENTION_BACKEND": "CPU"})).attention_backend == "auto"
     assert "VLLM_ATTENTION_BACKEND is CPU" in caplog.text
@@ -191,11 +193,12 @@ def test_kernels_of_a_cpu_run_on_no_gpu(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_kernels_of_gpus_run_on_no_cpu() -> None:
     for backend in GPU_BACKENDS:
-        refusal("attention_backend", backend, "auto, cpu or torch", attention_backend=backend)
-        interpreted = host(environment={"TRITON_INTERPRET": "1"})
-        assert plan(interpreted, attention_backend=backend).attention_backend == backend
+        refusal("GPUs, not on a CPU", "--attention-backend", attention_backend=backend)
+    interpreted = host(environment={"TRITON_INTERPRET": "1"})
+    assert plan(interpreted, attention_backend="triton").attention_backend == "triton"
+    refusal("GPUs, not on a CPU", where=interpreted, attention_backend="varlen")
     assert plan(host(1), attention_backend="flashinfer", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
-    refusal("fp8", "varlen", where=host(1), attention_backend="varlen", kv_cache_dtype="fp8")
+    refusal("FP8", "varlen", where=host(1), attention_backend="varlen", kv_cache_dtype="fp8")
 
 
 def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -216,7 +219,7 @@ def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(capl
 def test_kernels_that_cannot_run_a_model_are_refused_before_weights_are_read() -> None:
     turing = host((gpu(0, capability=(7, 5)),))
     for backend in ("flashinfer", "varlen"):
-        refusal("7.5", "8.0", "--attention-backend torch", where=turing, attention_backend=backend, dtype="float16")
+        refusal("7.5", "8.0", "--attention-backend", where=turing, attention_backend=backend, dtype="float16")
         refusal("float32", where=host(1), attention_backend=backend, dtype="float32")
     volta = host((gpu(0, capability=(7, 0)),))
     for backend in GPU_BACKENDS:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.ranks import expected
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.step import UNKNOWN, StepPlan
+from weft.core.step import UNKNOWN, SlotFailure, StepPlan
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -360,9 +360,10 @@ def test_a_slot_that_failed_ends_its_request_and_no_other(more: dict[str, Any]) 
     if "lookahead" in more:
         engine.schedule()
     result = engine.ranks.execute(engine.flight.popleft())
-    result.failed = {plan.slots[1]: "rank 0: NaN"}
+    failure = SlotFailure("nan-logits", "rank 0: NaN")
+    result.failed = {plan.slots[1]: failure}
     first, second = engine.scheduler.apply(result)
-    assert (first.id, first.tokens, first.finish_reason, first.error) == ("b", [], "error", "rank 0: NaN")
+    assert (first.id, first.tokens, first.finish_reason, first.error) == ("b", [], "error", failure)
     assert second.id == "a" and second.tokens and second.error is None
     engine.outputs["a"] = [second]
     engine.run()

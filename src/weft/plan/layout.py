@@ -17,7 +17,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
-from weft.plan.backends import check_backend_name, kv_cache_dtype, with_attention_backend
+from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
@@ -75,7 +75,9 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
-    config = with_attention_backend(config, shape, dtype, host, devices)
+    cache_dtype = kv_cache_dtype(config, host, devices)
+    spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
@@ -87,7 +89,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype(config, host, devices),
+        kv_cache_dtype=cache_dtype,
         quantization=quantization_name(config, shape, schemes),
         schemes=schemes,
         places=places,
