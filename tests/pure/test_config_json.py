@@ -189,8 +189,8 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"partial_rotary_factor": 0.5}, "wrong-field-value", ("partial_rotary_factor", "0.5")),
     (
         {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
-        "rope-differs-between-layers",
-        ("rope_parameters",),
+        "wrong-field-value",
+        ("rope_parameters", "full_attention"),
     ),
     ({"quantization_config": {"quant_method": "hqq"}}, "quantization-not-read", ("hqq",)),
 ]
