@@ -10,6 +10,7 @@ import psutil
 import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
+from tests.refusals import refuses
 from weft.core.step import StepResult
 from weft.errors import ConfigError, EngineError, PlanError
 from weft.executors import create_executor
@@ -113,7 +114,7 @@ def test_a_worker_that_leaves_is_a_failure(make: Make) -> None:
 def test_no_room_for_a_block(make: Make) -> None:
     import msgspec
 
-    with pytest.raises(PlanError, match="no room for the KV cache"):
+    with refuses(PlanError, "no-room-for-kv-cache"):
         make().start(msgspec.structs.replace(make_plan(tensor=2), kv_cache_bytes=1))
 
 

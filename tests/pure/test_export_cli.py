@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
+from tests.refusals import has_values
 from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
@@ -81,28 +83,34 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 # --- what it refuses ---
 
 
-@pytest.mark.parametrize(
-    ("target", "words", "status", "told"),
-    [
-        ("vlm", SMALL, 2, "choose from"),
-        ("vllm", SMALL + " --json", 2, "--emit and --json print different answers"),
-        ("vllm", SMALL + " --html x", 2, "--emit and --html print different answers"),
-        ("vllm", SMALL + " --engine sglang", 2, "--emit vllm writes for vllm, not --engine sglang"),
-        ("kuberay", SMALL + " --port 8000", 2, "have no port"),
-        ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "exceed 65535"),
-        ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", 3, "119.2 GB"),
-        ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm spans several"),
-        ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
-        ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", 3, "--kv-cache-dtype fp8"),
-        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "as code in the checkpoint"),
-        ("infernet", "--gpus 1xH100 --infernet-config /nowhere.json", 1, "cannot read"),
-    ],
-)
+# A target, flags, the exit status, and a value that the line must have.
+REFUSED = [
+    ("vlm", SMALL, 2, "choose from"),
+    ("vllm", SMALL + " --json", 2, "--emit and --json"),
+    ("vllm", SMALL + " --html x", 2, "--emit and --html"),
+    ("vllm", SMALL + " --engine sglang", 2, "--engine sglang"),
+    ("kuberay", SMALL + " --port 8000", 2, "--port 8000"),
+    ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "65535"),
+    ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", 3, "119.2 GB"),
+    ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm"),
+    ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
+    ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", 3, "--kv-cache-dtype fp8"),
+    ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "QWenLMHeadModel"),
+    ("infernet", "--gpus 1xH100 --infernet-config /nowhere.json", 1, "/nowhere.json"),
+]
+
+
+@pytest.mark.parametrize(("target", "words", "status", "told"), REFUSED)
 def test_one_clear_line_and_nothing_written(target: str, words: str, status: int, told: str, tmp_path: Path) -> None:
     found, out, err = emit(target, words, "--emit-to", str(tmp_path / "none"))
     assert (found, out) == (status, "") and told in err
     assert err.splitlines()[-1].startswith("weft: error: ") and err.count("\n") == 1
     assert not (tmp_path / "none").exists()
+
+
+def test_the_wording_of_what_is_refused(golden: Callable[[str, str], None]) -> None:
+    lines = [f"$ weft plan {words} --emit {target}\n{emit(target, words)[2]}" for target, words, *_ in REFUSED]
+    golden("emit_refused.txt", "".join(lines))
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "tab\t", "\x1b[31m", "-x", "--host", "e\u202e"])
@@ -178,7 +186,7 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
         assert f"{key} is only in the book" in err
-    assert "vram_tier >=48gb is no GPU's here, and a sum is never reported: RTX 4090 is 16-24gb" in err
+    has_values(err, "vram_tier", ">=48gb", "RTX 4090", "16-24gb")
 
 
 def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
@@ -292,7 +300,8 @@ def test_names_of_files_are_no_syntax(tmp_path: Path) -> None:
     assert f"FROM {folder}\n" in written("ollama")
     # What is wanted of the user is told in the script's own syntax.
     status, calls, err = run(written("vllm", "--precision", "int4"), tmp_path)
-    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Tiny-2.5-1B" in err
+    assert status and not calls
+    has_values(err, "MODEL", "AWQ", "GPTQ", "4-bit", "Tiny-2.5-1B")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +364,7 @@ def test_slices_that_are_elsewhere_are_to_be_named(tmp_path: Path) -> None:
     figures = "memory: 20GB, bandwidth: 777GB/s, tflops: {bf16: 121}, capability: 8.0"
     file.write_text(f"nodes:\n- gpus:\n  - {{name: A100 MIG 3g.20gb, {figures}}}\n")
     status, out, err = emit("weft", f"Qwen3-0.6B --gpus {file}")
-    said = "A100 MIG 3g.20gb is a MIG slice, which has no number"
+    said = "A100 MIG 3g.20gb is a MIG slice"
     assert status == 0 and said in err and said in " ".join(out.replace("#", "").split())
 
 
