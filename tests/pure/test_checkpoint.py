@@ -223,11 +223,7 @@ def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
         (http(errors.RevisionNotFoundError), "no-such-revision", ("a/b", "'v1'", "https://")),
         (http(errors.HfHubHTTPError), "cannot-fetch-model", ("a/b", "v1", "https://", "404 Client Error.")),
         (errors.HFValidationError("no"), "not-a-model-name", ("'a/b'",)),
-        (
-            errors.LocalEntryNotFoundError("no"),
-            "model-not-downloaded",
-            ("a/b", "v1:", "https://"),
-        ),
+        (errors.LocalEntryNotFoundError("no"), "model-not-downloaded", ("a/b", "v1:", "https://")),
         (errors.OfflineModeIsEnabled("no"), "model-not-downloaded", ("a/b", "v1:")),
         (OSError(28, "No space left on device"), "disk-full", ("a/b",)),
         (RuntimeError(""), "cannot-fetch-model", ("a/b", "RuntimeError")),

@@ -73,7 +73,7 @@ def test_any_number_of_ranks_up_to_the_query_heads(kv_heads: int, group: int, da
 @given(kv_heads=st.integers(1, 8), group=st.integers(1, 8), more=st.integers(1, 8))
 def test_more_ranks_than_the_model_can_feed(kv_heads: int, group: int, more: int) -> None:
     q_heads = kv_heads * group
-    with pytest.raises(PlanError, match=f"use 1 to {q_heads}"):
+    with refuses(PlanError, "more-ranks-than-heads", q_heads + more, f"1 to {q_heads}"):
         cut_heads(q_heads, kv_heads, [1.0] * (q_heads + more))
 
 
