@@ -25,7 +25,7 @@ STATES = 2  # states per running sequence: a step reads one and may write anothe
 def number_bytes(dtype: str) -> int:
     """Bytes of one number in a KV cache of `dtype`. Raises ConfigError for an unknown dtype."""
     if dtype not in BYTES:
-        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}")
+        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}", code="unknown-kv-cache-dtype")
     return BYTES[dtype]
 
 
@@ -53,18 +53,18 @@ def kv_specs(shape: ModelShape, dtype: str = "bf16", place: Place | None = None)
     Latent attention caches one vector that all heads share. Every tensor-parallel rank holds a copy of that vector.
     """
     layers = (place or whole(shape)).layers
-    kind: Literal["heads", "latent"] = "latent" if shape.mla else "heads"
+    kind: Literal["heads", "latent"] = "latent" if shape.latent else "heads"
     size = layer_bytes_per_token(shape, dtype, place)
     return {
-        layer: KVSpec(kind=kind, bytes_per_token=size, window=shape.window(layer))
+        layer: KVSpec(kind=kind, bytes_per_token=size, window=shape.layers[layer].window)
         for layer in range(layers.start, layers.stop)
     }
 
 
 def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one token in one layer: keys and values of the rank's KV heads (default: of all heads)."""
-    if shape.mla:
-        return (shape.mla.kv_lora_rank + shape.mla.rope_dim) * number_bytes(dtype)
+    if shape.latent:
+        return (shape.latent.kv_lora_rank + shape.latent.rope_dim) * number_bytes(dtype)
     heads = len(place.kv_heads) if place else shape.kv_heads
     return 2 * heads * shape.head_dim * number_bytes(dtype)
 

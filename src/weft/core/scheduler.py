@@ -19,7 +19,7 @@ from weft.core.request import Output
 from weft.core.request_sets import RequestSets
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
+from weft.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
 
 by_order = attrgetter("order")
 
@@ -127,6 +127,7 @@ class Scheduler(RequestSets):
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
                 return
+            sequence.unpack_prompt()
             prefix = self.kv.match_prefix(sequence)
             if not self.kv.has_room(sequence, prefix, len(self._running)):
                 return
@@ -232,7 +233,7 @@ class Scheduler(RequestSets):
             keep_model_drafts(flight.rows, result.drafts)
         return outputs
 
-    def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
+    def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
         """End the requests of the slots in `failed`, each with its reason; the others go on."""
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
@@ -318,6 +319,7 @@ class Scheduler(RequestSets):
             return False
         if not self._slots:
             return True
+        first.unpack_prompt()
         running = self._running.values()
         if self.kv.caching and may_share(first.tokens, running):
             return False

@@ -86,7 +86,7 @@ def num_blocks(ranks: Sequence[KVRoom]) -> int:
 
 def request_kv(shape: ModelShape, kv_dtype: str, profile: Profile) -> RequestKV:
     """The KV of requests of a model under an engine."""
-    window_cache, speculation = bool(profile.window_cache.value) and bool(shape.windows), profile.speculation
+    window_cache, speculation = bool(profile.window_cache.value) and shape.has_windows, profile.speculation
     # A draft model shares the blocks, and needs those behind a window (`Plan.window_cache`).
     frees = window_cache and profile.name == OURS and not (speculation and speculation.draft)
     layout = _layout(shape, profile.batch_limits(0)[0], frees)
