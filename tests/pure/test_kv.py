@@ -102,7 +102,7 @@ def test_windows_leave_room_for_longer_texts_and_for_more_of_them() -> None:
     """Gemma 3 27B, in the memory of 32,768 tokens: the layers with windows hold 1,024 tokens of each text."""
     shape = find("gemma-3-27b-it").shape
     keep, whole = (kv_layout(shape, block_size=16, chunk=512, window_cache=frees) for frees in (True, False))
-    (place,) = cut_places(shape, [1.0], [shape.layers])
+    (place,) = cut_places(shape, [1.0], [len(shape.layers)])
     blocks = (
         2048 * whole.block_bytes(kv_specs(shape, "bf16", place)) // keep.block_bytes(kv_specs(shape, "bf16", place))
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch
+from weft.kernels.batch import Batch, split_groups
 
 # Queries, one layer's cache, and the batch.
 AttentionInputs = tuple[torch.Tensor, KVCache, Batch]
@@ -36,7 +36,7 @@ def decode_inputs(shape: AttentionShape, device: torch.device, contexts: list[in
         decodes=rows,
         fixed=True,
     )
-    return random_queries(shape, device, rows), cache, batch
+    return random_queries(shape, device, rows), cache, in_all_groups(batch, shape)
 
 
 def prompt_inputs(
@@ -45,7 +45,16 @@ def prompt_inputs(
     """Inputs of a prefill step: rows with `counts` tokens each, the last ones of their `contexts`."""
     _, cache, rows = decode_inputs(shape, device, contexts)
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(device)
-    return random_queries(shape, device, sum(counts)), cache, replace(rows, row_starts=starts, decodes=0, fixed=False)
+    batch = replace(rows, row_starts=starts, decodes=0, fixed=False)
+    return random_queries(shape, device, sum(counts)), cache, in_all_groups(batch, shape)
+
+
+def in_all_groups(batch: Batch, shape: AttentionShape) -> Batch:
+    """The batch with the same blocks in all KV groups."""
+    groups = 1 + max(group for group, _ in shape.group_windows)
+    if groups == 1:
+        return batch
+    return split_groups(batch, batch.slots.expand(groups, -1), batch.tables.expand(groups, -1, -1))
 
 
 def random_queries(shape: AttentionShape, device: torch.device, tokens: int) -> torch.Tensor:

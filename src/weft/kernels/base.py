@@ -59,12 +59,13 @@ class AttentionShape:
         """The shape of attention on a rank of a plan."""
         place, shape, dtype = plan.places[rank], plan.shape, getattr(torch, plan.dtype)
         layers, layout = range(place.layers.start, place.layers.stop), plan.kv_layout
+        pairs = ((layout.group_of(layer), shape.layers[layer].window) for layer in layers)
         return cls(
             q_heads=len(place.q_heads),
             kv_heads=len(place.kv_heads),
             head_dim=shape.head_dim,
             windows=tuple(dict.fromkeys(shape.layers[layer].window for layer in layers)),
-            groups=tuple(dict.fromkeys((layout.group_of(layer), shape.layers[layer].window) for layer in layers)),
+            groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
             scale=shape.mixer.scale,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,

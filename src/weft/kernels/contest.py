@@ -55,8 +55,10 @@ def attention_seconds(
     attention: Attention, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
 ) -> float:
     """Seconds of one layer's attention, with the first of the shape's windows."""
-    attention.prepare(inputs[2])
-    return clock(partial(attention.attend, *inputs, shape.scale, shape.windows[0]))
+    q, cache, batch = inputs
+    group, window = shape.group_windows[0]
+    attention.prepare(batch)
+    return clock(partial(attention.attend, q, cache, batch.of_group(group), shape.scale, window))
 
 
 def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from weft.hardware.host import kernel_packages
+from weft.kernels.attention_inputs import in_all_groups
 from weft.kernels.base import AttentionShape, KVCache
-from weft.kernels.batch import Batch, Lengths, ragged_index, split_groups
+from weft.kernels.batch import Batch, Lengths, ragged_index
 from weft.kernels.usable import UnusableError, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
 from weft.plan.backends import FLASHINFER
@@ -89,8 +90,7 @@ class FlashInferAttention:
         context = torch.from_numpy(counts.astype(np.int32)).to(self._device)
         none = context[:0]
         batch = Batch(none, none, none, none, context, tables, none, decodes=1, host=host)
-        groups = max(group for group, _ in self._shape.group_windows) + 1
-        self.prepare(split_groups(batch, none.expand(groups, -1), tables.expand(groups, -1, -1)))
+        self.prepare(in_all_groups(batch, self._shape))
 
     def prepare(self, batch: Batch) -> None:
         lengths, page = batch.lengths(), self._shape.block_size

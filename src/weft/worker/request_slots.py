@@ -86,7 +86,8 @@ class RequestSlots:
         positions = np.arange(row_starts[-1]) + np.repeat(starts - row_starts[:-1], counts)
         token_slots = np.repeat(row_slots, counts)
         block, offset = np.divmod(positions, self.block_size)
-        kv_slots = self.tables[:, token_slots, block] * np.int64(self.block_size) + offset
+        # Contiguous by group, which indexing leaves open: C++ finds a group's slots after those of the one before.
+        kv_slots = np.ascontiguousarray(self.tables[:, token_slots, block] * np.int64(self.block_size) + offset)
         tokens = np.array(step.tokens, dtype=np.int64)
         tokens = np.where(tokens == UNKNOWN, ~token_slots, tokens)
         if singly:
