@@ -150,6 +150,7 @@ class Engine:
             assert pool.references == [counts[block] for block in range(len(pool.references))]
             assert pool.free == len(pool.references) - len(counts)
         assert kv.promised == sum(sequence.promised for sequence in running) >= 0
+        assert kv.reserved == sum(sequence.reserved for sequence in running) >= 0
         stats = self.scheduler.stats()
         assert stats.blocks_used == len(held[id(kv.pool)]) and stats.running == len(running)
         assert len(running) <= self.scheduler.max_num_seqs

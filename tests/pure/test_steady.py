@@ -63,7 +63,7 @@ class Keyed:
         ready = [row.request.id for row in scheduler._ready]
         # Of a single group the order is nothing.
         turns = ready if scheduler.stages > 1 else sorted(ready)
-        return rows, scheduler.stats(), turns, list(scheduler._unfinished), scheduler.kv.promised
+        return rows, scheduler.stats(), turns, list(scheduler._unfinished), scheduler.kv.promised, scheduler.kv.reserved
 
 
 REQUESTS = st.lists(

@@ -48,8 +48,9 @@ class KVManager:
     earlier block is a snapshot, which can be found if a step ended with that block. `max_num_seqs` sequences run at
     most.
 
-    `promised` is the number of blocks that running sequences still need for what they have not prefilled yet. `growth`
-    is the number of tokens that each running sequence is kept room for before another is admitted.
+    `promised` is the number of blocks that running sequences still need for what they have not prefilled yet.
+    `reserved` is the number of those that they need for `growth` more tokens each: no other sequence is admitted to
+    them.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KVManager:
         self.caching = caching
         self.growth = GROWTH
         self.promised = 0
+        self.reserved = 0
 
         def create_pool(size: int) -> BlockPool:
             return CountedBlocks(size) if counted else NumberedBlocks(size, caching=caching)
@@ -176,11 +178,11 @@ class KVManager:
         """Number of first blocks of a table that no token from position `start` on reads."""
         return 0 if group.reach is None else max(0, start - group.reach) // self.block_size
 
-    def has_room(self, sequence: Sequence, prefix: Tables, running: int, *, freed: int = 0) -> bool:
+    def has_room(self, sequence: Sequence, prefix: Tables, *, freed: int = 0) -> bool:
         """Return True if a sequence fits that has the `prefix` in the cache, once `freed` more blocks are free.
 
-        All that its prompt holds at once must fit, beside what is promised and the growth of the `running` sequences.
-        Otherwise the new sequence would soon be preempted, or preempt another.
+        All that its prompt holds at once must fit, beside what is promised to the running sequences and reserved for
+        their growth. Otherwise the new sequence would soon be preempted, or preempt another.
         """
         new = 0
         for group in self._paged:
@@ -188,8 +190,7 @@ class KVManager:
             held = table[self._behind(group, len(table) * self.block_size) :]
             new += max(0, self.layout.group_blocks(group.spec, len(sequence.tokens)) - len(held))
             new += group.pool.count_free(held)
-        growth = running * self.count_blocks(self.growth) * len(self._paged)
-        return new + self.promised + growth <= self.pool.free + freed
+        return new + self.promised + self.reserved <= self.pool.free + freed
 
     def open_tables(self, sequence: Sequence, prefix: Tables) -> None:
         """Begin a sequence's tables with a cached `prefix`, and promise it the blocks that its other tokens need."""
@@ -202,7 +203,7 @@ class KVManager:
         sequence.registered = length
         sequence.room = sequence.computed = length * self.block_size
         sequence.prefill_blocks = self.count_blocks(len(sequence.tokens))
-        self._update_promise(sequence)
+        self._update_claims(sequence)
         self._update_frees_at(sequence)
 
     # A step
@@ -219,7 +220,7 @@ class KVManager:
             if behind > freed:
                 group.pool.release(group.entries(sequence.blocks[group.number][freed:behind]))
                 sequence.freed[group.number] = behind
-        self._update_promise(sequence)
+        self._update_claims(sequence)
         self._update_frees_at(sequence)
 
     def grow_tables(self, sequence: Sequence, end: int) -> Tables:
@@ -232,7 +233,8 @@ class KVManager:
             else:
                 table += group.pool.allocate(count)
         sequence.room += count * self.block_size
-        self._update_promise(sequence)
+        if sequence.promised or self.frees:
+            self._update_claims(sequence)
         sent, sequence.sent = sequence.sent, sequence.room // self.block_size
         return [table[sent:] for table in sequence.blocks]
 
@@ -276,8 +278,9 @@ class KVManager:
         for group, table in zip(self.groups, sequence.blocks, strict=True):
             group.pool.release(group.entries(table[sequence.freed[group.number] :]))
         self.promised -= sequence.promised
+        self.reserved -= sequence.reserved
         sequence.blocks = []
-        sequence.room = sequence.computed = sequence.promised = 0
+        sequence.room = sequence.computed = sequence.promised = sequence.reserved = 0
 
     def _register_state(self, sequence: Sequence, start: int) -> None:
         """Add the state before position `start`, where a step has ended, to the prefix cache if a block ends there.
@@ -292,16 +295,23 @@ class KVManager:
             if group.is_state:
                 group.pool.register(group.number, sequence.blocks[group.number][blocks - 1], digest)
 
-    def _update_promise(self, sequence: Sequence) -> None:
-        """Promise a sequence the blocks that it still needs at once before it is prefilled."""
-        columns, promised = sequence.room // self.block_size, 0
-        if columns < sequence.prefill_blocks:
-            tokens = sequence.prefill_blocks * self.block_size
-            for group in self._paged:
-                held = columns - sequence.freed[group.number]
-                promised += max(0, self.layout.group_blocks(group.spec, tokens) - held)
+    def _update_claims(self, sequence: Sequence) -> None:
+        """Promise a sequence the blocks that it still needs to be prefilled, and reserve those of its growth."""
+        columns, growth = sequence.room // self.block_size, self.count_blocks(self.growth)
+        promised = reserved = 0
+        for group in self._paged:
+            if columns < sequence.prefill_blocks:
+                most = self.layout.group_blocks(group.spec, sequence.prefill_blocks * self.block_size)
+                promised += max(0, most - (columns - sequence.freed[group.number]))
+            if group.reach is None:
+                reserved += growth
+            else:
+                # One that has more than its window frees as many blocks as it takes.
+                prefilled = max(columns, sequence.prefill_blocks)
+                reserved += min(growth, max(0, self.count_blocks(group.reach) + 1 - prefilled))
         self.promised += promised - sequence.promised
-        sequence.promised = promised
+        self.reserved += reserved - sequence.reserved
+        sequence.promised, sequence.reserved = promised, reserved
 
     def _update_frees_at(self, sequence: Sequence) -> None:
         """Find the position from which on the next block can be freed."""

@@ -129,7 +129,7 @@ class Scheduler(RequestSets):
                 return
             sequence.unpack_prompt()
             prefix = self.kv.match_prefix(sequence)
-            if not self.kv.has_room(sequence, prefix, len(self._running)):
+            if not self.kv.has_room(sequence, prefix):
                 return
             heappop(self._queue)
             self._start_running(flight, sequence, prefix)
@@ -324,4 +324,4 @@ class Scheduler(RequestSets):
         if self.kv.caching and may_share(first.tokens, running):
             return False
         freed = self.kv.freed_by_decoding(running)
-        return not self.kv.has_room(first, self.kv.match_prefix(first), len(running), freed=freed)
+        return not self.kv.has_room(first, self.kv.match_prefix(first), freed=freed)

@@ -39,6 +39,7 @@ class Sequence:
         "ready",
         "registered",
         "request",
+        "reserved",
         "room",
         "sent",
         "slot",
@@ -67,6 +68,7 @@ class Sequence:
         self.registered = 0  # blocks that are in the prefix cache
         self.prefill_blocks = 0  # entries of a table for the tokens that were known at admission
         self.promised = 0  # blocks still to be allocated for what is not prefilled
+        self.reserved = 0  # blocks that its next tokens will take
         self.outstanding = 0  # steps in flight that this sequence takes part in
         self.pending = 0  # of those, the ones that sample a token for it
         self.ready = False  # True while it waits for its turn

@@ -133,18 +133,22 @@ def _limit(replica: ReplicaMemory, stages: int, profile: Profile, workload: Work
     steps = stages if profile.pipelined.value else 1
     by_tokens = steps * replica.batched_tokens / (1 + workload.input_len / workload.output_len)
     limits: list[tuple[float, ConcurrencyLimit]] = [
-        (_requests_in_cache(replica.kv_tokens, workload), "kv_cache"),
+        (_requests_in_cache(replica, workload), "kv_cache"),
         (sequences * (stages if profile.max_num_seqs_by_stage.value else 1), "max_num_seqs"),
         (max(1.0, by_tokens), "max_num_batched_tokens"),
     ]
     return min(limits, key=lambda limit: limit[0])
 
 
-def _requests_in_cache(kv_tokens: int, workload: Workload) -> float:
+def _requests_in_cache(replica: ReplicaMemory, workload: Workload) -> float:
     """Number of requests that a KV cache has room for, with others always waiting.
 
     A small number of requests counts as whole ones: they run evenly spaced, and the first is at its end when the others
     have half of their answers on average.
     """
-    usual, half = workload.context(MEAN_ANSWER_SHARE), workload.context(0.5)
-    return max(1.0, min(kv_tokens / usual, (kv_tokens - (half - workload.input_len)) / half))
+    room: float = replica.kv_tokens
+    usual, half, prompt = workload.context(MEAN_ANSWER_SHARE), workload.context(0.5), float(workload.input_len)
+    if replica.kv.in_blocks:
+        room, layout = replica.num_blocks, replica.kv.layout
+        usual, half, prompt = (layout.blocks(round(tokens), chunk=1) for tokens in (usual, half, prompt))
+    return max(1.0, min(room / usual, (room - (half - prompt)) / half))
