@@ -19,7 +19,7 @@ from tests.cpu.fake_cuda import CUDA, Card, CardError, OnCard, the_card  # noqa:
 from weft import LLM, SamplingParams
 from weft.client.outputs import RequestOutput
 from weft.comm import threads
-from weft.core import block_tables
+from weft.core import kv
 from weft.core.step import StepPlan
 from weft.kernels import contest
 from weft.kernels.batch import Batch
@@ -145,7 +145,7 @@ def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: p
 
 def test_requests_are_preempted(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of a block each, all of which want three: there are five, and one more for each is all that is kept."""
-    monkeypatch.setattr(block_tables, "GROWTH", 1)
+    monkeypatch.setattr(kv, "GROWTH", 1)
     prompts = [[3 + (i + j) % 20 for j in range(10)] for i in range(3)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
     found = []

@@ -19,7 +19,7 @@ from weft import LLM, SamplingParams
 from weft.comm import Links
 from weft.comm.base import Solo
 from weft.config import EngineConfig
-from weft.core import block_tables
+from weft.core import kv
 from weft.core.speculation import DraftProposer
 from weft.core.speculation_gate import SpeculationGate
 from weft.errors import ConfigError, PlanError
@@ -186,7 +186,7 @@ def test_a_draft_reads_what_it_missed(
 ) -> None:
     """It drafts for itself, so with the KV of all tokens before it is always right: with found blocks that it has not
     read, with blocks that others had, where its guesses were not taken up."""
-    monkeypatch.setattr(block_tables, "GROWTH", 1)
+    monkeypatch.setattr(kv, "GROWTH", 1)
     prompts = [*PROMPTS, list(range(3, 44)), list(range(3, 30)), [1, 5, 9, 33, 7, 8]]
     params = [GREEDY, replace(DRAWN, seed=9), GREEDY, replace(DRAWN, logprobs=None), DRAWN, GREEDY, DRAWN]
     how = {"dtype": "float32", "skip_tokenizer_init": True, "executor": "inline", "block_size": 4, **limits}
