@@ -22,6 +22,7 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
@@ -63,8 +64,8 @@ class FakeLLM:
 
     num_blocks = 10
 
-    def __init__(self, **said: Any) -> None:
-        self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(kind="dummy"), [], 0
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.plan, self.asked, self.short = config, plan(kind="dummy"), [], 0
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -82,12 +83,13 @@ class FakeLLM:
             made = one.max_tokens - self.short
             times = Metrics(arrival_s=10.0, first_token_s=11.0, finished_s=11.0 + 0.1 * (made - 1))
             choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-            answers.append(RequestOutput("0", None, prompt["prompt_token_ids"], [choice], times, finished=True))
+            ids = TokenIds.pack(prompt["prompt_token_ids"])
+            answers.append(RequestOutput("0", None, ids, [choice], times, finished=True))
         return answers
 
 
 def test_a_run_s_figures() -> None:
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     done = run_batch(llm, [BenchRequest([1, 2], 11), BenchRequest([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
@@ -126,7 +128,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     def start(arguments: Any, **ours: Any) -> FakeLLM:
         from weft.cli.flags import engine_config
 
-        made.append(FakeLLM(**vars(engine_config(arguments, **ours))))
+        made.append(FakeLLM(engine_config(arguments, **ours)))
         return made[-1]
 
     monkeypatch.setattr(engine, "start_engine", start)
@@ -196,7 +198,7 @@ def test_hardware_of_which_nothing_is_known_is_predicted_nothing(
     llm: list[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(self: FakeLLM) -> Forecast:
-        raise ConfigError("unknown GPU")
+        raise ConfigError("unknown GPU", code="unknown-gpu")
 
     monkeypatch.setattr(FakeLLM, "forecast", unknown)
     assert main.main(["bench", "latency", "m", "--num-iters", "1", "--num-iters-warmup", "0"]) == 0
@@ -240,7 +242,7 @@ def test_the_suite_s_table(
     }
 
     def broken(*_: object) -> suite.Tasks:
-        raise WeftError("no engine")
+        raise WeftError("no engine", code="no-engine")
 
     monkeypatch.setattr(side, "measure_parts", broken)
     assert side.main([]) == 1
@@ -249,7 +251,7 @@ def test_the_suite_s_table(
 
 def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "QUIET_S", 0)
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     names = [batch.name for batch in suite.BATCHES]
     assert names == ["latency", "prefill", "throughput", "prefix"]
     for batch in suite.BATCHES:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tests.pure.gguf_files import write_model
 from tests.refusals import refusal_line, refuses
 from weft.architectures.shape import ModelShape, Rope
-from weft.errors import ConfigError, ModelError
+from weft.errors import ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
 
@@ -162,8 +162,6 @@ def test_what_is_no_model(tmp_path: Path, golden: Callable[[str, str], None]) ->
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     told += fails(tmp_path, "only-pickled-weights")
     golden("model_paths.txt", told)
-    with refuses(ConfigError, "unknown-load-format", "'pt'", "auto, safetensors, gguf, dummy"):
-        resolve(str(tmp_path), load_format="pt")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from tests.refusals import refusals, refuses
 from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus, parse_nodes
-from weft.plan.backends import no_triton
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
@@ -124,9 +123,9 @@ def test_what_a_dictated_placement_costs_is_told() -> None:
 def test_a_gpu_that_triton_does_not_know_is_told_in_the_engine_s_words() -> None:
     volta = plan("1xV100", LayoutConstraints(), precisions=("fp16",))
     (told,) = notes(volta.question, volta.best)
-    assert (told.code, told.values["reason"]) == ("slow_kernels", no_triton(128, [("V100-SXM2-32GB", (7, 0))]))
+    assert told.code == "slow_kernels" and "V100-SXM2-32GB has compute capability 7.0" in told.values["reason"]
     turing = plan("1xT4", LayoutConstraints(), model="Llama-3.2-1B", precisions=("fp16",))
-    assert notes(turing.question, turing.best) == [] and no_triton(128, [("T4", (7, 5))]) is None
+    assert notes(turing.question, turing.best) == []
 
 
 def test_a_split_by_weights_that_comes_to_other_shares_is_told() -> None:

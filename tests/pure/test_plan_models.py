@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.pure.commands import weft, weft_json
 from weft.formats import catalogue
 
@@ -66,9 +64,3 @@ def test_flags_hold_for_all_models() -> None:
 def test_nothing_fits() -> None:
     status, told = weft_json("plan", "--gpus", "1xH100", "--max-memory", "0=1GB")
     assert status == 3 and not any(row["fits"] for row in told["models"])
-
-
-@pytest.mark.parametrize("words", ["--html x.html", "--emit vllm", "--revision main", "--device-map auto"])
-def test_flags_of_one_model_need_it(words: str) -> None:
-    status, out, err = weft("plan", "--gpus", "1xH100", *words.split())
-    assert (status, out) == (2, "") and err.startswith(f"weft: error: which model? {words.split()[0]} needs one")

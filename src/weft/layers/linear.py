@@ -11,7 +11,7 @@ from weft.quant.quantised import QuantisedWeight
 
 def column_linear(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, kernels: Kernels) -> Product:
     """Column-parallel product, whose input every rank has: [T, in] -> [T, output features of this rank]."""
-    return kernels.matrix(weight, bias)
+    return kernels.matrices.matrix(weight, bias)
 
 
 def row_linear(
@@ -19,4 +19,4 @@ def row_linear(
 ) -> Product:
     """Row-parallel product: [T, input features of this rank] -> [T, out], which the caller sums over the ranks."""
     # Only rank 0 adds the bias: the sum would contain it once per rank.
-    return kernels.matrix(weight, bias if comm.rank == 0 else None)
+    return kernels.matrices.matrix(weight, bias if comm.rank == 0 else None)

@@ -31,7 +31,7 @@ class DecoderModel:
     ) -> None:
         place = places[rank]
         self.comm, self.kernels, self.eps = comm, kernels, shape.norm_eps
-        embedding_table = kernels.embedding_table(tensors.pop("embed.weight")) if place.first else None
+        embedding_table = kernels.matrices.embedding_table(tensors.pop("embed.weight")) if place.first else None
         self.embed = None if embedding_table is None else Embedding(embedding_table, place.vocab, comm)
         self.layers = [
             create_dense_layer(shape, place, layer, tensors, comm, kernels)
@@ -50,7 +50,7 @@ class DecoderModel:
         # A tied head on the same rank as the embedding has no tensor of its own.
         if table is not None and "head.weight" not in tensors:
             return table
-        return self.kernels.matrix(tensors.pop("head.weight"), None)
+        return self.kernels.matrices.matrix(tensors.pop("head.weight"), None)
 
     def hidden(
         self, incoming: torch.Tensor | None, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
@@ -90,22 +90,23 @@ class DecoderModel:
 
         `x` is the previous layer's output in the same form, or None at the start of a stage.
         """
-        kernels, comm, eps = self.kernels, self.comm, self.eps
+        attention, pointwise = self.kernels.attention, self.kernels.pointwise
+        comm, eps = self.comm, self.eps
         if x is None:
-            x = kernels.norm(residual, layer.attention_norm, eps)
+            x = pointwise.norm(residual, layer.attention_norm, eps)
         else:
-            x = kernels.sum_add_norm(x, residual, layer.attention_norm, eps, comm)
-        q = kernels.rotate_and_store(layer.qkv(x), layer.q_heads, rope, cache, batch, layer.head_norm)
-        x = layer.out(kernels.attend(q, cache, batch, layer.scale, layer.window))
-        x = kernels.sum_add_norm(x, residual, layer.mlp_norm, eps, comm)
-        return layer.down(kernels.silu_mul(layer.gate_up(x)))
+            x = pointwise.sum_add_norm(x, residual, layer.attention_norm, eps, comm)
+        q = pointwise.rotate_and_store(layer.qkv(x), layer.q_heads, rope, cache, batch, layer.head_norm)
+        x = layer.out(attention.attend(q, cache, batch, layer.scale, layer.window))
+        x = pointwise.sum_add_norm(x, residual, layer.mlp_norm, eps, comm)
+        return layer.down(pointwise.silu_mul(layer.gate_up(x)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].
 
         None on other ranks of the last stage than the output rank."""
         assert self.head is not None and self.final_norm is not None
-        return self.head(self.kernels.norm(hidden, self.final_norm, self.eps))
+        return self.head(self.kernels.pointwise.norm(hidden, self.final_norm, self.eps))
 
 
 def plain_tensor(tensors: Tensors, name: str) -> torch.Tensor:

@@ -17,12 +17,19 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, gguf_type
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
 from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
-from weft.plan.backends import GPU_BACKENDS
+from weft.plan.backends import kernel_family
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
+
+# Dtypes of activations in which each family of kernels multiplies quantised weights.
+QUANTISED_DTYPES: dict[str, tuple[DType, ...]] = {
+    "torch": (),
+    "cpu": ("bfloat16", "float32"),
+    "triton": ("bfloat16", "float16", "float32"),
+}
 
 
 class Matrix(NamedTuple):
@@ -43,7 +50,7 @@ def tensor_schemes(
     that this checkpoint or device cannot have.
     """
     quantization = config.quantization
-    dtypes = _kernel_dtypes(config.attention_backend, devices)
+    dtypes = QUANTISED_DTYPES[kernel_family(config.attention_backend, on_cpu=devices[0] == "cpu")]
     _check_method(quantization, checkpoint.shape)
     if quantization in ONLINE_QUANTIZATIONS:
         _check_online(quantization, dtype, dtypes)
@@ -229,15 +236,6 @@ def _cut_error(place: Place, cols: Span, name: str, held: str, otherwise: str) -
         f"{otherwise}",
         code="quantised-columns-off-grid",
     )
-
-
-def _kernel_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
-    """Dtypes that the kernels for quantised weights compute in; none if there are no such kernels."""
-    if backend == "torch":
-        return ()
-    if backend in GPU_BACKENDS or any(device != "cpu" for device in devices):
-        return "bfloat16", "float16", "float32"
-    return "bfloat16", "float32"
 
 
 def _check_method(quantization: str, shape: ModelShape) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from weft.comm import Links
 from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainMatrices, create_plain_kernels
 from weft.layers import rope
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, rank_fills
@@ -57,13 +58,14 @@ def measure_importance(
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
     with reader_threads() as pool:
-        kernels = StreamedKernels(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        kernels = replace(create_plain_kernels(), matrices=matrices)
         model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
         batch = random_batch(shape.vocab, tokens, device)
         hidden = model.hidden(incoming, angles, [cache] * len(place.layers), batch)
     if not place.last:
         links.pipeline.send(hidden, place.stage + 1)
-    return kernels.importance
+    return matrices.importance
 
 
 def needs_importance(plan: Plan, source: WeightSource) -> bool:
@@ -89,8 +91,8 @@ def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:
     )
 
 
-class StreamedKernels(PlainKernels):
-    """Kernels whose products read their matrix from the checkpoint at each call, and record their columns' importance.
+class StreamedMatrices(PlainMatrices):
+    """Matrices whose products read theirs from the checkpoint at each call, and record their columns' importance.
 
     `targets` are the rank's parameters and `fills` the ranges that they are filled with. Parameters that are no
     matrices are filled at once.

@@ -9,9 +9,10 @@ import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Lengths
+from weft.kernels.sampling import Array
 from weft.kernels.staged import StagedStep
 from weft.worker.prompt_logprobs import PromptLogprobsRequest
-from weft.worker.sample_arrays import Array, SampleArrays
+from weft.worker.sample_arrays import SampleArrays
 from weft.worker.staging import Staging
 
 
@@ -54,7 +55,7 @@ class RequestSlots:
         self.lengths[admission.slot] = 0
         top = admission.params.prompt_logprobs
         if top is not None:
-            self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(admission.prompt, top)
+            self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(list(admission.prompt), top)
 
     def capacity(self, slot: int) -> int:
         """Number of tokens that the slot's blocks hold."""

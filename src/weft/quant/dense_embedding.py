@@ -1,0 +1,30 @@
+"""An embedding in plain torch, and the product with it if it is the model's head as well."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from weft.quant.dense import Product, create_product
+from weft.quant.quantised import QuantisedWeight
+
+
+class DenseEmbedding:
+    """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of kernels/base.py."""
+
+    def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        self.weight = weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding: [N] int64 -> [N, cols]."""
+        return F.embedding(numbers, self.weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T: [T, cols] -> [T, rows]."""
+        return self._product(x)
+
+    @cached_property
+    def _product(self) -> Product:
+        return create_product(self.weight)
