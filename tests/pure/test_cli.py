@@ -193,7 +193,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys
         assert vllm.strip_vllm_flags([f"--{flag.name}", *value], frozenset()) == ([], [])
     if not flag.arity:
         assert vllm.strip_vllm_flags([f"--no-{flag.name}"], frozenset()) == ([], [])
-    with refuses(ConfigError, "refused-vllm-flag") as refused:
+    with refuses(ConfigError, "refused-argument") as refused:
         check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
     assert str(refused.value).startswith(f"{flag.name.replace('-', '_')}=")
     check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
