@@ -381,7 +381,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("weft").write_text("a file in the folder's place")
-    with refuses(WeftError, "cache-unwritable"):
+    with refuses(WeftError, "cannot-write-cache"):
         calibration.store_calibration("m", made())
 
 
