@@ -155,7 +155,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
 def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) -> None:
     model = synthetic_of_size("m", size, layers=layers, vocab=vocab)
     made = shape(model)
-    assert made.layers == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
+    assert len(made.layers) == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
     if model.hidden >= 1024:  # widths come in steps
         assert weight_bytes(made, "bf16") == pytest.approx(size, rel=0.2)
 
@@ -164,7 +164,7 @@ def test_the_models_differ_in_what_a_layer_streams() -> None:
     for spec in (cpu(), find_gpu("H200")):
         whole = [subject for subject in engine_speed.subjects(spec) if subject.quantization == "none"]
         tiny, thin, wide = (shape(subject.model) for subject in whole)
-        assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
+        assert weight_bytes(wide, "bf16") / len(wide.layers) > 4 * weight_bytes(thin, "bf16") / len(thin.layers)
         assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
         assert weight_bytes(tiny, "bf16") < 1e6
 

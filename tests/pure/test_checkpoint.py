@@ -15,8 +15,9 @@ from huggingface_hub import errors
 from safetensors.numpy import save_file
 
 from tests.pure.gguf_files import write_model
+from tests.pure.shapes import dense_shape
 from tests.refusals import refusal_line, refuses
-from weft.architectures.shape import ModelShape, Rope
+from weft.architectures.shape import Rope
 from weft.errors import ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
@@ -32,7 +33,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 4,
     "eos_token_id": 3,
 }
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="Qwen3ForCausalLM",
     layers=2,
     hidden=8,

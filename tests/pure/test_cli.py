@@ -330,7 +330,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     for flag in COMMANDS[name].flags:
         if flag.name != "model" or COMMANDS[name].argument == "MODEL":
-            assert flag.option in told
+            assert flag.long in told
     # Every flag given in its own words is taken.
     build_parser(COMMANDS[name])
 

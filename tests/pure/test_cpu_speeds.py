@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.shapes import SMOLLM2
+from tests.pure.shapes import SMOLLM2, with_experts
 from tests.refusals import has_values
 from weft.architectures.shape import Experts, ModelShape
 from weft.bench.predicted import predict_batch
@@ -161,7 +161,7 @@ def test_a_dtype_without_compiled_kernels_is_planned_without_them() -> None:
         > plain.product_s(product, 1)
     )
     # Nor does it tell what experts take.
-    experts = msgspec.structs.replace(SMOLLM2, experts=Experts(count=8, top_k=2, ffn=512))
+    experts = with_experts(SMOLLM2, Experts(count=8, top_k=2, width=512))
     assert found.error_for(experts, "bf16").value == unmeasured.error.value
     assert unmeasured.error_for(experts, "bf16").value == unmeasured.error.value
 

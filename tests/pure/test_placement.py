@@ -62,8 +62,10 @@ def stages(*runs: tuple[int, int]) -> LayoutConstraints:
     st.sampled_from(["weft", "transformers"]),
 )
 def test_stages_lie_where_they_are_told(runs: list[tuple[int, int]], engine: str) -> None:
-    runs.append((3, LLAMA.layers - sum(count for _, count in runs))) if sum(c for _, c in runs) < LLAMA.layers else None
-    if sum(count for _, count in runs) != LLAMA.layers:
+    runs.append((3, len(LLAMA.layers) - sum(count for _, count in runs))) if sum(c for _, c in runs) < len(
+        LLAMA.layers
+    ) else None
+    if sum(count for _, count in runs) != len(LLAMA.layers):
         return
     answer = plan("2xA100+2xRTX4090", stages(*runs), engine=engine)
     (cut,) = {it.cut for it in (*answer.candidates, *answer.rejected)}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
-from tests.pure.shapes import SMOLLM2
+from tests.pure.shapes import SMOLLM2, with_attention
 from tests.refusals import has_values, refuses
 from weft.architectures.parameters import model_parameters
 from weft.architectures.place import Span
@@ -37,7 +37,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def stored(kind: str, embedding: str = "Q8_0", **others: str) -> dict[str, str]:
     """The tensors of a GGUF file whose matrices are of `kind`, but for `others` by the last part of their names."""
     found = {EMBEDDING: embedding}
-    for layer in range(SMOLLM2.layers):
+    for layer in range(len(SMOLLM2.layers)):
         for name in MATRICES:
             found[f"model.layers.{layer}.{name}"] = others.get(name.split(".")[1].removesuffix("_proj"), kind)
     return found
@@ -154,14 +154,16 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
     are not; and it is found again in what was planned."""
     for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
         types = {
-            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer)
-            for parameter in model_parameters(shape)
+            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer or 0)
+            for parameter, layer in model_parameters(shape)
             for part in parameter.parts
-            for layer in (range(shape.layers) if parameter.where == "layer" else [0])
         }
         there = {name: kind for name, kind in types.items() if kind in GGUF_SCHEMES}
         got = plan(
-            there, shape=shape, pipeline_split=(7, shape.layers - 7), tensor_parallel_size=3 - (shape.layers == 32)
+            there,
+            shape=shape,
+            pipeline_split=(7, len(shape.layers) - 7),
+            tensor_parallel_size=3 - (len(shape.layers) == 32),
         )
         assert got.quantization == "gguf" and len(got.schemes) == len(there)
         for place in got.places:
@@ -186,9 +188,7 @@ def test_made_at_load_it_takes_what_the_planner_says(asked: str, gpus: int) -> N
 
 
 def test_int8_cuts_whole_groups_of_an_mlp() -> None:
-    got = plan(
-        quantization="int8", tensor_parallel_size=5, shape=msgspec.structs.replace(SMOLLM2, q_heads=10, kv_heads=5)
-    )
+    got = plan(quantization="int8", tensor_parallel_size=5, shape=with_attention(SMOLLM2, heads=10, kv_heads=5))
     assert [len(place.ffn) % 128 for place in got.places] == [0] * 5
     one = plan(quantization="int8", tensor_parallel_size=3)
     # Heads of 64 part a group of 128: both ranks hold its scale.
@@ -205,7 +205,7 @@ def test_bytes_of_what_is_cut() -> None:
 
 
 def test_cuts_within_what_is_multiplied_at_once() -> None:
-    narrow = msgspec.structs.replace(SMOLLM2, q_heads=6, kv_heads=6, head_dim=80, hidden=704)
+    narrow = msgspec.structs.replace(with_attention(SMOLLM2, heads=6, kv_heads=6, head_dim=80), hidden=704)
     with refuses(PlanError, "quantised-columns-off-grid", "0", "240", "o_proj.weight", "32", "--tensor"):
         plan(shape=narrow, quantization="int8", tensor_parallel_size=2)
     assert plan(shape=narrow, quantization="int8", pipeline_parallel_size=3).schemes
