@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 from scripts import writing
+from weft import errors
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
@@ -54,3 +55,80 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     source += "it = f(lambda it: it)\n"
     assert [line for line, _ in sorted(writing.violations(source))] == [1, 3, 3, 6]
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
+
+
+def test_the_simulator_uses_the_core_s_public_names() -> None:
+    """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
+    named_tuples = {"_replace", "_asdict", "_fields", "_make"}
+    found = []
+    for path in sorted((SOURCE / "simulate").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        core = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.core")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                    bad = False
+                case ast.Attribute(attr=attr):
+                    bad = attr.startswith("_") and attr not in named_tuples
+                case ast.ClassDef(bases=bases):
+                    bad = any(isinstance(base, ast.Name) and base.id in core for base in bases)
+                case _:
+                    continue
+            if bad:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []
+
+
+ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.WeftError)}
+WITHOUT_CODES = ("cli", "client", "serving", "core", "executors", "worker", "comm", "kernels", "llm.py", "errors.py")
+
+
+def test_every_error_carries_a_code() -> None:
+    """A code is a literal of its own, or comes from the caller or from the error beneath."""
+    bad = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] in WITHOUT_CODES:
+            continue
+        tree = ast.parse(path.read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if not carries_code(call, ERRORS | subclasses_of(ERRORS, tree)):
+                bad.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert bad == []
+
+
+def test_rule_of_codes_finds_what_it_forbids() -> None:
+    good = ['ConfigError("x", code="too-many-ranks")', 'ConfigError("x", code=error.code)', 'wrong("x", code="a")']
+    bad = ['ConfigError("x")', 'ConfigError("x", code="")', 'errors.PlanError("x")', 'wrong("x", code="Too Many")']
+    found = [source for source in good + bad if not carries_code(call_of(source), {"ConfigError", "PlanError"})]
+    assert found == bad
+    assert subclasses_of({"PlanError"}, ast.parse("class NothingFits(PlanError): ...\nclass Rows(list): ...")) == {
+        "NothingFits"
+    }
+
+
+def call_of(source: str) -> ast.Call:
+    call = ast.parse(source, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def carries_code(call: ast.Call, names: set[str]) -> bool:
+    """Return False for a call of one of the errors without a code, and for any code that is a literal of wrong form."""
+    code = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
+    if isinstance(code, ast.Constant):
+        return isinstance(code.value, str) and re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", code.value) is not None
+    return code is not None or ast.unparse(call.func).rpartition(".")[2] not in names
+
+
+def subclasses_of(names: set[str], tree: ast.AST) -> set[str]:
+    """Names of the classes in a module that are direct subclasses of the named ones."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and names & {ast.unparse(base) for base in node.bases}
+    }

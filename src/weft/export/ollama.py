@@ -15,7 +15,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 # Precisions of GGUF with about as many bits, for those that Ollama does not read.
-INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
+PRECISION_SUBSTITUTES = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's default
 
 
@@ -57,7 +57,7 @@ def modelfile(deployment: Deployment) -> list[str]:
         *source,
         f"PARAMETER num_ctx {deployment.max_model_len}",
         # All layers and the head: with a lower number, or its default, Ollama would move the rest to the CPU unasked.
-        f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else deployment.question.shape.layers + 1}",
+        f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else len(deployment.question.shape.layers) + 1}",
     ]
 
 
