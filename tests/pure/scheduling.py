@@ -10,7 +10,7 @@ import msgspec
 
 from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Engine:
         sizes = ("num_blocks", "block_size", "prefix_caching")
         blocks, size, caching = (self.limits[name] for name in sizes)
         limits = {name: limit for name, limit in self.limits.items() if name not in sizes}
-        self.scheduler = Scheduler(pool=BlockPool(blocks, size, caching=caching), **limits)
+        self.scheduler = Scheduler(pool=NumberedBlocks(blocks, size, caching=caching), **limits)
         self.scheduler.tables.growth = 1  # in caches this small nobody else would be let in
         names = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
         self.ranks = Ranks(**{name: self.limits[name] for name in names})

@@ -32,8 +32,8 @@ def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) ->
 class FakeLLM:
     """An engine that says the same thing always, and remembers what it was asked."""
 
-    def __init__(self, **said: Any) -> None:
-        self.config = EngineConfig(**said)
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.asked: list[Any] = []
         self.given: dict[str, Any] = {}
         self.closed = 0
@@ -85,7 +85,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(now=None)
 
     def start(arguments: Namespace, **ours: Any) -> FakeLLM:
-        made.now = FakeLLM(**vars(engine_config(arguments, **ours)))
+        made.now = FakeLLM(engine_config(arguments, **ours))
         return made.now
 
     monkeypatch.setattr(engine, "start_engine", start)

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from weft.client.collector import Collector
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Request
@@ -34,7 +34,7 @@ def endless_request(number: int, prompt: int = PROMPT) -> Request:
 def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """A scheduler with KV blocks for `running` requests and their outputs, as an engine creates it."""
     return Scheduler(
-        pool=BlockPool(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
+        pool=NumberedBlocks(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
         max_num_seqs=running,
         max_num_batched_tokens=running * PROMPT,
         max_num_queued=running,

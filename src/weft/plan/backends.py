@@ -20,7 +20,6 @@ from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD
 
 logger = logging.getLogger("weft")
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 FLASHINFER = "flashinfer-python"
 
 Version = tuple[int, int]
@@ -206,6 +205,13 @@ def refusal(backend: str, reason: str) -> str:
     """Message for a backend that the user chose and that cannot be used."""
     kernels = ATTENTION_BACKENDS[backend].kernels
     return f"{kernels} cannot be used: {reason}; leave --attention-backend out for the fastest that can"
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ConfigError for a name that is neither Weft's nor vLLM's name of an attention backend."""
+    if weft_backend(name) not in BACKEND_NAMES:
+        known = ", ".join(BACKEND_NAMES)
+        raise ConfigError(f"attention_backend is {name!r}; it must be one of {known}", code="unknown-choice")
 
 
 def with_attention_backend(

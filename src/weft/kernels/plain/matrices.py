@@ -9,7 +9,7 @@ import torch
 from weft.kernels.base import EmbeddingTable, Product
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
-from weft.quant.dense_table import DenseTable
+from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -22,7 +22,7 @@ class PlainMatrices:
         return create_product(weight, bias)
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
-        return DenseTable(weight)
+        return DenseEmbedding(weight)
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()
