@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
+from weft.core.token_ids import TokenIds
 from weft.kernels.sampling import mask_words
 from weft.kernels.streams import NOT_FINITE, SAMPLING_BLOCK
 from weft.native.structures import MASK_BITS
@@ -38,7 +39,7 @@ class Row:
     output: list[int]
 
     def admission(self, slot: int) -> Admission:
-        return Admission(slot, self.key, self.params, self.prompt, [*self.output])
+        return Admission(slot, self.key, self.params, TokenIds.pack(self.prompt), [*self.output])
 
     @property
     def position(self) -> int:

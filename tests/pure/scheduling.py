@@ -15,6 +15,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan
+from weft.core.token_ids import TokenIds
 from weft.plan.plan import DraftModel, Speculation
 
 LIMITS: dict[str, Any] = {
@@ -40,7 +41,8 @@ AHEAD: list[dict[str, Any]] = [
 
 
 def request(id: str, prompt: list[int], *, priority: int = 0, stop_ids: tuple[int, ...] = (), **params: Any) -> Request:
-    return Request(id=id, prompt=prompt, params=SamplingParams(**params), stop_ids=stop_ids, priority=priority)
+    sampling = SamplingParams(**params)
+    return Request(id=id, prompt=TokenIds.pack(prompt), params=sampling, stop_ids=stop_ids, priority=priority)
 
 
 @dataclass

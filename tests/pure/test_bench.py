@@ -20,6 +20,7 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
@@ -80,7 +81,8 @@ class FakeLLM:
             made = one.max_tokens - self.short
             times = Metrics(arrival_s=10.0, first_token_s=11.0, finished_s=11.0 + 0.1 * (made - 1))
             choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-            answers.append(RequestOutput("0", None, prompt["prompt_token_ids"], [choice], times, finished=True))
+            ids = TokenIds.pack(prompt["prompt_token_ids"])
+            answers.append(RequestOutput("0", None, ids, [choice], times, finished=True))
         return answers
 
 

@@ -25,6 +25,7 @@ from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.formats import config_json, fields
 from weft.formats.precision import weight_bytes
@@ -185,7 +186,7 @@ class FakeLLM:
         first, made = 10 + 0.001 * length, params.max_tokens
         times = Metrics(arrival_s=10.0, first_token_s=first, finished_s=first + 0.002 * (made - 1))
         choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-        return [RequestOutput("0", None, [], [choice], times, finished=True) for _ in prompts]
+        return [RequestOutput("0", None, TokenIds.pack([]), [choice], times, finished=True) for _ in prompts]
 
 
 def test_what_is_quantised_is_measured_in_short() -> None:

@@ -16,6 +16,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 from weft.errors import Cause, EngineError, QueueFullError
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
@@ -53,7 +54,7 @@ def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[E
 
 
 def request(id: str, prompt: list[int], **params: Any) -> Request:
-    return Request(id=id, prompt=prompt, params=SamplingParams(**params))
+    return Request(id=id, prompt=TokenIds.pack(prompt), params=SamplingParams(**params))
 
 
 def step(engine: EngineCore) -> list[Output]:

@@ -252,7 +252,7 @@ async def test_memory_of_long_prompts_is_given_back_after_the_answer(
 ) -> None:
     world, calls = World(), []
     monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
-    job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
+    job = SimpleNamespace(output=SimpleNamespace(prompt_ids=[1] * tokens))
     answer = type("Done", (), {"collectors": [job]})()
     world.service.stream_closed(answer)
     assert len(calls) == times

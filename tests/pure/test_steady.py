@@ -15,6 +15,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 from weft.plan.plan import Speculation
 
 
@@ -106,7 +107,9 @@ def test_rounds_at_once_are_as_one_after_the_other(
             for it in (fast, slow):
                 params = SamplingParams(max_tokens=answer, ignore_eos=True)
                 prompt = [0] * shared + [key] * own
-                it.scheduler.add(Request(id=str(number), prompt=prompt, params=params, key=key, priority=priority))
+                it.scheduler.add(
+                    Request(id=str(number), prompt=TokenIds.pack(prompt), params=params, key=key, priority=priority)
+                )
         if turn in aborts:
             for it in (fast, slow):
                 it.scheduler.abort([str(aborts[turn])])

@@ -18,6 +18,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 
 PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; no request ends during the measurement
 ROUNDS = 5  # the median counts
@@ -28,7 +29,7 @@ ITERATIONS = 256  # of the reference loop
 
 def endless_request(number: int, prompt: int = PROMPT) -> Request:
     """A request that decodes without end; no two share a block."""
-    return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
+    return Request(id=str(number), prompt=TokenIds.pack([number] * prompt), params=SamplingParams(max_tokens=ANSWER))
 
 
 def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:

@@ -123,6 +123,7 @@ class Scheduler(RequestSets):
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
                 return
+            sequence.unpack_prompt()
             cached = self.tables.match_prefix(sequence)
             new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
             if not self.tables.has_room(new, cached, len(self._running)):

@@ -194,6 +194,13 @@ def weft_backend(name: str) -> str:
     return VLLM_BACKENDS.get(word, word)
 
 
+def check_backend_name(name: str) -> None:
+    """Raise ConfigError for a name that is neither Weft's nor vLLM's name of an attention backend."""
+    if weft_backend(name) not in BACKEND_NAMES:
+        known = ", ".join(BACKEND_NAMES)
+        raise ConfigError(f"attention_backend is {name!r}; it must be one of {known}", code="unknown-choice")
+
+
 def kernel_family(backend: str, *, on_cpu: bool) -> str:
     """The backend whose kernels do all but the attention; with "auto", if nothing is against them."""
     if backend == "auto":
@@ -205,13 +212,6 @@ def refusal(backend: str, reason: str) -> str:
     """Message for a backend that the user chose and that cannot be used."""
     kernels = ATTENTION_BACKENDS[backend].kernels
     return f"{kernels} cannot be used: {reason}; leave --attention-backend out for the fastest that can"
-
-
-def check_backend_name(name: str) -> None:
-    """Raise ConfigError for a name that is neither Weft's nor vLLM's name of an attention backend."""
-    if weft_backend(name) not in BACKEND_NAMES:
-        known = ", ".join(BACKEND_NAMES)
-        raise ConfigError(f"attention_backend is {name!r}; it must be one of {known}", code="unknown-choice")
 
 
 def with_attention_backend(

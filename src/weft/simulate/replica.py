@@ -14,6 +14,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 from weft.planner.steps import StepPredictor, StepSeconds
 from weft.simulate.simulated_request import SimulatedRequest
 from weft.simulate.tally import RequestTimes, Tally
@@ -141,7 +142,9 @@ class Replica:
         Raises QueueFullError, and RequestError for a request that can never run.
         """
         params = _sampling_params(simulated.output_len)
-        self.scheduler.add(Request(id=times.id, prompt=simulated.prompt(), params=params, key=simulated.own))
+        self.scheduler.add(
+            Request(id=times.id, prompt=TokenIds.pack(simulated.prompt()), params=params, key=simulated.own)
+        )
         self._unfinished[times.id] = times
         if self.due == inf:
             self._count_use(now, 0, 0)
