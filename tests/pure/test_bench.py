@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.machines import host, plan
+from tests.refusals import refuses
 from weft.bench import __main__ as side
 from weft.bench import suite
 from weft.bench.compare import figure_changes, read_result
@@ -53,7 +54,7 @@ def test_nano_vllm_s_workload_is_its_own_draw() -> None:
     asks = nano_vllm(49152)
     assert [ask.prompt for ask in asks] == prompts and [ask.output_len for ask in asks] == lengths
     assert {ask.temperature for ask in asks} == {0.6}
-    with pytest.raises(ConfigError, match="10000"):
+    with refuses(ConfigError, "vocabulary-too-small", "10000"):
         nano_vllm(10_000)
 
 
@@ -97,7 +98,7 @@ def test_a_run_s_figures() -> None:
     assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
     assert [(p.max_tokens, p.ignore_eos, p.temperature) for p in params] == [(11, True, 0.0), (21, True, 0.0)]
     llm.short = 1
-    with pytest.raises(ConfigError, match="after 10 of 11"):
+    with refuses(ConfigError, "request-ended-early", "10", "11"):
         run_batch(llm, [BenchRequest([1], 11)])
     llm.short = 0
     assert run_batch(llm, [BenchRequest([1], 1)]).decode_tok_s == 0

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
+from tests.refusals import refuses
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
@@ -210,7 +211,7 @@ async def test_get_and_refusals() -> None:
     async with serving(listing) as server:
         client = HttpClient(server)
         assert await client.get("/v1/models") == b'{"data": []}'
-        with pytest.raises(HttpRefusal) as told:
+        with refuses(HttpRefusal, "http-status") as told:
             await client.get("/else")
         assert told.value.status == 401 and error_text(told.value.body) == "who are you?"
         client.close()
@@ -393,13 +394,13 @@ def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: i
     "word", ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:inf", "ttft:nan", "itl:5", ":3"]
 )
 def test_limits_that_are_none(word: str) -> None:
-    with pytest.raises(ConfigError, match="as in ttft:1000 tpot:50"):
+    with refuses(ConfigError, "bad-goodput-limit", "1000", "50"):
         parse_limits([word])
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="not the address of a server"):
+    with refuses(ConfigError, "not-a-server-address"):
         ServerAddress(url)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.pure import machines
 from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
+from tests.refusals import refuses
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import fit
@@ -379,7 +380,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("weft").write_text("a file in the folder's place")
-    with pytest.raises(WeftError):
+    with refuses(WeftError, "cache-unwritable"):
         calibration.store_calibration("m", made())
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
+from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -201,7 +202,7 @@ def test_lengths_stay_the_user_s() -> None:
     plan = run("Qwen3-14B", rig(FOUR, FOUR), max_model_len=4096, max_num_seqs=7)
     assert (plan.max_model_len, plan.max_model_len_given, plan.max_num_seqs) == (4096, True, 7)
     assert not run("Qwen3-14B", rig(FOUR, FOUR)).max_model_len_given
-    with pytest.raises(PlanError, match="32,768"):
+    with refuses(PlanError, "nothing-fits", "32,768"):
         run("Qwen3-32B", rig(SIX, FOUR), max_model_len=32768)
 
 
@@ -235,7 +236,7 @@ def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
     layers = [len(place.layers) for place in stages.places]
     assert sum(layers) == 40 and layers[0] != layers[1]
     # What the search finds nothing for is tried all the same: layout has its own say.
-    with pytest.raises(PlanError, match="of weights do not fit"):
+    with refuses(PlanError, "weights-exceed-free-memory"):
         run("Llama-3.1-70B", where, tensor_parallel_size=2)
 
 
@@ -250,7 +251,7 @@ def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest
 
 
 def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
-    with pytest.raises(PlanError) as caught:
+    with refuses(PlanError, "nothing-fits") as caught:
         run("Llama-3.1-70B", rig(FOUR, FOUR))
     message = str(caught.value)
     assert "\n" not in message

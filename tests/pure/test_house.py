@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 from scripts import writing
+from weft import errors
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
@@ -81,3 +82,53 @@ def test_the_simulator_uses_the_core_s_public_names() -> None:
             if bad:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+
+
+ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, errors.WeftError)}
+WITHOUT_CODES = ("cli", "client", "serving", "core", "executors", "worker", "comm", "kernels", "llm.py", "errors.py")
+
+
+def test_every_error_carries_a_code() -> None:
+    """A code is a literal of its own, or comes from the caller or from the error beneath."""
+    bad = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] in WITHOUT_CODES:
+            continue
+        tree = ast.parse(path.read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if not carries_code(call, ERRORS | subclasses_of(ERRORS, tree)):
+                bad.append(f"{path.relative_to(ROOT)}:{call.lineno}")
+    assert bad == []
+
+
+def test_rule_of_codes_finds_what_it_forbids() -> None:
+    good = ['ConfigError("x", code="too-many-ranks")', 'ConfigError("x", code=error.code)', 'wrong("x", code="a")']
+    bad = ['ConfigError("x")', 'ConfigError("x", code="")', 'errors.PlanError("x")', 'wrong("x", code="Too Many")']
+    found = [source for source in good + bad if not carries_code(call_of(source), {"ConfigError", "PlanError"})]
+    assert found == bad
+    assert subclasses_of({"PlanError"}, ast.parse("class NothingFits(PlanError): ...\nclass Rows(list): ...")) == {
+        "NothingFits"
+    }
+
+
+def call_of(source: str) -> ast.Call:
+    call = ast.parse(source, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def carries_code(call: ast.Call, names: set[str]) -> bool:
+    """Return False for a call of one of the errors without a code, and for any code that is a literal of wrong form."""
+    code = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
+    if isinstance(code, ast.Constant):
+        return isinstance(code.value, str) and re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", code.value) is not None
+    return code is not None or ast.unparse(call.func).rpartition(".")[2] not in names
+
+
+def subclasses_of(names: set[str], tree: ast.AST) -> set[str]:
+    """Names of the classes in a module that are direct subclasses of the named ones."""
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and names & {ast.unparse(base) for base in node.bases}
+    }

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
@@ -83,9 +84,9 @@ def test_devices_of_an_engine() -> None:
     assert device_caps({1: "2GB", 0: "1GB", 2: 0}, 3, on_cpu=False) == {"cuda:0": GB, "cuda:1": 2 * GB}
     assert device_caps({"cpu": "2GB"}, 0, on_cpu=True) == {"cpu": 2 * GB}
     assert device_caps(None, 0, on_cpu=True) == {}
-    with pytest.raises(ConfigError, match="GPU 0, and the ranks run on the CPU"):
+    with refuses(ConfigError, "max-memory-gpu-on-cpu", "GPU 0"):
         device_caps({0: "2GB"}, 2, on_cpu=True)
-    with pytest.raises(ConfigError, match="there is no GPU"):
+    with refuses(ConfigError, "max-memory-without-gpu"):
         device_caps({0: "2GB"}, 0, on_cpu=False)
 
 

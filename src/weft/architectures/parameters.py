@@ -72,7 +72,10 @@ def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
 
 def _parameters(shape: ModelShape) -> Iterator[Parameter]:
     if shape.architecture not in NAMES:
-        raise ModelError(f"unknown architecture {shape.architecture!r}; known: {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"unknown architecture {shape.architecture!r}; known: {', '.join(ARCHITECTURES)}",
+            code="unknown-architecture",
+        )
     names = NAMES[shape.architecture]
     layer = _Layer(shape, names)
     embed = Part(names.embed + ".weight", Axis.VOCAB, Axis.HIDDEN)

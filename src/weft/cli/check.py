@@ -21,6 +21,7 @@ from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.objections import unsupported_reasons
+from weft.planner.plan_json import codes, sentences
 from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -97,6 +98,8 @@ def verdict_json(
             "error_band": prediction.error_band,
         }
     objection = predicted if isinstance(predicted, str) else None
+    figures["reasons"] = sentences(verdict.reasons)
+    figures["reason_codes"] = codes(verdict.reasons)
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 

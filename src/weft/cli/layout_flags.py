@@ -13,6 +13,7 @@ from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.plan.rules import check_layout
 from weft.planner.domains import usable_devices
+from weft.planner.note import Note, create_note
 from weft.planner.question import LayoutConstraints
 
 
@@ -28,15 +29,12 @@ def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
     return cluster if limits is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(limits))
 
 
-def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[Note, ...]:
     """Notes on flags that have no effect."""
     names = [name for name in given.get("max_memory") or {} if name in ("cpu", "disk")]
     if not names or cluster.on_cpu:
         return ()
-    return (
-        f"--max-memory {names[0]}={given['max_memory'][names[0]]} has no effect: all layers run on GPUs, and nothing "
-        f"is put on {names[0]}",
-    )
+    return (create_note("max_memory_without_effect", device=names[0], limit=given["max_memory"][names[0]]),)
 
 
 def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:

@@ -73,9 +73,9 @@ def load_json(path: Path) -> Fields:
         limits.check_unique(text, str(path))
         return fields
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
+        raise ModelError(f"{path} is damaged: {error}; fetch it again", code="damaged-config") from error
 
 
 def architecture(config: Fields) -> str:
@@ -89,7 +89,10 @@ def architecture(config: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    raise ModelError(f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}")
+    raise ModelError(
+        f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}",
+        code="unknown-architecture",
+    )
 
 
 def _with_defaults(config: Fields, default: Defaults) -> Fields:
@@ -156,7 +159,10 @@ def _head_dim(config: Fields, default: Defaults, hidden: int, q_heads: int, mla:
         return mla.nope_dim + mla.rope_dim
     head_dim = config.integer_or("head_dim", default.head_dim)
     if head_dim is None and hidden % q_heads:
-        raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
+        raise ModelError(
+            f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads",
+            code="uneven-hidden-size",
+        )
     return head_dim or hidden // q_heads
 
 
@@ -234,7 +240,8 @@ def precision(config: Fields) -> str | None:
         method = quantised.text_or("quant_method", None)
         raise ModelError(
             f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does "
-            "not know; name the nearest format with --precision"
+            "not know; name the nearest format with --precision",
+            code="unknown-quantization",
         )
     return precision
 
@@ -244,14 +251,16 @@ def _check_runnable(config: Fields, name: str) -> None:
     if name not in RUNNABLE:
         raise ModelError(
             f"{config.where}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
-            f"{', '.join(RUNNABLE)}"
+            f"{', '.join(RUNNABLE)}",
+            code="architecture-not-run",
         )
     quantised = quantization(config)
     unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
     if unsupported is not None:
         raise ModelError(
             f"{config.where}: the weights are quantised with {unsupported}, which Weft does not read "
-            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"
+            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file",
+            code="quantization-not-read",
         )
     if config.text_or("hidden_act", "silu") not in ("silu", "swish", None):
         raise config.wrong_value("hidden_act", "silu")
@@ -290,7 +299,10 @@ def _sliding_layers(config: Fields, default: Defaults, layers: int) -> list[bool
     if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
         raise config.wrong_value("layer_types", "a list of full_attention and sliding_attention")
     if len(types) != layers:
-        raise ModelError(f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers")
+        raise ModelError(
+            f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers",
+            code="layer-types-of-other-length",
+        )
     return [type == "sliding_attention" for type in types]
 
 
@@ -372,6 +384,7 @@ def _rope_parameters(config: Fields) -> Fields:
         return scaling
     if any(value != inner[0] for value in inner):
         raise ModelError(
-            f"{scaling.where} differs between types of layers, which Weft does not compute; use another model"
+            f"{scaling.where} differs between types of layers, which Weft does not compute; use another model",
+            code="rope-differs-between-layers",
         )
     return Fields(inner[0], scaling.where)

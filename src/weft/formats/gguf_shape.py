@@ -64,7 +64,8 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     known = ", ".join(ARCHITECTURES)
     if name in PLANNED and run:
         raise ModelError(
-            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs {known}"
+            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs {known}",
+            code="architecture-not-run",
         )
     if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
         return "MixtralForCausalLM"
@@ -73,7 +74,10 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     if name in PLANNED:
         return PLANNED[name]
     if name not in ARCHITECTURES:
-        raise ModelError(f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}")
+        raise ModelError(
+            f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}",
+            code="unknown-architecture",
+        )
     return ARCHITECTURES[name]
 
 
@@ -89,7 +93,9 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
     _check_fields(fields, where, prefix, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
-        raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
+        raise ModelError(
+            f"{where} has no {EMBEDDING} of two dims; it holds no whole model", code="gguf-without-embedding"
+        )
     hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
     head_dim = mla.nope_dim + mla.rope_dim if mla else fields.integer_or("attention.key_length", hidden // q_heads) or 0
     if run:
@@ -135,10 +141,16 @@ def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None
     """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
     for key in REFUSED if run else ():
         if fields.values.get(key):
-            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+            raise ModelError(
+                f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
+                code="gguf-feature-not-computed",
+            )
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
-            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+            raise ModelError(
+                f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model",
+                code="gguf-field-per-layer",
+            )
 
 
 def _norm_eps(fields: Fields) -> float:
@@ -210,7 +222,10 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
         return Rope(theta=theta, kind="linear", factor=legacy)
     if ROPE_FACTORS in gguf.tensors:
         if kind not in (None, "none"):
-            raise ModelError(f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either")
+            raise ModelError(
+                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
+                code="two-rope-scalings",
+            )
         return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
     match kind:
         case None | "none":
@@ -249,13 +264,17 @@ def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
     info = gguf.tensors[ROPE_FACTORS]
     if info.type != "F32" or info.dims != (head_dim // 2,):
         raise ModelError(
-            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]"
+            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]",
+            code="bad-rope-factors",
         )
     with open(info.file, "rb") as file:
         file.seek(info.offset)
         values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
     if not all(isfinite(value) and value > 0 for value in values):
-        raise ModelError(f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again")
+        raise ModelError(
+            f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again",
+            code="rope-factor-not-positive",
+        )
     return values
 
 

@@ -132,10 +132,16 @@ def check_config(config: EngineConfig) -> None:
     check_backend_name(config.attention_backend)
     for share in config.gpu_memory_utilization:
         if not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
+            raise ConfigError(
+                f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
+                code="bad-utilization",
+            )
     if config.device_map is not None:
         if config.plan is not None:
-            raise ConfigError("--plan says where each layer runs, and so does --device-map: leave one of them out")
+            raise ConfigError(
+                "--plan says where each layer runs, and so does --device-map: leave one of them out",
+                code="plan-beside-device-map",
+            )
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
@@ -155,12 +161,14 @@ def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
         stages = tuple(int(part) for part in partition.split(","))
     except ValueError:
         raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12"
+            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12",
+            code="bad-layer-partition",
         ) from None
     if config.pipeline_parallel_size not in (None, len(stages)):
         raise ConfigError(
             f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
-            f"{config.pipeline_parallel_size}; make them agree or unset the variable"
+            f"{config.pipeline_parallel_size}; make them agree or unset the variable",
+            code="layer-partition-of-other-size",
         )
     return replace(config, pipeline_split=stages)
 
@@ -223,7 +231,8 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     if old and dtype == "bfloat16":
         raise ConfigError(
             f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
-            "bfloat16; use --dtype float16"
+            "bfloat16; use --dtype float16",
+            code="gpu-without-bfloat16",
         )
     return dtype
 
@@ -246,7 +255,8 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
         return shape.max_positions
     if config.max_model_len > shape.longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less"
+            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less",
+            code="beyond-model-length",
         )
     return config.max_model_len
 
@@ -275,11 +285,13 @@ def _check_device(plan: Plan, host: Host, device: str, size: int) -> None:
     if cap is not None and size > cap:
         raise PlanError(
             f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
-            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs")
+            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs"),
+            code="weights-exceed-max-memory",
         )
     if size > free:
         smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
         raise PlanError(
             f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free{holders}; free some, "
-            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
+            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model",
+            code="weights-exceed-free-memory",
         )

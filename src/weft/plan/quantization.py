@@ -233,7 +233,8 @@ def _cut_error(place: Place, cols: Span, name: str, held: str, otherwise: str) -
     return PlanError(
         f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
         f"cut in multiples of {UNIT}; use another --tensor-parallel-size or --tensor-split, pipeline parallel, or "
-        f"{otherwise}"
+        f"{otherwise}",
+        code="quantised-columns-off-grid",
     )
 
 
@@ -243,7 +244,8 @@ def _check_method(quantization: str, shape: ModelShape) -> None:
     if METHODS.get(quantization, own) != own:
         raise ConfigError(
             f"quantization is {quantization}, and the checkpoint was quantised with {own}; leave it out, or give int8 "
-            "or int4 to have its weights rounded as they are read"
+            "or int4 to have its weights rounded as they are read",
+            code="checkpoint-quantised-already",
         )
 
 
@@ -251,12 +253,15 @@ def _check_online(quantization: str, dtype: DType, dtypes: Sequence[str]) -> Non
     """Raise ConfigError if there are no kernels for this quantization, or none that compute in `dtype`."""
     if not dtypes:
         raise ConfigError(
-            f"quantization is {quantization}, for which --attention-backend torch has no kernels; leave one of them out"
+            f"quantization is {quantization}, for which --attention-backend torch has no kernels; leave one of them "
+            "out",
+            code="quantization-on-torch-backend",
         )
     if dtype not in dtypes:
         raise ConfigError(
             f"quantization {quantization} computes in {' or '.join(dtypes)} on a CPU, not in {dtype}; give another "
-            "--dtype"
+            "--dtype",
+            code="quantization-dtype-on-cpu",
         )
 
 

@@ -34,8 +34,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
     ]
     if best:
         listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
-    listed += [create_note("remark", text=remark) for remark in question.remarks]
-    listed += _max_memory(question)
+    listed += [*question.remarks, *_max_memory(question)]
     if best:
         listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
     return listed
