@@ -36,7 +36,7 @@ def cache_dir() -> Path:
         raise ModelError(
             f"cannot make the cache directory {folder}: {error.strerror}; "
             "set XDG_CACHE_HOME to one that can be written",
-            code="cache-unwritable",
+            code="cannot-write-cache",
         ) from error
     return folder
 

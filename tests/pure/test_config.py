@@ -106,4 +106,4 @@ def test_every_dtype_that_may_be_chosen_is_known() -> None:
 def test_help_gives_a_default_once(command: Any) -> None:
     for flag in command.flags:
         if default_text(flag):
-            assert "default:" not in flag.help.lower(), flag.option
+            assert "default:" not in flag.help.lower(), flag.long

@@ -191,11 +191,7 @@ PIP_FAULTS: list[tuple[str, str, tuple[str, ...]]] = [
         "pip-failed",
         (demo.REQUIREMENT, "No matching distribution found", "PIP_INDEX_URL"),
     ),
-    (
-        "\N{MULTIPLICATION SIGN} Download was cut\nhint: again",
-        "pip-failed",
-        (demo.REQUIREMENT, "Download was cut"),
-    ),
+    ("\N{MULTIPLICATION SIGN} Download was cut\nhint: again", "pip-failed", (demo.REQUIREMENT, "Download was cut")),
     ("", "pip-failed", (demo.REQUIREMENT, "no message")),
 ]
 

@@ -161,11 +161,7 @@ BAD_TRACES: list[tuple[str, str, tuple[str, ...]]] = [
     ("time,input_len,output_len\n0,1.5,1\n", "bad-trace-tokens", ("line 2", "input_len", "'1.5'")),
     ("time,input_len,output_len\nsoon,1,1\n", "bad-trace-time", ("line 2", "'soon'")),
     ("time,input_len,output_len\nnan,1,1\n", "bad-trace-time", ("line 2", "'nan'")),
-    (
-        "time,input_len,output_len,prefix_id,prefix_len\n0,1,1,a,\n",
-        "bad-trace-tokens",
-        ("line 2", "prefix_len", "''"),
-    ),
+    ("time,input_len,output_len,prefix_id,prefix_len\n0,1,1,a,\n", "bad-trace-tokens", ("line 2", "prefix_len", "''")),
     ('{"time": 0, "input_len": 1, "output_len": 1}\n{"time": 1,\n', "trace-line-not-json", ("line 2",)),
     ('{"time": 0, "input_len": 1, "output_len": 1}\n[1]\n', "trace-line-not-object", ("line 2", "'[1]'")),
     ('{"time": true, "input_len": 1, "output_len": 1}\n', "bad-trace-time", ("line 1", "'true'")),

@@ -33,11 +33,11 @@ IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 def main(arguments: Namespace) -> int:
     """Print the verdict; return 3 if the claim is impossible."""
     if hasattr(arguments, "html"):
-        raise UsageError("--check prints a verdict and --html writes a plan; give one of them")
+        raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
     twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
     if twice:
         flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
-        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out")
+        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
     claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)

@@ -70,7 +70,7 @@ def check_sizes(given: dict[str, Any], model: Model) -> tuple[int | None, int | 
             pipeline_split=given.get("pipeline_split"),
         )
     except (ConfigError, PlanError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
 
 
 def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
@@ -81,14 +81,14 @@ def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
     factors = [str(size) for size in sizes if size > 1]
     product = f"{' x '.join(factors)} = {needed}" if len(factors) > 1 else str(needed)
     has = "the hardware has" if available == len(cluster.gpus) else "--max-memory leaves"
-    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}")
+    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}", code="more-ranks-than-gpus")
 
 
 def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool | None:
     """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
     choice: bool | None = given.get("enable_expert_parallel")
     if choice and model.shape.experts is None:
-        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
+        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts", code="no-experts")
     # Sizes describe the whole layout.
     return False if choice is None and sized else choice
 
@@ -106,7 +106,8 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
     if gpus and "cpu" in stages.devices:
         raise UsageError(
             f"--device-map puts the whole model on cpu, but the plan is for {gpus} GPU{'s' * (gpus > 1)}: leave "
-            "--device-map out, or plan for a machine without GPUs"
+            "--device-map out, or plan for a machine without GPUs",
+            code="device-map-on-cpu",
         )
     placement.check_stages(stages, given)
     return LayoutConstraints(

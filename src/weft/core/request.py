@@ -74,19 +74,28 @@ class Stats(msgspec.Struct, kw_only=True):
     step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)
 
 
+def duplicate_id_error(id: str) -> RequestError:
+    """The error for a request whose id is that of another unfinished one."""
+    return RequestError(
+        f"a request {id!r} is running already; ids must differ", param="request_id", code="duplicate-request-id"
+    )
+
+
 def check_prompt_length(length: int, max_model_len: int, needed_blocks: int, num_blocks: int) -> None:
     """Raise RequestError for a prompt of `length` tokens that can never run under these limits."""
     if not length:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
     if length >= max_model_len:
         raise RequestError(
             f"the prompt has {length} tokens, and prompt and answer together at most {max_model_len} "
             f"(max_model_len); send at most {max_model_len - 1}",
             param="prompt",
+            code="prompt-too-long",
         )
     if needed_blocks > num_blocks:
         raise RequestError(
             f"the prompt has {length} tokens and needs {needed_blocks} KV blocks, the cache has {num_blocks}; "
             "send a shorter one, or give the cache more memory (--kv-cache-memory-bytes)",
             param="prompt",
+            code="prompt-exceeds-cache",
         )

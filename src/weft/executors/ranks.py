@@ -40,7 +40,12 @@ Report = TypeVar("Report", Loaded, Allocated, GraphCaptured)
 
 # A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
-CLOSED = Cause(CORE, "shutdown", "the engine was closed; the requests that ran were ended")
+CLOSED = Cause(
+    rank=CORE,
+    phase="shutdown",
+    code="engine-closed",
+    cause="the engine was closed; the requests that ran were ended",
+)
 IDLE_S = 0.1  # without a step for this long, no request runs or waits
 
 

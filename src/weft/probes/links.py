@@ -176,7 +176,7 @@ def _examine(
                         yield ProbeFault(task, "broken", reason)
                     return
                 case None:
-                    yield ProbeFault(task, "broken", child.describe_exit()[0])
+                    yield ProbeFault(task, "broken", child.describe_exit().cause)
                     return
     finally:
         end_children([child])

@@ -72,7 +72,7 @@ def tune_attention(
                         f"the sizes of attention cannot be measured: {reason}", code="cannot-measure-attention"
                     )
         raise ConfigError(
-            f"the sizes of attention cannot be measured: {child.describe_exit()[0]}", code="cannot-measure-attention"
+            f"the sizes of attention cannot be measured: {child.describe_exit().cause}", code="cannot-measure-attention"
         )
     finally:
         end_children([child])
