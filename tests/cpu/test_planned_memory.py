@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu import tiny
+from tests.cpu import checkpoints, tiny
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import PlanError
@@ -63,7 +63,17 @@ def started(plan: Plan) -> Sequence[Capacity]:
 def test_planned_bytes_are_the_allocated_ones(
     tmp_path: Path, cut: str, dtype: str, quantization: str, precision: str
 ) -> None:
-    path = str(tiny.write(tmp_path / "tiny"))
+    agree(str(tiny.write(tmp_path / "tiny")), cut, dtype, quantization, precision)
+
+
+@pytest.mark.parametrize("recipe", ["qwen3-moe", "qwen3-moe-biased", "gemma3", "gemma3-vision"])
+@pytest.mark.parametrize("cut", LAYOUTS)
+def test_planned_bytes_of_mixed_layers_are_the_allocated_ones(tmp_path: Path, cut: str, recipe: str) -> None:
+    agree(str(checkpoints.make(recipe, tmp_path)), cut, "bfloat16", "none", "bf16")
+
+
+def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) -> None:
+    """Assert that ranks allocate what the planner says."""
     config = EngineConfig(
         model=path,
         load_format="dummy",

@@ -187,6 +187,31 @@ def test_the_wording_of_bad_lines(tmp_path: Path, golden: Callable[[str, str], N
     )
 
 
+HUGE, LARGE = "1" + "0" * 400, "1" + "0" * 20  # the first is beyond every float
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"time": HUGE, "input_len": 1, "output_len": 1},
+        {"time": LARGE, "input_len": 1, "output_len": 1},
+        {"time": 0, "input_len": HUGE, "output_len": 1},
+        {"time": 0, "input_len": LARGE, "output_len": 1},
+        {"time": 0, "input_len": 1, "output_len": HUGE},
+        {"time": 0, "input_len": 1, "output_len": "9" * 5000},
+        {"time": 0, "input_len": 1, "output_len": "[" * 100_000},
+    ],
+)
+def test_numbers_beyond_all_measure_are_named(tmp_path: Path, line: dict[str, object]) -> None:
+    """As integers of JSON, which Python reads without a limit up to 4,300 digits, and as texts of CSV."""
+    values = ", ".join(f'"{name}": {value}' for name, value in line.items())
+    with pytest.raises(ConfigError, match="line 1: "):
+        read_trace(written(tmp_path, "{" + values + "}\n"))
+    columns, values = ",".join(line), ",".join(map(str, line.values()))
+    with pytest.raises(ConfigError, match="line 2: "):
+        read_trace(written(tmp_path, f"{columns}\n{values}\n"))
+
+
 def test_what_is_no_file_or_no_text_is_said(tmp_path: Path) -> None:
     with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "none.csv"))

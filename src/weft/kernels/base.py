@@ -78,7 +78,7 @@ class AttentionShape:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What backends are chosen by."""
+        """Facts by which backends are chosen."""
         dtype, fp8 = str(self.dtype).removeprefix("torch."), self.cache_dtype.itemsize == 1
         return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8)
 
