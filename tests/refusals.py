@@ -21,12 +21,17 @@ def refuses(error: type[WeftError], code: str, *values: object) -> Iterator[pyte
     """
     with pytest.raises(error) as raised:
         yield raised
-    message = rest = str(raised.value)
-    assert raised.value.code == code, f"{raised.value.code!r}: {message}"
-    assert "\n" not in message
+    assert raised.value.code == code, f"{raised.value.code!r}: {raised.value}"
+    assert "\n" not in str(raised.value)
+    has_values(str(raised.value), *values)
+
+
+def has_values(text: str, *values: object) -> None:
+    """Assert that a text has these values, in this order."""
+    rest = text
     for value in values:
         _, found, rest = rest.partition(str(value))
-        assert found, f"{value!r} is not in {message!r}, or not after the values before it"
+        assert found, f"{value!r} is not in {text!r}, or not after the values before it"
 
 
 def refusal_line(error: WeftError, *hidden: object) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
-from tests.refusals import refuses
+from tests.refusals import has_values, refuses
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
@@ -154,21 +154,21 @@ async def forever(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answering", "what"),
+    ("answering", "values"),
     [
-        (refused, "HTTP 503: the queue is full"),
-        (cut_off, "the server closed the connection in the middle of its response"),
-        (torso, "the stream ended before the answer"),
-        (in_the_stream, "in the stream: a rank has died"),
-        (nonsense, "an event that is not in OpenAI's format"),
-        (no_http, "the response is not HTTP"),
-        (mute, "the server closed the connection before it answered"),
-        (forever, "not complete after 0.2 s"),
+        (refused, ("HTTP 503", "the queue is full")),
+        (cut_off, ("closed", "in the middle")),
+        (torso, ("stream ended",)),
+        (in_the_stream, ("in the stream", "a rank has died")),
+        (nonsense, ("event", "OpenAI")),
+        (no_http, ("not HTTP",)),
+        (mute, ("closed", "before")),
+        (forever, ("0.2 s",)),
     ],
 )
-async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
+async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, values: tuple[str, ...]) -> None:
     record = await one(answering, RequestOptions(timeout_s=0.2 if answering is forever else 600))
-    assert record.error is not None and record.error.startswith(what)
+    has_values(record.error or "", *values)
 
 
 async def test_nobody_there() -> None:

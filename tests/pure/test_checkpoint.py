@@ -15,8 +15,9 @@ from huggingface_hub import errors
 from safetensors.numpy import save_file
 
 from tests.pure.gguf_files import write_model
+from tests.pure.shapes import dense_shape
 from tests.refusals import refusal_line, refuses
-from weft.architectures.shape import ModelShape, Rope
+from weft.architectures.shape import Rope
 from weft.errors import ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
@@ -32,7 +33,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 4,
     "eos_token_id": 3,
 }
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="Qwen3ForCausalLM",
     layers=2,
     hidden=8,
@@ -222,11 +223,7 @@ def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
         (http(errors.RevisionNotFoundError), "no-such-revision", ("a/b", "'v1'", "https://")),
         (http(errors.HfHubHTTPError), "cannot-fetch-model", ("a/b", "v1", "https://", "404 Client Error.")),
         (errors.HFValidationError("no"), "not-a-model-name", ("'a/b'",)),
-        (
-            errors.LocalEntryNotFoundError("no"),
-            "model-not-downloaded",
-            ("a/b", "v1:", "https://"),
-        ),
+        (errors.LocalEntryNotFoundError("no"), "model-not-downloaded", ("a/b", "v1:", "https://")),
         (errors.OfflineModeIsEnabled("no"), "model-not-downloaded", ("a/b", "v1:")),
         (OSError(28, "No space left on device"), "disk-full", ("a/b",)),
         (RuntimeError(""), "cannot-fetch-model", ("a/b", "RuntimeError")),

@@ -193,7 +193,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys
         assert vllm.strip_vllm_flags([f"--{flag.name}", *value], frozenset()) == ([], [])
     if not flag.arity:
         assert vllm.strip_vllm_flags([f"--no-{flag.name}"], frozenset()) == ([], [])
-    with refuses(ConfigError, "refused-vllm-flag") as refused:
+    with refuses(ConfigError, "refused-argument") as refused:
         check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
     assert str(refused.value).startswith(f"{flag.name.replace('-', '_')}=")
     check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
@@ -330,7 +330,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     for flag in COMMANDS[name].flags:
         if flag.name != "model" or COMMANDS[name].argument == "MODEL":
-            assert flag.option in told
+            assert flag.long in told
     # Every flag given in its own words is taken.
     build_parser(COMMANDS[name])
 

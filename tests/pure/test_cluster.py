@@ -72,11 +72,7 @@ def test_a_rack_that_is_one_machine() -> None:
         ("0xH100", "count-out-of-range", ("0",)),
         ("-2xH100", "count-out-of-range", ("-2",)),
         ("999999999xH100", "count-out-of-range", ("999999999",)),
-        (
-            "60000xH100+60000xA100",
-            "too-many-gpus-in-machine",
-            ("16", "60,000", "--nodes"),
-        ),
+        ("60000xH100+60000xA100", "too-many-gpus-in-machine", ("16", "60,000", "--nodes")),
         ("10xH100+9xA100", "too-many-gpus-in-machine", ("16", "19", "--nodes")),
         ("73xGB200", "too-many-gpus-in-machine", ("72", "73")),
         ("2xH1000", "unknown-gpu", ("'H1000'",)),

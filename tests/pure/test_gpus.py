@@ -88,10 +88,10 @@ def test_what_people_and_drivers_say(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("RTX4095", "RTX 4090"), ("H1000", "H100"), ("banana", "as in RTX 4090"), ("", "as in RTX 4090")],
+    [("RTX4095", "RTX 4090"), ("H1000", "H100"), ("banana", "RTX 4090"), ("", "RTX 4090")],
 )
 def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown GPU {name!r}.*{hint}"):
+    with refuses(ConfigError, "unknown-gpu", repr(name), hint):
         find_gpu(name)
 
 

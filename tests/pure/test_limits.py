@@ -26,13 +26,14 @@ from weft.text import folder, template
 @pytest.mark.parametrize(
     ("claim", "most"),
     [
-        ({"num_hidden_layers": 10**9}, "10,000 at most"),
-        ({"max_position_embeddings": 10**15}, "100,000,000 at most"),
-        ({"num_local_experts": 10**9, "num_experts_per_tok": 2}, "100,000 at most"),
+        ({"num_hidden_layers": 10**9}, "10,000"),
+        ({"max_position_embeddings": 10**15}, "100,000,000"),
+        ({"num_local_experts": 10**9, "num_experts_per_tok": 2}, "100,000"),
     ],
 )
 def test_a_config_beyond_any_model_is_refused(claim: dict[str, Any], most: str) -> None:
-    with pytest.raises(ModelError, match=f"{next(iter(claim))} is 10+; it must be {most}"):
+    name, value = next(iter(claim.items()))
+    with refuses(ModelError, "wrong-field-value", name, value, most):
         shape(LLAMA | claim)
 
 
@@ -44,7 +45,7 @@ def test_a_pipe_and_a_device_are_no_files(name: str, kind: str, tmp_path: Path) 
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with refuses(ModelError, "not-a-regular-file", name):
         if name == "config.json":
             config_json.read_shape(tmp_path)
         elif name == "model.safetensors":

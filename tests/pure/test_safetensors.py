@@ -104,16 +104,8 @@ DAMAGED: list[tuple[Any, str, tuple[str, ...]]] = [
         ("'a'", "F32", "[3]", "0", "8"),
     ),
     ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}, "tensor-of-other-size", ("'a'", "F32", "[-2]")),
-    (
-        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
-        "tensor-of-other-size",
-        ("'a'", "F32", "-8", "0"),
-    ),
-    (
-        {"a": {"dtype": "Q4_0", "shape": [2], "data_offsets": [0, 8]}},
-        "unknown-tensor-dtype",
-        ("'a'", "'Q4_0'"),
-    ),
+    ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "tensor-of-other-size", ("'a'", "F32", "-8", "0")),
+    ({"a": {"dtype": "Q4_0", "shape": [2], "data_offsets": [0, 8]}}, "unknown-tensor-dtype", ("'a'", "'Q4_0'")),
     ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "short-tensor", ("'a'",)),
     (
         {

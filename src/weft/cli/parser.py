@@ -155,7 +155,7 @@ def build_parser(command: Command) -> Parser:
 
 def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     """Add a flag to argparse's group."""
-    names = [flag.option, *([flag.short] if flag.short else [])]
+    names = [flag.long, *([flag.short] if flag.short else [])]
     about = (flag.help + default_text(flag)).replace("%", "%%")
     if flag.parse is None:
         group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=about)
@@ -190,7 +190,7 @@ def option_names(command: Command) -> list[str]:
     """Every spelling of every flag of a command."""
     names = ["--config", "--help", "-h"]
     for flag in command.flags:
-        names += [flag.option, *([flag.short] if flag.short else [])]
+        names += [flag.long, *([flag.short] if flag.short else [])]
         if flag.parse is None:
             names.append(f"--no-{flag.name}")
     return names
@@ -227,7 +227,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
                 f"{path} has {keys[flag]!r} and {key!r}, which are the same flag; give one of them",
                 code="flag-twice-in-config",
             )
-        if value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:
+        if value is not None and not given & {flag.long, flag.short, f"--no-{flag.name}"}:
             from_file += typed_words(flag, value, path)
     return from_file + argv
 
@@ -248,14 +248,14 @@ def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
     if flag.parse is None:
         if not isinstance(value, bool):
             raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false", code="flag-needs-boolean")
-        return [flag.option if value else f"--no-{flag.name}"]
+        return [flag.long if value else f"--no-{flag.name}"]
     if isinstance(value, bool):
         raise UsageError(f"{flag.name} in {path} is {value}; this flag takes a value", code="flag-needs-value")
     items = value if isinstance(value, list) else [value]
     if flag.several or flag.repeated:
-        return [f"{flag.option}={item}" for item in items]
+        return [f"{flag.long}={item}" for item in items]
     text = json.dumps(value) if isinstance(value, dict) else ",".join(map(str, items))
-    return [f"{flag.option}={text}"]
+    return [f"{flag.long}={text}"]
 
 
 def read_config_file(path: str) -> dict[Any, Any]:

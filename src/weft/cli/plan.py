@@ -122,11 +122,11 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if isinstance(value, dict):
-            yield flag.option, json.dumps(value)
+            yield flag.long, json.dumps(value)
         elif flag.parse is None:
-            yield (flag.option,)
+            yield (flag.long,)
         else:
-            yield flag.short or flag.option, join_commas(value) if isinstance(value, tuple) else f"{value}"
+            yield flag.short or flag.long, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
 def compressed_precision(given: dict[str, Any]) -> str | None:

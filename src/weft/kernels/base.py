@@ -59,8 +59,10 @@ class AttentionShape:
             q_heads=len(place.q_heads),
             kv_heads=len(place.kv_heads),
             head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
-            scale=shape.head_dim**-0.5,
+            windows=tuple(
+                dict.fromkeys(layer.window for layer in shape.layers[place.layers.start : place.layers.stop])
+            ),
+            scale=shape.mixer.scale,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
@@ -76,7 +78,7 @@ class AttentionShape:
 
     @property
     def spec(self) -> AttentionSpec:
-        """What backends are chosen by."""
+        """Facts by which backends are chosen."""
         dtype, fp8 = str(self.dtype).removeprefix("torch."), self.cache_dtype.itemsize == 1
         return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8)
 
@@ -230,11 +232,11 @@ class Matrices(Protocol):
         """True if quantised weights stay quantised; otherwise they are held in the dtype of activations."""
         ...
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         """The product with a weight [out, in], which may be repacked: the caller does not keep it."""
         ...
 
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         """The same for an embedding [vocab, hidden], whose rows are read as well."""
         ...
 

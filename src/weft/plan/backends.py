@@ -28,7 +28,7 @@ Card = tuple[str, Version]  # a GPU's name and compute capability
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What a model asks of attention, as far as backends differ in it. `group` is the number of query heads per KV
+    """Attention of a model, as far as backends differ in it. `group` is the number of query heads per KV
     head, `dtype` that of activations."""
 
     head_dim: int
@@ -38,13 +38,13 @@ class AttentionSpec:
 
     @classmethod
     def from_shape(cls, shape: ModelShape, dtype: str, *, fp8_cache: bool = False) -> AttentionSpec:
-        """What a model asks of attention."""
+        """The attention of a model that computes in `dtype`."""
         return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelDevice:
-    """Where kernels shall run: on `cards`, or on a CPU if there are none.
+    """Device that kernels shall run on: one of `cards`, or a CPU if there are none.
 
     `packages` are the versions of the installed `KERNEL_PACKAGES`, None if nobody knows. If `interpreted`, Triton's
     interpreter stands in for a GPU.
@@ -57,7 +57,7 @@ class KernelDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBackend:
-    """What an attention backend can run, and the module that implements it.
+    """Limits of an attention backend, and the module that implements it.
 
     `kernels` is its name in messages. `module` is imported by the ranks alone, and has `create_attention(device,
     shape)`. The module of the backend `rest` has the other parts of the kernels: `complete_kernels(attention, device,

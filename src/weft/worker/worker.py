@@ -22,7 +22,6 @@ from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.streams import NOT_FINITE
 from weft.kernels.warm import warm_kernels
-from weft.layers.rope import rope_table
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import Capacity, step_bytes
@@ -71,7 +70,7 @@ class Worker:
         held = self._load_model()
         if self.device.type != "cpu":
             # Here, since the peak is measured with all that a step needs.
-            self.rope = self._rope_table(plan.max_model_len)
+            self.model.fill_ropes(plan.max_model_len, plan.max_model_len, self.device)
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler = self._create_sampler() if self.rank == plan.output_rank else None
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
@@ -129,7 +128,8 @@ class Worker:
             self.draft_runner.allocate(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
-            self.rope = self._rope_table(min(plan.max_model_len, num_blocks * plan.block_size))
+            rows = min(plan.max_model_len, num_blocks * plan.block_size)
+            self.model.fill_ropes(rows, plan.max_model_len, self.device)
         tokens = min(16, plan.max_model_len, plan.max_num_batched_tokens, num_blocks * plan.block_size)
         self._rehearse([tokens])
         self._rehearse([1], rehearsal.PLAIN)
@@ -260,7 +260,7 @@ class Worker:
         return self._forward(batch, incoming)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        return self.model.hidden(incoming, self.rope, self.caches, batch)
+        return self.model.hidden(incoming, self.caches, batch)
 
     def _finish(
         self,
@@ -334,12 +334,6 @@ class Worker:
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             release_cached_memory()
-
-    def _rope_table(self, rows: int) -> torch.Tensor:
-        """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
-        shape = self.plan.shape
-        table = rope_table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
-        return table.to(self.device)
 
     def _measure(self) -> int:
         """Bytes that the largest step takes beside weights and graphs: measured on a GPU, computed on a CPU."""

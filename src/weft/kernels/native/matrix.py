@@ -45,13 +45,13 @@ class NativeMatrices:
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> NativeMatrix:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
         if isinstance(weight, QuantisedWeight):
             return pack_quantised_matrix(self._entries, weight, bias)
         return pack_dense_matrix(self._entries, weight, bias)
 
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
-        return self.matrix(weight)
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
+        return self.matrix(weight, None)
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()

@@ -18,10 +18,10 @@ class PlainMatrices:
 
     multiplies_quantised = False
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         return create_product(weight, bias)
 
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         return DenseEmbedding(weight)
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:

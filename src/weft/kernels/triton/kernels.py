@@ -65,12 +65,12 @@ class TritonMatrices:
         # One matrix of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
             return self._quantised_matrix(weight, bias)
         return create_product(weight, bias)
 
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
             return self._quantised_matrix(weight, None)
         return DenseEmbedding(weight)
