@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.pure.commands import refused_line, weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
+from tests.refusals import has_values
 from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
@@ -192,7 +193,7 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
         assert f"{key} is only in the book" in err
-    assert "vram_tier >=48gb is no GPU's here, and a sum is never reported: RTX 4090 is 16-24gb" in err
+    has_values(err, "vram_tier >=48gb", "RTX 4090", "16-24gb")
 
 
 def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
@@ -306,7 +307,8 @@ def test_names_of_files_are_no_syntax(tmp_path: Path) -> None:
     assert f"FROM {folder}\n" in written("ollama")
     # What is wanted of the user is told in the script's own syntax.
     status, calls, err = run(written("vllm", "--precision", "int4"), tmp_path)
-    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Tiny-2.5-1B" in err
+    assert status and not calls
+    has_values(err, "MODEL", "AWQ", "GPTQ", "4-bit", "Tiny-2.5-1B")
 
 
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def test_slices_that_are_elsewhere_are_to_be_named(tmp_path: Path) -> None:
     figures = "memory: 20GB, bandwidth: 777GB/s, tflops: {bf16: 121}, capability: 8.0"
     file.write_text(f"nodes:\n- gpus:\n  - {{name: A100 MIG 3g.20gb, {figures}}}\n")
     status, out, err = emit("weft", f"Qwen3-0.6B --gpus {file}")
-    said = "A100 MIG 3g.20gb is a MIG slice, which has no number"
+    said = "A100 MIG 3g.20gb is a MIG slice"
     assert status == 0 and said in err and said in " ".join(out.replace("#", "").split())
 
 

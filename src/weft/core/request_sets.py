@@ -61,7 +61,8 @@ class RequestSets:
         self._in_flight: deque[Flight] = deque()
         # Ids of the requests that took part in a step for the first time in the last scheduled one.
         self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
+        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token. Beside
+        # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
         self._counters = Stats(blocks_total=pool.num_blocks)

@@ -327,6 +327,7 @@ class Scheduler(RequestSets):
             return False
         if not self._slots:
             return True
+        first.unpack_prompt()
         if self.pool.caching and may_share(first.tokens, self._running.values()):
             return False
         cached = self.tables.match_prefix(first)

@@ -115,7 +115,7 @@ def _object(text: str, where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{where}: not JSON: {error.msg}", code="trace-line-not-json") from None
     except (ValueError, RecursionError):
         raise ConfigError(
-            f"{where}: has an integer of thousands of digits, or is nested too deeply", code="trace-json"
+            f"{where}: has an integer of thousands of digits, or is nested too deeply", code="trace-line-not-json"
         ) from None
     if not isinstance(decoded, dict):
         raise ConfigError(
@@ -172,7 +172,9 @@ def _time(value: Any, columns: TraceFormat, where: str) -> float:
         raise _time_error(value, columns, where)
     seconds = float(value) * columns.unit_s
     if abs(seconds) > MOST_S:
-        raise ConfigError(f"{where}: {columns.time} is {_short(value)}, more than 3,000 years", code="trace-time")
+        raise ConfigError(
+            f"{where}: {columns.time} is {_short(value)}, more than 3,000 years", code="trace-time-too-large"
+        )
     return seconds
 
 
@@ -193,7 +195,7 @@ def _tokens(value: Any, column: str, where: str) -> int:
     if number > MOST_TOKENS:
         raise ConfigError(
             f"{where}: {column} is {_short(value)}; a simulated request has at most {MOST_TOKENS:,} tokens",
-            code="trace-tokens",
+            code="too-many-trace-tokens",
         )
     return int(number)
 
