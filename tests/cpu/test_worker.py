@@ -100,9 +100,9 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     prepared: list[list[int]] = []
 
-    def spy(sampler: Sampler, picks: list[int], slots: list[int], positions: list[int]) -> SampleBatch:
+    def spy(sampler: Sampler, picks: list[int], slots: list[int], *others: Any) -> SampleBatch:
         prepared.append(slots)
-        return prepare_batch(sampler, picks, slots, positions)
+        return prepare_batch(sampler, picks, slots, *others)
 
     prepare_batch = Sampler.prepare_batch
     monkeypatch.setattr(Sampler, "prepare_batch", spy)
