@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan
+from weft.errors import ModelError
 from weft.plan.plan import Plan
 
 # All that a sampler can be asked for at once: its most memory. PLAIN leaves logits in the model's own dtype, for which
@@ -63,4 +64,14 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         blocks=blocks,
         samples=[True] * len(counts),
         draft_counts=[min(draft_limit(plan), count - 1) for count in counts],
+    )
+
+
+def not_finite(plan: Plan) -> ModelError:
+    """Error for a checkpoint whose logits are not finite."""
+    return ModelError(
+        f"the checkpoint {plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
+        f"sampled: its weights are damaged, or beyond what {plan.dtype} holds; fetch it again, or try "
+        f"--dtype {'float32' if plan.dtype == 'bfloat16' else 'bfloat16'}",
+        code="logits-not-finite",
     )
