@@ -207,6 +207,12 @@ SERVER = (
         metavar="S",
         help="/health fails if requests run but no step has finished for this many seconds",
     ),
+    Flag(
+        name="refuse-while-asleep",
+        parse=None,
+        help="answer requests with status 503 while the engine sleeps, instead of letting them wait",
+    ),
+    Flag(name="profile-directory", metavar="DIR", help="where POST /start_profile writes traces"),
     Flag(name="disable-log-stats", parse=None, help="do not log statistics every ten seconds"),
     Flag(name="enable-request-id-headers", parse=None, help="send the header X-Request-Id with every answer"),
     Flag(name="response-role", help="role of the answers' messages"),
@@ -272,14 +278,17 @@ def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
 
 
 def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> ServeOptions:
-    """The options of a server; the environment's VLLM_API_KEY counts if no --api-key is given."""
+    """The options of a server, and its admin key, WEFT_ADMIN_KEY of the environment.
+
+    The environment's VLLM_API_KEY counts if no --api-key is given.
+    """
     given = given_values(arguments, SERVER)
     for name in ("api_key", "served_model_name"):
         if name in given:
             given[name] = tuple(given[name])
     if "api_key" not in given and environment.get("VLLM_API_KEY"):
         given["api_key"] = (environment["VLLM_API_KEY"],)
-    return ServeOptions(**given)
+    return ServeOptions(**given, admin_key=environment.get("WEFT_ADMIN_KEY"))
 
 
 def sampling_options(arguments: Namespace, **ours: Any) -> dict[str, Any]:

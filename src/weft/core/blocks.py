@@ -92,6 +92,13 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
+    def forget_content(self) -> None:
+        """Forget the digests of all blocks, so that none is matched; held blocks stay held."""
+        self._plain += self._cached
+        self._cached.clear()
+        self._blocks.clear()
+        self._digests = [None] * self.num_blocks
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         digest = self._digests[block]

@@ -16,6 +16,9 @@ class ServeOptions:
     length if that is larger.
     `keepalive_interval`: time after which an idle stream sends a comment.
     `progress_timeout`: the server is unhealthy if requests run and no step finishes for this time.
+    `refuse_while_asleep`: requests get 503 while the engine sleeps, instead of waiting.
+    `admin_key`: the key of the endpoints in `serving.admin`; without one these are refused.
+    `profile_directory`: where /start_profile writes traces.
     """
 
     host: str = "127.0.0.1"
@@ -35,3 +38,6 @@ class ServeOptions:
     max_body_bytes: int | None = None
     keepalive_interval: float = 15.0
     progress_timeout: float = 60.0
+    refuse_while_asleep: bool = False
+    admin_key: str | None = None
+    profile_directory: str = "weft-profiles"

@@ -83,6 +83,11 @@ class ModelProposer:
         # True for blocks of which the draft has the KV of all tokens.
         self._computed_blocks = np.zeros(num_blocks, dtype=np.bool_)
 
+    def wake(self) -> None:
+        """Read the draft's weights again, and allocate as before."""
+        self._runner.wake(self._rehearse)
+        self._computed_blocks[:] = False
+
     def admit(self, admission: Admission) -> None:
         """Give a slot to a request."""
         self._texts[admission.slot] = SlotText([*admission.prompt, *admission.output])

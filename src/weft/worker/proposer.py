@@ -25,6 +25,10 @@ class Proposer(Protocol):
 
     def allocate(self, num_blocks: int) -> None: ...
 
+    def wake(self) -> None:
+        """Load what has been dropped while the rank slept, and allocate as before."""
+        ...
+
     def admit(self, admission: Admission) -> None:
         """Give a slot to a request."""
         ...

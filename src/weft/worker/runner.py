@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
@@ -56,6 +57,7 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, plan.dtype)
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
+        self._num_blocks = 0  # of the KV cache, asleep too
         self.graphs: Graphs | None = None
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
@@ -116,6 +118,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int, rehearse: Rehearse) -> None:
         """Allocate the KV cache, rehearse a step of each kind so that no request meets a cold path, capture graphs."""
         plan = self.plan
+        self._num_blocks = num_blocks
         self._allocate_caches(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
@@ -130,6 +133,16 @@ class ModelRunner:
             # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
             for counts, params in rehearsal.largest_steps(plan):
                 rehearse(counts, params, num_blocks)
+
+    def sleep(self, level: int) -> None:
+        """Drop KV cache, graphs and weights, see the command Sleep."""
+        self.graphs, self.caches = None, []
+        self.model = self.kernels = None  # type: ignore[assignment]
+
+    def wake(self, rehearse: Rehearse) -> None:
+        """Read the weights again, and allocate as many KV blocks as before."""
+        self._load_model()
+        self.allocate(self._num_blocks, rehearse)
 
     def _allocate_caches(self, num_blocks: int) -> None:
         self.caches = allocate_caches(self.plan, self.rank, self.attention.cache_dtype, self.device, num_blocks)
@@ -204,6 +217,10 @@ class ModelRunner:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""
         return self.model.logits(hidden)
+
+    def swap_weights(self, checkpoint: str, load_format: Literal["safetensors", "gguf", "dummy"]) -> None:
+        """Read the weights of another checkpoint of the same shapes into the same memory."""
+        self.plan = replace(self.plan, checkpoint=checkpoint, load_format=load_format)
 
     def close(self) -> None:
         """Drop everything that takes memory."""

@@ -10,6 +10,19 @@ import numpy as np
 import torch
 
 from weft.comm import Links, Solo
+from weft.core.commands import (
+    CaptureGraph,
+    Command,
+    Done,
+    GraphsLeft,
+    Profile,
+    RankStats,
+    Reply,
+    Sleep,
+    SwapWeights,
+    TraceFile,
+    Wake,
+)
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan, StepResult
 from weft.kernels.capture import release_cached_memory
@@ -27,7 +40,9 @@ from weft.worker.request_slots import RequestSlots
 from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
+from weft.worker.step_clock import create_step_clock
 from weft.worker.token_sampler import create_token_sampler
+from weft.worker.trace import Trace, begin_trace
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
 Result = StepResult | Callable[[], StepResult] | None
@@ -42,6 +57,7 @@ class Worker:
         self.runner = ModelRunner(plan, rank, links)
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
+        self.trace: Trace | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -49,6 +65,7 @@ class Worker:
         began = time.monotonic()
         plan, runner = self.plan, self.runner
         runner.load()
+        self.clock = create_step_clock(runner.device)
         self.request_slots = RequestSlots(plan.max_num_seqs, plan.max_model_len, plan.block_size, runner.device)
         if self.rank == plan.output_rank:
             self.sampler = self._create_sampler()
@@ -93,16 +110,79 @@ class Worker:
         return sum(runner.uncaptured for runner in self.runners)
 
     @torch.inference_mode()
-    def capture_graph(self) -> int:
-        """Capture one more CUDA graph; return the number that is left. All ranks call this between the same steps."""
+    def call(self, command: Command) -> Reply:
+        """Execute a command. All ranks do so between the same steps."""
+        match command:
+            case CaptureGraph():
+                self.capture_graph()
+            case Profile(steps, directory):
+                return TraceFile(self.profile(steps, directory))
+            case RankStats(reset):
+                return self.clock.report(self.runner.device, 0.0, reset=reset)
+            case Sleep(level):
+                self.sleep(level)
+                return Done()
+            case Wake():
+                self.wake()
+            case SwapWeights(checkpoint, load_format):
+                self.runner.swap_weights(checkpoint, load_format)
+                return Done()
+        return GraphsLeft(sum(runner.uncaptured for runner in self.runners))
+
+    def capture_graph(self) -> None:
+        """Capture one more CUDA graph, if one is left."""
         runner = next((runner for runner in self.runners if runner.uncaptured), None)
         if runner:
             runner.capture_graph()
-        return sum(runner.uncaptured for runner in self.runners)
+
+    def profile(self, steps: int, directory: str) -> str:
+        """End the trace that runs, if any. If `steps` is above 0, trace as many steps.
+
+        Returns the path of the new trace, or else of the one that has ended; "" if another rank of this process traces.
+        """
+        ended = self._end_trace()
+        if not steps:
+            return ended
+        self.trace = begin_trace(steps, directory, self.rank)
+        return self.trace.path if self.trace else ""
+
+    def _end_trace(self) -> str:
+        trace, self.trace = self.trace, None
+        if trace is None:
+            return ""
+        trace.end()
+        return trace.path
+
+    def sleep(self, level: int) -> None:
+        """Give memory back, see the command Sleep. No request holds a slot any more."""
+        for slot in range(self.plan.max_num_seqs):
+            self._release(slot)
+        for runner in self.runners:
+            runner.sleep(level)
+        if self.runner.device.type == "cuda":
+            release_cached_memory()
+
+    def wake(self) -> None:
+        """Load what `sleep` has dropped, and allocate as at the start."""
+        if self.proposer:
+            self.proposer.wake()
+        self.runner.wake(self._rehearse)
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> Result:
         """Run one step. The output rank returns its result, or on a GPU a function that waits for it."""
+        clock = self.clock
+        clock.steps += 1
+        clock.begin()
+        result = self._run_step(step)
+        clock.end()
+        if self.trace:
+            self.trace.left -= 1
+            if not self.trace.left:
+                self._end_trace()
+        return result
+
+    def _run_step(self, step: StepPlan) -> Result:
         self._update_slots(step)
         if not step.slots:
             return StepResult(step.id, [], [], {}) if self.sampler else None
@@ -115,7 +195,9 @@ class Worker:
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
+            self.clock.end()
             incoming = self.links.pipeline.recv(dims, runner.dtype, self.place.stage - 1)
+            self.clock.begin()
         hidden = runner.forward(batch, incoming)
         if not self.place.last:
             self.links.pipeline.send(hidden, self.place.stage + 1)
@@ -219,6 +301,7 @@ class Worker:
 
     def close(self) -> None:
         """Free the memory."""
+        self._end_trace()
         for runner in self.runners:
             runner.close()
         self.sampler = self.proposer = None
@@ -233,4 +316,4 @@ class Worker:
         for slot in step.slots:
             self._release(slot)
         if step_result and step_result.failed:
-            raise rehearsal.not_finite(self.plan)
+            raise rehearsal.not_finite(self.runner.plan)
