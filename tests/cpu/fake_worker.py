@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from weft.architectures.shape import ModelShape
+from tests.pure.shapes import dense_shape
 from weft.comm import Links
 from weft.core.commands import Command, RankReport, RankStats, Reply
 from weft.core.step import StepPlan, StepResult
@@ -22,7 +22,7 @@ from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
     layers=4,
     hidden=8,
@@ -45,7 +45,7 @@ def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
         load_format="dummy",
         shape=SHAPE,
         dtype="float32",
-        places=cut_places(SHAPE, [1.0] * tensor, [SHAPE.layers // stages] * stages),
+        places=cut_places(SHAPE, [1.0] * tensor, [len(SHAPE.layers) // stages] * stages),
         devices=("cpu",) * ranks,
         cores=(tuple(os.sched_getaffinity(0)),) * ranks,
         max_model_len=64,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
-from weft.worker.random import SAMPLING_BLOCK
+from weft.kernels.random import SAMPLING_BLOCK
 from weft.worker.sampler import SampledTokens, Sampler
 
 EOS = 1

@@ -91,7 +91,7 @@ def test_torch_takes_the_place_of_a_library_that_differs(
     built("float32")
     change(monkeypatch, "Layer", swapped(tuple(LayerDescriptor._fields_)))  # type: ignore[arg-type]
     with caplog.at_level("WARNING", "weft"):
-        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
+        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).attention.name == "torch"
     assert "Layer.eps is 408" in caplog.text and "slower torch kernels" in caplog.text
 
 

@@ -24,7 +24,7 @@ from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
 from weft.kernels.triton import attention, tuning
 from weft.plan import backends
 from weft.probes.on_gpu import trials
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
-PLAIN = PlainKernels()
+PLAIN = PlainAttention()
 
 
 @pytest.fixture(autouse=True)
@@ -184,22 +184,22 @@ def plain(checkpoint: Path) -> list[list[int]]:
     return answers(checkpoint, attention_backend="torch")
 
 
-class Composed(PlainKernels):
-    """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
-
-    capturable = True
-
-    def __init__(self, device: torch.device, attention: Attention) -> None:
-        self.prepare, self.attend = attention.prepare, attention.attend  # type: ignore[method-assign]
+class PaddedPointwise(PlainPointwise):
+    """Skips the rows that fill a graph up."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
-        real = batch.slots >= 0  # the others fill a graph up
+        real = batch.slots >= 0
         part = replace(batch, positions=batch.positions[real], slots=batch.slots[real])
         q = qkv.new_zeros(len(qkv), q_heads, cache.keys.shape[-1])
         q[real] = super().rotate_and_store(qkv[real], q_heads, rope, cache, part, norm)
         return q
+
+
+def composed_kernels(device: torch.device, attention: Attention) -> Kernels:
+    """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
+    return replace(create_plain_kernels(), attention=attention, pointwise=PaddedPointwise())
 
 
 def decode(
@@ -221,10 +221,9 @@ def decode(
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kernels.triton, "create_triton_kernels", lambda device, attention=None: Composed(device, attention)
-    )
+    monkeypatch.setattr(kernels.triton, "create_triton_kernels", composed_kernels)
     monkeypatch.setattr(attention, "decode", decode)
+    monkeypatch.setattr(attention.TritonAttention, "launches", lambda *_: [])
 
 
 @pytest.mark.usefixtures("composed")
@@ -327,8 +326,8 @@ def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the faster of two ---
 
 
-def both(shape: AttentionShape) -> list[Kernels]:
-    return [create_kernels(backend, CPU, shape) for backend in ("flashinfer", "triton")]
+def both(shape: AttentionShape) -> list[Attention]:
+    return [create_kernels(backend, CPU, shape).attention for backend in ("flashinfer", "triton")]
 
 
 @pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])
@@ -366,15 +365,15 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def measured(found: Sequence[Kernels], *given: object) -> str:
+    def measured(found: Sequence[Attention], *given: object) -> str:
         held.append(1)
         return won
 
     monkeypatch.setattr(contest, "measure_fastest", measured)
-    assert kernels._on_gpu("auto", CPU, shape).name == won
+    assert kernels._on_gpu("auto", CPU, shape).attention.name == won
     if won == "triton":
         monkeypatch.setattr(flashinfer, "create_flashinfer_attention", None)
-    assert kernels._on_gpu("auto", CPU, shape).name == won
+    assert kernels._on_gpu("auto", CPU, shape).attention.name == won
     assert len(held) == 1
     assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13")) is None
     assert contest.load_winner(contest.winner_path(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
@@ -393,7 +392,7 @@ def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
-    assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
+    assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).attention.name == "triton"
     assert not caplog.records
 
 

@@ -136,7 +136,7 @@ def test_captures_are_counted() -> None:
 
 @pytest.mark.usefixtures("card")
 def test_kernels_without_a_shape_have_their_own_attention() -> None:
-    assert triton.create_triton_kernels(CUDA).name == "triton"
+    assert triton.create_triton_kernels(CUDA).attention.name == "triton"
 
 
 def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,10 +260,10 @@ def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
     eager: list[int] = []
     forward = DecoderModel.hidden
 
-    def hidden(self: DecoderModel, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
+    def hidden(self: DecoderModel, incoming: Any, caches: Any, batch: Batch) -> torch.Tensor:
         if not batch.fixed:
             eager.append(batch.rows)
-        return forward(self, incoming, rope, caches, batch)
+        return forward(self, incoming, caches, batch)
 
     monkeypatch.setattr(DecoderModel, "hidden", hidden)
     for limit in (runner.EAGER_BYTES, 0):

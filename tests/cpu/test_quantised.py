@@ -21,7 +21,7 @@ from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
@@ -200,7 +200,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
     weight = random(type, rows, cols, width, dtype=dtype)
     bias = torch.randn(rows).to(dtype)
-    product, plain = native(dtype).matrix(weight, bias), PlainKernels().matrix(weight, bias)
+    product, plain = native(dtype).matrices.matrix(weight, bias), create_plain_kernels().matrices.matrix(weight, bias)
     exact, generator = weight.dequantise(), torch.Generator().manual_seed(2)
     for tokens in (1, 2, 3, 4, 7, 12, 13, 25, 40):
         x = torch.randn(tokens, len(cols), generator=generator).mul_(4).to(dtype)
@@ -221,11 +221,11 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 def test_rows_of_a_table(type: str) -> None:
     weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
     want = weight.dequantise(torch.bfloat16)[numbers]
-    assert torch.equal(PlainKernels().embedding_table(weight).rows(numbers), want)
-    got = native(torch.bfloat16).embedding_table(weight).rows(numbers)
+    assert torch.equal(create_plain_kernels().matrices.embedding_table(weight).rows(numbers), want)
+    got = native(torch.bfloat16).matrices.embedding_table(weight).rows(numbers)
     assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-3)
     dense = torch.randn(70, 95).bfloat16()
-    assert torch.equal(native(torch.bfloat16).embedding_table(dense).rows(numbers), dense[numbers])
+    assert torch.equal(native(torch.bfloat16).matrices.embedding_table(dense).rows(numbers), dense[numbers])
 
 
 # --- the real model ---

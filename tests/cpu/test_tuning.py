@@ -171,8 +171,8 @@ def test_engines_that_start_there_take_what_was_kept(caplog: pytest.LogCaptureFi
     assert saved_tunings.load_tunings(CPU, SHAPE) == DEFAULT
     path = saved_tunings.save_tunings(CPU, SHAPE, FOUND)
     with caplog.at_level(logging.INFO, "weft"):
-        made = kernels.create_kernels("triton", CPU, SHAPE)
-    assert made._attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
+        attention = kernels.create_kernels("triton", CPU, SHAPE).attention
+    assert attention.tunings == FOUND and str(path) in caplog.text  # type: ignore[attr-defined]
     # Of the most that may come they are independent, of heads and dtypes not.
     assert saved_tunings.load_tunings(CPU, replace(SHAPE, rows=99, length=9)) == FOUND
     for other in ({"kv_heads": 4}, {"head_dim": 32}, {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}):

@@ -39,7 +39,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
     bias = torch.randn(rows, device=CUDA).to(dtype)
     exact = weight.dequantise().double()
     kernels = create_triton_kernels(CUDA)
-    product, table = kernels.matrix(weight, bias), kernels.embedding_table(weight)
+    product, table = kernels.matrices.matrix(weight, bias), kernels.matrices.embedding_table(weight)
     for tokens in (1, 2, 16, 17, 33, 100, 256, 257, 700):
         x = torch.randn(tokens, len(cols), device=CUDA).to(dtype)
         want = x.double() @ exact.T + bias.double()
@@ -53,7 +53,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_product_is_captured(tokens: int) -> None:
-    product = create_triton_kernels(CUDA).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
+    product = create_triton_kernels(CUDA).matrices.matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
     x = torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16)
     product(x)
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +76,7 @@ def made_up(type: str, rows: int, cols: int) -> QuantisedWeight:
 
 def test_the_scratch_is_bounded() -> None:
     weight = made_up("Q4_0", 65536, 8192)
-    product = create_triton_kernels(CUDA).matrix(weight, None)
+    product = create_triton_kernels(CUDA).matrices.matrix(weight, None)
     x = torch.randn(products.MANY, 8192, device=CUDA, dtype=torch.bfloat16)
     product(x)
     torch.cuda.reset_peak_memory_stats()

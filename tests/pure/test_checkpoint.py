@@ -15,7 +15,8 @@ from huggingface_hub import errors
 from safetensors.numpy import save_file
 
 from tests.pure.gguf_files import write_model
-from weft.architectures.shape import ModelShape, Rope
+from tests.pure.shapes import dense_shape
+from weft.architectures.shape import Rope
 from weft.errors import ConfigError, ModelError
 from weft.formats import demo
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
@@ -31,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 4,
     "eos_token_id": 3,
 }
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="Qwen3ForCausalLM",
     layers=2,
     hidden=8,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.pure.shapes import figures, windows
 from weft.architectures.shape import Experts, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats import config_json
@@ -89,7 +90,7 @@ def test_rope_as_versions_4_and_5_write_it(kind: str, values: dict[str, Any], ro
     five = {"rope_parameters": {"rope_type": kind, "rope_theta": 500000.0, **values}}
     per_type = {"rope_parameters": {"full_attention": five["rope_parameters"]}}
     for words in (old, newer, five, per_type):
-        assert shape(LLAMA | words).rope == rope
+        assert shape(LLAMA | words).mixer.rope == rope
 
 
 def test_yarn_reaches_further_than_the_model_was_trained() -> None:
@@ -98,7 +99,7 @@ def test_yarn_reaches_further_than_the_model_was_trained() -> None:
     after = QWEN2 | {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", **YARN}}
     assert shape(before).max_positions == shape(after).max_positions == 1024
     untold = {"type": "yarn", "factor": 2.0}
-    assert shape(QWEN2 | {"rope_scaling": untold}).rope.original_max_positions == 512
+    assert shape(QWEN2 | {"rope_scaling": untold}).mixer.rope.original_max_positions == 512
 
 
 def test_dtype() -> None:
@@ -111,7 +112,8 @@ def test_dtype() -> None:
 
 def test_biases() -> None:
     def biases(model: ModelShape) -> tuple[bool, bool, bool]:
-        return model.qkv_bias, model.out_bias, model.mlp_bias
+        known = figures(model)
+        return known["qkv_bias"], known["out_bias"], known["mlp_bias"]
 
     asked = {"attention_bias": True, "mlp_bias": True}
     assert biases(shape(LLAMA)) == (False, False, False)
@@ -123,14 +125,14 @@ def test_biases() -> None:
 
 def test_windows() -> None:
     sliding = {"sliding_window": 32, "use_sliding_window": True}
-    assert shape(LLAMA | sliding).windows == ()
-    assert shape(MISTRAL | {"sliding_window": 32}).windows == (32,) * 4
-    assert shape(MISTRAL | {"sliding_window": None}).windows == ()
-    assert shape(QWEN2 | sliding | {"max_window_layers": 3}).windows == (None, None, None, 32)
-    assert shape(QWEN2 | sliding).windows == ()
-    assert shape(QWEN2 | {"sliding_window": 32, "max_window_layers": 0}).windows == ()
+    assert windows(shape(LLAMA | sliding)) == ()
+    assert windows(shape(MISTRAL | {"sliding_window": 32})) == (32,) * 4
+    assert windows(shape(MISTRAL | {"sliding_window": None})) == ()
+    assert windows(shape(QWEN2 | sliding | {"max_window_layers": 3})) == (None, None, None, 32)
+    assert windows(shape(QWEN2 | sliding)) == ()
+    assert windows(shape(QWEN2 | {"sliding_window": 32, "max_window_layers": 0})) == ()
     types = ["sliding_attention", "full_attention"] * 2
-    assert shape(QWEN2 | sliding | {"layer_types": types}).windows == (32, None, 32, None)
+    assert windows(shape(QWEN2 | sliding | {"layer_types": types})) == (32, None, 32, None)
     fails(QWEN2 | sliding | {"layer_types": types[:3]}, "layer_types has 3 entries for 4 num_hidden_layers")
     fails(QWEN2 | sliding | {"layer_types": [{}] * 4}, "layer_types is .* it must be a list of")
 
@@ -213,7 +215,7 @@ GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
 
 
 def test_an_architecture_that_is_only_planned_for() -> None:
-    assert planned(MIXTRAL).experts == Experts(count=8, top_k=2, ffn=96)
+    assert planned(MIXTRAL).experts == Experts(count=8, top_k=2, width=96)
     fails(MIXTRAL, "MixtralForCausalLM is known to `weft plan`, but the engine does not run it yet; it runs Llama")
     assert planned(LLAMA) == shape(LLAMA)
 
@@ -225,7 +227,7 @@ def test_the_language_model_inside_of_another(outer: str) -> None:
     wrapped = {"architectures": [outer], "text_config": text, "vision_config": {"hidden_size": 9}, "eos_token_id": [7]}
     found = planned(wrapped)
     assert (found.architecture, found.eos) == (outer, (7,))
-    for field in ("layers", "hidden", "ffn", "vocab", "kv_heads", "head_dim", "windows", "tied", "qk_norm"):
+    for field in ("layers", "hidden", "vocab", "tied", "norm", "embedding_scale"):
         assert getattr(found, field) == getattr(planned(inner), field)
 
 

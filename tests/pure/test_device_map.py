@@ -56,7 +56,7 @@ def whole(shape: ModelShape, devices: list[Device]) -> dict[str, Device]:
 def test_a_map_is_the_pipeline_that_it_says(data: st.DataObject) -> None:
     """Every layer once, in order, on the device that the map gives it; GPUs may come again."""
     shape = data.draw(shapes())
-    devices = data.draw(st.lists(st.integers(0, 3), min_size=shape.layers, max_size=shape.layers))
+    devices = data.draw(st.lists(st.integers(0, 3), min_size=len(shape.layers), max_size=len(shape.layers)))
     found = stages(whole(shape, list(devices)), shape, gpus=4)
     assert [it for it, count in zip(found.devices, found.layers, strict=True) for _ in range(count)] == devices
     assert all(before != after for before, after in zip(found.devices, found.devices[1:], strict=False))
@@ -66,14 +66,14 @@ def test_a_map_is_the_pipeline_that_it_says(data: st.DataObject) -> None:
 def test_one_device_for_all(model: str, gpu: int) -> None:
     shape = catalogue.find(model).shape
     for said in (gpu, str(gpu), f"cuda:{gpu}"):
-        assert stages({"": said}, shape, gpus=8) == Stages((gpu,), (shape.layers,))
-    assert stages({"": "cpu"}, shape, gpus=0) == Stages(("cpu",), (shape.layers,))
+        assert stages({"": said}, shape, gpus=8) == Stages((gpu,), (len(shape.layers),))
+    assert stages({"": "cpu"}, shape, gpus=0) == Stages(("cpu",), (len(shape.layers),))
 
 
 @given(KNOWN, st.data())
 def test_whatever_is_left_out_is_named(model: str, data: st.DataObject) -> None:
     shape = catalogue.find(model).shape
-    everything = whole(shape, [0] * shape.layers)
+    everything = whole(shape, [0] * len(shape.layers))
     gone = data.draw(st.sampled_from([name for name in everything if name != "lm_head" or not shape.tied]))
     refusal({name: it for name, it in everything.items() if name != gone}, "leaves out", gone, shape=shape)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.pure.ranks import Ranks, expected
+from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
-from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.core.blocks import BlockPool
 from weft.core.commands import (
@@ -208,7 +208,7 @@ def test_errors_of_a_request_are_its_own() -> None:
 
 
 def test_limits_come_from_the_plan_and_the_config() -> None:
-    shape = ModelShape(
+    shape = dense_shape(
         architecture="LlamaForCausalLM",
         layers=4,
         hidden=16,

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.machines import gpu, host, plan
-from tests.pure.shapes import SMOLLM2, shapes
+from tests.pure.shapes import SMOLLM2, repeated, shapes
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
@@ -47,7 +47,7 @@ def test_a_plan_survives_json() -> None:
 
 @given(shape=shapes(), tp=st.integers(1, 6), pp=st.integers(1, 4), cores=st.integers(1, 9))
 def test_any_layout_is_whole(shape: ModelShape, tp: int, pp: int, cores: int) -> None:
-    assume(tp <= shape.q_heads and pp <= shape.layers)
+    assume(tp <= shape.q_heads and pp <= len(shape.layers))
     got = plan(host(cores=tuple(range(cores))), shape, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     assert len(got.places) == len(got.devices) == len(got.cores) == len(got.gpu_memory_utilization) == tp * pp
     assert all(mine and set(mine) <= set(range(cores)) for mine in got.cores)
@@ -100,7 +100,7 @@ def test_whatever_is_asked_for_is_a_plan_or_advice(
 
 @given(shape=shapes(), stages=st.integers(1, 5))
 def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: int) -> None:
-    assume(stages <= shape.layers)
+    assume(stages <= len(shape.layers))
     head = shape.vocab * shape.hidden + shape.hidden
     layer = (plan_bytes(shape, 2) - plan_bytes(shape, 1)) // 2
 
@@ -108,8 +108,8 @@ def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: in
         return max(*(n * layer for n in split[:-1]), split[-1] * layer + head, 0)
 
     got = stage_layers(shape, stages)
-    assert sum(got) == shape.layers and all(n >= 1 for n in got) and len(got) == stages
-    assert slowest(got) == min(slowest(other) for other in compositions(shape.layers, stages))
+    assert sum(got) == len(shape.layers) and all(n >= 1 for n in got) and len(got) == stages
+    assert slowest(got) == min(slowest(other) for other in compositions(len(shape.layers), stages))
 
 
 def plan_bytes(shape: ModelShape, layers: int) -> int:
@@ -117,7 +117,7 @@ def plan_bytes(shape: ModelShape, layers: int) -> int:
     from weft.plan.fills import rank_weight_bytes
     from weft.plan.places import cut_places
 
-    shape = msgspec.structs.replace(shape, layers=layers)
+    shape = repeated(shape, layers)
     return rank_weight_bytes(shape, cut_places(shape, [1.0], [layers])[0], "float16")
 
 

@@ -123,7 +123,7 @@ def test_caps_are_respected_or_refused(
                 for place, _ in candidate.layout.replica(number)[:: candidate.layout.tensor_parallel]
                 for it in range(place.layers.start, place.layers.stop)
             ]
-            assert held == list(range(shape.layers))
+            assert held == list(range(len(shape.layers)))
     assert answer.candidates or answer.rejected or constraints.pipeline_parallel
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.shapes import SMOLLM2, layouts
+from tests.pure.shapes import SMOLLM2, layouts, with_ffn
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
@@ -33,7 +33,7 @@ def test_ranks_are_numbered_stage_by_stage(layout: Layout) -> None:
         assert (place.tp_size, place.stages) == (len(weights), len(stages))
         assert len(place.layers) == stages[place.stage]
         assert place.first == (place.stage == 0) and place.last == (place.stage == len(stages) - 1)
-    assert covers([p.layers for p in ranked if p.tp_rank == 0], shape.layers)
+    assert covers([p.layers for p in ranked if p.tp_rank == 0], len(shape.layers))
 
 
 @given(layouts())
@@ -126,13 +126,13 @@ def test_survives_json() -> None:
 )
 def test_columns_that_share_a_scale_stay_together(model: str, precision: str, ranks: int, columns: list[int]) -> None:
     shape = find(model).shape
-    ranked = cut_places(shape, [1.0] * ranks, [shape.layers], ffn_unit=column_unit(shape, precision))
+    ranked = cut_places(shape, [1.0] * ranks, [len(shape.layers)], ffn_unit=column_unit(shape, precision))
     assert [len(place.ffn) for place in ranked] == columns
     if shape.experts:
-        assert [len(place.expert_ffn) for place in ranked] == [shape.experts.ffn // ranks] * ranks
+        assert [len(place.expert_ffn) for place in ranked] == [shape.experts.width // ranks] * ranks
 
 
 def test_with_fewer_groups_than_ranks_a_scale_is_shared() -> None:
-    shape = msgspec.structs.replace(SMOLLM2, ffn=256)
+    shape = with_ffn(SMOLLM2, width=256)
     ranked = cut_places(shape, [1.0] * 4, [30], ffn_unit=128)
     assert [len(place.ffn) for place in ranked] == [64] * 4

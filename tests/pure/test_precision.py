@@ -100,7 +100,7 @@ def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ra
 @given(st.sampled_from(NAMES), st.lists(st.integers(1, 12), min_size=1, max_size=3))
 def test_stages_weigh_what_the_model_weighs(precision: str, cuts: list[int]) -> None:
     shape = catalogue.find("Qwen3-8B").shape
-    stages = [*cuts, shape.layers - sum(cuts)] if sum(cuts) < shape.layers else [shape.layers]
+    stages = [*cuts, len(shape.layers) - sum(cuts)] if sum(cuts) < len(shape.layers) else [len(shape.layers)]
     parts = cut_places(shape, [1.0], stages)
     assert sum(weight_bytes(shape, precision, place) for place in parts) == weight_bytes(shape, precision)
 

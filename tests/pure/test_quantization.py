@@ -146,14 +146,16 @@ def test_a_mix_is_planned_as_it_is_held(mix: str) -> None:
     are not; and it is found again in what was planned."""
     for shape in (SMOLLM2, catalogue.find("Llama-3.1-8B").shape):
         types = {
-            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer)
-            for parameter in model_parameters(shape)
+            part.source.format(layer=layer): gguf_types.gguf_type(shape, mix, parameter, part, layer or 0)
+            for parameter, layer in model_parameters(shape)
             for part in parameter.parts
-            for layer in (range(shape.layers) if parameter.where == "layer" else [0])
         }
         there = {name: kind for name, kind in types.items() if kind in GGUF_SCHEMES}
         got = plan(
-            there, shape=shape, pipeline_split=(7, shape.layers - 7), tensor_parallel_size=3 - (shape.layers == 32)
+            there,
+            shape=shape,
+            pipeline_split=(7, len(shape.layers) - 7),
+            tensor_parallel_size=3 - (len(shape.layers) == 32),
         )
         assert got.quantization == "gguf" and len(got.schemes) == len(there)
         for place in got.places:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.shapes import with_attention
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu, known_gpus
@@ -267,7 +268,7 @@ def test_layouts_are_whole(model: str, found: list[GpuSpec], engine: str) -> Non
             places = [place for place, _ in layout.replica(number)]
             by_stage = places[:: layout.tensor_parallel]
             assert [i for place in by_stage for i in range(place.layers.start, place.layers.stop)] == list(
-                range(shape.layers)
+                range(len(shape.layers))
             )
             group = places[: layout.tensor_parallel]
             for axis, total in (("q_heads", shape.q_heads), ("ffn", shape.ffn), ("vocab", shape.vocab)):
@@ -423,7 +424,7 @@ def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     asked = question(
         "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
     )
-    odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
+    odd = with_attention(asked.shape, heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
     assert {sizes(it) for it in answer.candidates} == {(1, 1, 1), (1, 2, 1)}

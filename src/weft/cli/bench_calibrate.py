@@ -252,7 +252,7 @@ def device_lines(device: DeviceResult) -> list[str]:
     errors = fit.fit_errors(points, device.fit)
     rows = [
         [
-            f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
+            f"{point.model}, {len(point.shape.layers)} layers of {point.shape.hidden}",
             point.load.kind,
             str(point.load.batch),
             f"{point.load.length:,}",
@@ -292,7 +292,7 @@ def device_json(device: DeviceResult) -> dict[str, Any]:
         {
             "model": point.model,
             "precision": point.precision,
-            "layers": point.shape.layers,
+            "layers": len(point.shape.layers),
             "hidden": point.shape.hidden,
             **msgspec.to_builtins(point.load),
             "seconds": point.seconds,

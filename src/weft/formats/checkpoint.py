@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -9,11 +10,14 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.axes import axis_length
-from weft.architectures.parameters import Part, layers_of, model_parameters
+from weft.architectures.parameters import Part, model_parameters
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
+
+logger = logging.getLogger("weft")
 
 FileFormat = Literal["safetensors", "gguf", "dummy"]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -80,6 +84,9 @@ def resolve(
         format, quantised = "dummy", packed.stored_types(shape)
     else:
         tensors = _select_tensors(index, shape, str(path))
+        if find_architecture(shape.architecture).config.inner:
+            unread = len(index) - len(tensors)
+            logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
         shape = packed.with_stored_types(shape, tensors)
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
@@ -169,17 +176,16 @@ def _check_shape(shape: ModelShape, where: str) -> None:
 
 def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (Hugging Face's name, dims) of each tensor that a checkpoint of this shape has."""
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         # Parts that share a tensor come one after the other: the last one has the rows of all parts before it.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
-        for layer in layers_of(shape, parameter):
-            for source, part in last.items():
-                yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
+        for source, part in last.items():
+            yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
 
 
 def _source_tensors(
-    source: str, layer: int, experts: int | None, dims: tuple[int, ...]
+    source: str, layer: int | None, experts: int | None, dims: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the tensors of one source name in one layer: one, a stack of experts, or one per expert."""
     if experts is None:
@@ -220,11 +226,12 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
             raise _missing_tensor(index, name, dims, path)
         _check_tensor(info, name, dims)
         tensors[name] = info
-    next_layer = f"model.layers.{shape.layers}."
+    count = len(shape.layers)
+    next_layer = f"model.layers.{count}."
     extra = next((name for name in index if name.startswith(next_layer)), None)
     if extra is not None:
         raise ModelError(
-            f"{path} holds tensor {extra}, but its config says {shape.layers} layers; give the config of these weights"
+            f"{path} holds tensor {extra}, but its config says {count} layers; give the config of these weights"
         )
     return tensors
 
@@ -255,9 +262,9 @@ def _packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
 def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
     """A GGUF file's tensors by Hugging Face's names, with their `interleaved` set. Raises ModelError for others."""
     reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
-    index = {}
+    names, index = find_architecture(shape.architecture).names, dict[str, TensorInfo]()
     for ggml_name, info in header.tensors.items():
-        name = gguf_names.hugging_face(ggml_name)
+        name = gguf_names.hugging_face(ggml_name, names)
         if name is None:
             if ggml_name == gguf_names.ROPE_FACTORS or gguf_names.is_unused(ggml_name):
                 continue
@@ -266,5 +273,26 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
                 "model"
             )
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
-        index[name] = msgspec.structs.replace(info, interleaved=interleaved)
+        if "{expert}" in name:
+            index |= _unstack(name, info)
+        else:
+            index[name] = msgspec.structs.replace(info, interleaved=interleaved)
     return index
+
+
+def _unstack(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield (name, tensor) of each expert in a stack [experts, rows, cols], whose experts lie one after the other."""
+    if len(info.dims) < 2:
+        raise ModelError(
+            f"{info.file}: {name} is {list(info.dims)}; a stack of experts has three dims", code="experts-not-stacked"
+        )
+    for expert, block in enumerate(split_stack(info)):
+        yield name.format(expert=expert), block
+
+
+def split_stack(info: TensorInfo) -> Iterator[TensorInfo]:
+    """Yield each block of a stack [experts, ...], whose blocks lie one after the other in the file."""
+    count, *dims = info.dims
+    nbytes = info.nbytes // count
+    for index in range(count):
+        yield msgspec.structs.replace(info, dims=tuple(dims), offset=info.offset + index * nbytes, nbytes=nbytes)

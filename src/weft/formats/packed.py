@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.architectures.parameters import Parameter, layers_of, model_parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.published import ORDERED, ROW, Method, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
@@ -149,13 +149,12 @@ def stored_types(shape: ModelShape) -> dict[str, str]:
 
 def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
     """Yield (tensor name, parameter) of a model's matrices, without a tied head; the first expert stands for all."""
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
-        for layer in layers_of(shape, parameter):
-            for part in parameter.parts:
-                if part.cols is not None:
-                    yield part.source.format(layer=layer, expert=0), parameter
+        for part in parameter.parts:
+            if part.cols is not None:
+                yield part.source.format(layer=layer, expert=0), parameter
 
 
 def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization) -> Packed:

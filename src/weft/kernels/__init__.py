@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.plan.backends import ATTENTION_BACKENDS, GPU_BACKENDS
 from weft.quant.rounding import Rounding, round_into
 
@@ -17,16 +17,16 @@ def create_kernels(backend: str, device: torch.device, shape: AttentionShape) ->
     """
     assert backend in ATTENTION_BACKENDS, backend
     if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native import NativeKernels, native_available
+        from weft.kernels.native import create_native_kernels, native_available
 
         if native_available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
-            return NativeKernels(shape.dtype)
+            return create_native_kernels(shape.dtype)
     if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
         from weft.kernels import triton
 
         if triton.triton_available(device, shape.head_dim, required=backend != "auto"):
             return _on_gpu(backend, device, shape)
-    return PlainKernels()
+    return create_plain_kernels()
 
 
 def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
@@ -49,10 +49,10 @@ def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernel
     """Triton's kernels, with attention by another library if the user asked for it or it is faster."""
     from weft.kernels import flashinfer, triton, varlen
 
-    if backend == "auto":
-        return _fastest(device, shape)
     attention: Attention | None
-    if backend == "varlen":
+    if backend == "auto":
+        attention = _fastest(device, shape)
+    elif backend == "varlen":
         attention = varlen.create_varlen_attention(device, shape)
     elif backend == "flashinfer":
         attention = flashinfer.create_flashinfer_attention(device, shape, required=True)
@@ -61,20 +61,20 @@ def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernel
     return triton.create_triton_kernels(device, attention)
 
 
-def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
-    """Triton's kernels, with FlashInfer's attention if that is installed and faster, now or when it was measured."""
+def _fastest(device: torch.device, shape: AttentionShape) -> Attention:
+    """Triton's attention, or FlashInfer's if that is installed and faster, now or when it was measured."""
     from weft.kernels import contest, flashinfer, triton
 
-    own, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
-    ours = triton.create_triton_kernels(device, own)
+    ours, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
     if version is None:
         return ours
-    path = contest.winner_path(device, shape, version, own.tunings)
+    path = contest.winner_path(device, shape, version, ours.tunings)
     best = contest.load_winner(path)
-    attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
-    if attention is None:
+    if best == ours.name:
         return ours
-    theirs = triton.create_triton_kernels(device, attention)
+    theirs = flashinfer.create_flashinfer_attention(device, shape, required=False)
+    if theirs is None:
+        return ours
     if best is None:
         best = contest.measure_fastest((theirs, ours), device, shape)
         contest.save_winner(path, best)

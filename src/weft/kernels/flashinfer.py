@@ -76,6 +76,7 @@ class FlashInferAttention:
     """
 
     name = "flashinfer"
+    capturable = True
 
     def __init__(self, device: torch.device, shape: AttentionShape) -> None:
         import flashinfer

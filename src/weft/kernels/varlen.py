@@ -99,6 +99,7 @@ class VarlenAttention:
     """
 
     name = "varlen"
+    capturable = True
 
     def __init__(self, device: torch.device, shape: AttentionShape, *, paged: bool) -> None:
         function = varlen_function()

@@ -222,23 +222,24 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
     embedding's bytes.
     """
     if stages == 1:
-        return [shape.layers]
+        return [len(shape.layers)]
     place = whole(shape)
-    layer_size = head_size = 0
-    for parameter in model_parameters(shape):
+    layers_size = head_size = 0
+    for parameter, layer in model_parameters(shape):
         size = prod(parameter_dims(shape, place, parameter))
-        layer_size += size * (parameter.where == "layer")
+        layers_size += size * (layer is not None)
         head_size += size * (parameter.where == "head")
+    layer_size = layers_size / len(shape.layers)
 
     def layers(last: int) -> list[int]:
-        before = split(shape.layers - last, [1.0] * (stages - 1), minimum=1)
+        before = split(len(shape.layers) - last, [1.0] * (stages - 1), minimum=1)
         return [*(len(part) for part in reversed(before)), last]
 
-    def slowest(last: int) -> tuple[int, int]:
+    def slowest(last: int) -> tuple[float, int]:
         *before, end = layers(last)
         return max(max(before) * layer_size, end * layer_size + head_size), -end
 
-    return layers(min(range(1, shape.layers - stages + 2), key=slowest))
+    return layers(min(range(1, len(shape.layers) - stages + 2), key=slowest))
 
 
 def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:

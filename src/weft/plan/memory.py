@@ -50,7 +50,12 @@ def step_bytes(
     once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt.
     """
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
-    width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
+    feed_forward = FFN_COPIES * len(place.ffn)
+    if shape.experts:
+        # Each token is copied to its experts, and their results are copied back into the order of the tokens.
+        routed = HIDDEN_COPIES * shape.hidden + FFN_COPIES * len(place.expert_ffn)
+        feed_forward = max(feed_forward, shape.experts.top_k * routed)
+    width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 

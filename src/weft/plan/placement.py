@@ -96,7 +96,7 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     if spread_word(config.device_map):
         if gpus:
             return config
-        return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))
+        return replace(config, device_map=None, device="cpu", pipeline_split=(len(shape.layers),))
     available = _available_devices(config, gpus, lambda unit: unit_bytes(shape, precision, unit))
     stages = map_to_stages(shape, module_devices(config.device_map), available)
     check_stages(stages, vars(config))

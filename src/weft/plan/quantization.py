@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, layers_of, model_parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.published import ORDERED
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
@@ -200,14 +200,11 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     held = held_precision(precision)
     if held == precision:
         return
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         part, uneven = parameter.parts[0], _uneven_cut(shape, places, parameter)
-        if uneven is None:
-            continue
-        for layer in layers_of(shape, parameter):
-            if part_format(shape, held, parameter, part, layer).bits < BF16.bits:
-                name = part.source.format(layer=layer, expert=0)
-                raise _cut_error(*uneven, name, precision, "--precision bf16")
+        if uneven is not None and part_format(shape, held, parameter, part, layer or 0).bits < BF16.bits:
+            name = part.source.format(layer=layer, expert=0)
+            raise _cut_error(*uneven, name, precision, "--precision bf16")
 
 
 def _uneven_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
@@ -291,9 +288,8 @@ def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
 
 
 def _matrices(shape: ModelShape) -> Iterator[Matrix]:
-    """Yield the matrices of all layers, the embedding and the head, parameter by parameter."""
-    for parameter in model_parameters(shape):
-        if parameter.parts[0].cols is None:
-            continue
-        for layer in layers_of(shape, parameter):
-            yield Matrix([part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer)
+    """Yield the matrices of the embedding, of all layers and of the head."""
+    for parameter, layer in model_parameters(shape):
+        if parameter.parts[0].cols is not None:
+            sources = [part.source.format(layer=layer, expert=0) for part in parameter.parts]
+            yield Matrix(sources, parameter, layer or 0)

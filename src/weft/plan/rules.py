@@ -39,9 +39,9 @@ def check_layout(
             )
         pipeline_parallel_size = len(pipeline_split)
     if pipeline_parallel_size is not None:
-        check_stage_count(pipeline_parallel_size, shape.layers)
+        check_stage_count(pipeline_parallel_size, len(shape.layers))
     if pipeline_split is not None:
-        check_pipeline_split(pipeline_split, shape.layers)
+        check_pipeline_split(pipeline_split, len(shape.layers))
     if tensor_parallel_size is not None:
         check_tensor_parallel_size(tensor_parallel_size, shape.q_heads)
     return tensor_parallel_size, pipeline_parallel_size

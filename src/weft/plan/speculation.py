@@ -102,7 +102,7 @@ def draft_plan(plan: Plan) -> Plan:
         shape=draft.shape,
         quantization="none",
         schemes={},
-        places=cut_places(draft.shape, (1.0,), (draft.shape.layers,)),
+        places=cut_places(draft.shape, (1.0,), (len(draft.shape.layers),)),
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
         cores=(plan.cores[rank],),

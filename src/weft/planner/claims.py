@@ -160,7 +160,7 @@ def _lay_out(
 def _cuts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, int, bool]]:
     """(ranks of a stage, stages, whole experts per rank), the finest cuts first."""
     for tensor in range(min(gpus, shape.q_heads), 0, -1):
-        for stages in range(min(gpus // tensor, shape.layers), 0, -1):
+        for stages in range(min(gpus // tensor, len(shape.layers)), 0, -1):
             yield tensor, stages, False
             if shape.experts and 1 < tensor <= shape.experts.count:
                 yield tensor, stages, True

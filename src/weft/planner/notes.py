@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.architectures.kv import kv_bytes_per_token
-from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
+from weft.architectures.registry import RUNNABLE
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -152,8 +152,7 @@ def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
     if experts is None:
         return {"MLP": shape.ffn}
     whole_experts = best.layout.expert_parallel > 1
-    # If every layer has experts there is no other MLP.
-    return {"MLP": shape.ffn if experts.dense_layers else 0, "experts": 0 if whole_experts else experts.ffn}
+    return {"MLP": shape.ffn, "experts": 0 if whole_experts else experts.width}
 
 
 def _max_memory(question: Question) -> Iterator[Note]:

@@ -19,7 +19,6 @@ from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
-from weft.layers.rope import rope_table
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import step_bytes
@@ -68,7 +67,7 @@ class ModelRunner:
         self._load_model()
         if self.device.type != "cpu":
             # Here, since the peak is measured with all that a step needs.
-            self.rope = self._rope_table(self.plan.max_model_len)
+            self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
 
     def _load_model(self) -> None:
@@ -80,10 +79,10 @@ class ModelRunner:
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
         self.kernels = create_kernels(*backend)
-        if plan.schemes and self.kernels.name == "torch":
+        if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
-        if plan.graphs and not self.kernels.capturable:
+        if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
 
@@ -122,7 +121,8 @@ class ModelRunner:
         self._allocate_caches(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
-            self.rope = self._rope_table(min(plan.max_model_len, num_blocks * plan.block_size))
+            rows = min(plan.max_model_len, num_blocks * plan.block_size)
+            self.model.fill_ropes(rows, plan.max_model_len, self.device)
         tokens = min(16, plan.max_model_len, plan.max_num_batched_tokens, num_blocks * plan.block_size)
         rehearse([tokens], rehearsal.DEMANDING)
         rehearse([1], rehearsal.PLAIN)
@@ -152,14 +152,14 @@ class ModelRunner:
         """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
         kernels that wait for the GPU can be captured."""
         enabled = self.plan.graphs and self.device.type == "cuda"
-        return enabled and self.links.tensor.capturable and self.kernels.capturable
+        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable
 
     def _create_graphs(self) -> Graphs:
         plan = self.plan
         return Graphs(
             self._forward,
             CudaGraphs(),
-            prepare=self.kernels.prepare,
+            prepare=self.kernels.attention.prepare,
             rows=plan.max_num_seqs,
             width=-(-plan.max_model_len // plan.block_size),
             incoming=None if self.place.first else (plan.shape.hidden, self.dtype),
@@ -201,18 +201,18 @@ class ModelRunner:
     def fill_batch(self, staged: StagedStep) -> Batch:
         """Turn a staged step into a batch, in a graph's tensors if it can be replayed."""
         batch = (self.graphs and self.graphs.captured_batch(staged)) or staged.eager()
-        self.kernels.fill_batch(staged, batch)
+        self.kernels.pointwise.fill_batch(staged, batch)
         return batch
 
     def forward(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
         """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
         if self.graphs:
             return self.graphs.run_batch(batch, incoming)
-        self.kernels.prepare(batch)
+        self.kernels.attention.prepare(batch)
         return self._forward(batch, incoming)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        return self.model.hidden(incoming, self.rope, self.caches, batch)
+        return self.model.hidden(incoming, self.caches, batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""
@@ -227,9 +227,3 @@ class ModelRunner:
         self.graphs = None
         self.caches = []
         self.model = self.kernels = None  # type: ignore[assignment]
-
-    def _rope_table(self, rows: int) -> torch.Tensor:
-        """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
-        shape = self.plan.shape
-        table = rope_table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
-        return table.to(self.device)

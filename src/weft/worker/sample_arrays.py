@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from weft.core.step import StepPlan
-
-Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
+from weft.kernels.sampling import Array, SettingsUpdate
 
 
 class EditArrays(NamedTuple, Generic[Array]):
@@ -32,14 +31,6 @@ class EditArrays(NamedTuple, Generic[Array]):
     limited_rows: Array
     forbidden_at: Array
     fallback_at: Array  # one token of each masked row, less likely than any other: sampled if no other is left
-
-
-class SettingsUpdate(NamedTuple, Generic[Array]):
-    """Sampling settings that have changed, for a token sampler that keeps them on the device."""
-
-    slots: Array  # [n] int64
-    columns: Array  # [n, 4] float64, see `SamplingSettings`
-    keys: Array  # [n] int64
 
 
 class SampleArrays(NamedTuple, Generic[Array]):

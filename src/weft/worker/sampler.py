@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from weft.core.params import SamplingParams
 from weft.core.step import Admission, TokenLogprobs
+from weft.kernels.plain import PlainSampling
+from weft.kernels.rows import copy_to_device, pick_rows
+from weft.kernels.sampling import Sampling, SamplingSettings
 from weft.kernels.streams import NOT_FINITE
-from weft.worker.chunks import pick_rows
 from weft.worker.device import ToHost
 from weft.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
-from weft.worker.logprobs import Scorer, score, unpack_logprobs
+from weft.worker.logprobs import split_logprobs, unpack_logprobs
 from weft.worker.sample_arrays import SampleArrays, int64_array
-from weft.worker.staging import copy_to_device
-from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
 
 NO_LOGPROBS = -1
+PLAIN = PlainSampling()
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
 
@@ -50,7 +53,7 @@ class Sampler:
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy sampling takes the lowest of equally likely ids, as argmax does, and so does a
     top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, its logprobs mean nothing; other rows
-    are as they would be without it. `token_sampler` has as many slots.
+    are as they would be without it.
     """
 
     def __init__(
@@ -58,20 +61,19 @@ class Sampler:
         vocab: int,
         slots: int,
         stop_ids: Iterable[int] = (),
-        token_sampler: TokenSampler | None = None,
-        scorer: Scorer = score,
+        sampling: Sampling = PLAIN,
     ) -> None:
         self.vocab = vocab
         self._edits = LogitsEdits(vocab, stop_ids)
-        self._token_sampler = token_sampler or TorchTokenSampler(slots)
-        self._scorer = scorer
+        self._token_sampler = sampling.create_token_sampler(slots)
+        self._score = sampling.score
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
         """Give a slot to a request, with the output that it had before a preemption, if any."""
         slot, params = admission.slot, admission.params
         self._tops[slot] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, self.vocab)
-        self._token_sampler.admit(slot, params, admission.key)
+        self._token_sampler.admit(slot, sampling_settings(params), admission.key)
         self._edits.admit(admission)
 
     def release(self, slot: int) -> None:
@@ -121,7 +123,7 @@ class Sampler:
         if raw is None or arrays.scored is None:
             return SampledTokens(ids, self._result(batch, tokens, [], []))
         tops = self._tops[arrays.slots[arrays.scored]]
-        scores = self._scorer(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
+        scores = self._score(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
         # In one tensor, to be copied to the host together.
         values = torch.cat([tokens.double(), scores.flatten()])
         return SampledTokens(ids, self._result(batch, values, arrays.scored.tolist(), tops.tolist()))
@@ -152,14 +154,11 @@ class Sampler:
             return []
         top = min(top, self.vocab)
         ids = copy_to_device(int64_array(targets), logits.device)
-        return [unpack_logprobs(row, top) for row in self._scorer(logits, ids, top).tolist()]
+        return [unpack_logprobs(row, top) for row in self._score(logits, ids, top).tolist()]
 
 
-def split_logprobs(values: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:
-    """Logprobs of `count` rows, None except for `rows`, whose scores follow the first `count` of the `values`."""
-    logprobs: list[TokenLogprobs | None] = [None] * count
-    if rows:
-        width = (len(values) - count) // len(rows)
-        for row, begin, top in zip(rows, range(count, len(values), width), tops, strict=True):
-            logprobs[row] = unpack_logprobs(values[begin : begin + width], top)
-    return logprobs
+def sampling_settings(params: SamplingParams) -> SamplingSettings:
+    """The settings that a request's tokens are drawn with."""
+    greedy = params.greedy or params.top_k == 1
+    log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+    return SamplingSettings(0.0 if greedy else params.temperature, log_min_p, params.top_k, params.top_p)

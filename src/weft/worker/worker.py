@@ -32,7 +32,6 @@ from weft.plan.plan import Plan
 from weft.plan.speculation import draft_plan
 from weft.worker import rehearsal
 from weft.worker.device import free_bytes
-from weft.worker.logprobs import scorer_for
 from weft.worker.model_proposer import ModelProposer
 from weft.worker.prompt_logprobs import score_prompts
 from weft.worker.proposer import Proposer
@@ -41,7 +40,6 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
-from weft.worker.token_sampler import create_token_sampler
 from weft.worker.trace import Trace, begin_trace
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
@@ -89,9 +87,8 @@ class Worker:
         )
 
     def _create_sampler(self) -> Sampler:
-        plan, shape, kernels = self.plan, self.plan.shape, self.runner.kernels
-        token_sampler = create_token_sampler(kernels, plan.max_num_seqs, self.runner.device)
-        return Sampler(shape.vocab, plan.max_num_seqs, shape.eos, token_sampler, scorer_for(kernels))
+        plan, shape = self.plan, self.plan.shape
+        return Sampler(shape.vocab, plan.max_num_seqs, shape.eos, self.runner.kernels.sampling)
 
     @property
     def runners(self) -> list[ModelRunner]:

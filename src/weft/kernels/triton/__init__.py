@@ -50,7 +50,12 @@ def create_triton_attention(device: torch.device, shape: AttentionShape) -> Trit
 def create_triton_kernels(device: torch.device, attention: Attention | None = None) -> Kernels:
     """The Triton kernels for a device, with `attention` in place of their own if it is given."""
     from weft.kernels.triton.attention import TritonAttention
-    from weft.kernels.triton.kernels import TritonKernels
+    from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
 
-    own = attention or TritonAttention(multiprocessor_count(device), shared=shared_memory_bytes(device))
-    return TritonKernels(multiprocessor_count(device), own)
+    processors = multiprocessor_count(device)
+    return Kernels(
+        attention=attention or TritonAttention(processors, shared=shared_memory_bytes(device)),
+        pointwise=TritonPointwise(),
+        matrices=TritonMatrices(processors),
+        sampling=TritonSampling(device),
+    )

@@ -297,6 +297,7 @@ class TritonAttention:
     the bytes of shared memory that a program may ask for."""
 
     name = "triton"
+    capturable = True
 
     def __init__(self, processors: int, tunings: Tunings = DEFAULT, shared: int = AMPERE_SHARED_BYTES) -> None:
         self._processors, self.tunings, self._shared = processors, tunings, shared

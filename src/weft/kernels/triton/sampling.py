@@ -1,8 +1,8 @@
 """Sampling of a token per row from the model's logits, without copying or sorting them.
 
-`worker/random.py` explains the race that draws a token, and `worker/filters.py` the filters. First all blocks of all
-rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race, among
-blocks, needs no more.
+`kernels/random.py` explains the race that draws a token, and `kernels/plain/filters.py` the filters. First all blocks
+of all rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race,
+among blocks, needs no more.
 """
 
 from __future__ import annotations
