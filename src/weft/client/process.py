@@ -36,6 +36,7 @@ from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
+from weft.hardware import malloc
 from weft.plan.memory import fit_length
 
 LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is given back afterwards
@@ -107,7 +108,7 @@ class CoreProcess(CoreLoop):
 
 
 def main(descriptor: int) -> None:
-    memory.limit_arenas()
+    malloc.limit_arenas()
     # Without the lifeline, which would kill this process at once: it takes the time to end its ranks, which have their
     # own lifelines.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from msgspec.structs import replace
 
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
+from weft.core.commands import SwapWeights
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
@@ -23,10 +24,11 @@ from weft.models.decoder import DecoderModel
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import step_bytes
 from weft.plan.plan import Plan
-from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.load import allocate_parameters, load_weights, parameter_groups
 from weft.worker import rehearsal
 from weft.worker.device import allocate_caches, prepare_device
 from weft.worker.graphs import CudaGraphs, Graphs, graph_sizes
+from weft.worker.host_copies import HostCopies
 from weft.worker.importance import measure_importance
 
 logger = logging.getLogger("weft")
@@ -57,6 +59,8 @@ class ModelRunner:
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
         self._num_blocks = 0  # of the KV cache, asleep too
+        self._copies: HostCopies | None = None  # of weights, asleep
+        self._asleep = False
         self.graphs: Graphs | None = None
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
@@ -65,9 +69,7 @@ class ModelRunner:
         """Read the weights, build the model and compile its kernels."""
         self.device = prepare_device(self.plan, self.rank)
         self._load_model()
-        if self.device.type != "cpu":
-            # Here, since the peak is measured with all that a step needs.
-            self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
+        self._fill_ropes()
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
 
     def _load_model(self) -> None:
@@ -85,6 +87,12 @@ class ModelRunner:
         if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+
+    def _fill_ropes(self) -> None:
+        """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
+        if self.device.type != "cpu":
+            # Before memory is measured, with all that a step needs.
+            self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
 
     @torch.inference_mode()
     def measure(self, rehearse: Rehearse) -> None:
@@ -135,14 +143,44 @@ class ModelRunner:
                 rehearse(counts, params, num_blocks)
 
     def sleep(self, level: int) -> None:
-        """Drop KV cache, graphs and weights, see the command Sleep."""
-        self.graphs, self.caches = None, []
-        self.model = self.kernels = None  # type: ignore[assignment]
+        """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
+        self.graphs, self.caches, self._asleep = None, [], True
+        if level == 1 and self.device.type != "cpu":
+            self.model.fill_ropes(0, self.plan.max_model_len, self.device)
+            self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
+        else:
+            self._drop_model()
 
     def wake(self, rehearse: Rehearse) -> None:
-        """Read the weights again, and allocate as many KV blocks as before."""
-        self._load_model()
+        """Load what `sleep` has dropped, and allocate as many KV blocks as before."""
+        if self._copies:
+            self._copies.restore()
+            self._copies = None
+        else:
+            self._load_model()
+        self._asleep = False
+        self._fill_ropes()
         self.allocate(self._num_blocks, rehearse)
+
+    def swap_weights(self, command: SwapWeights) -> None:
+        """Read the weights of another checkpoint of the same shapes, layer by layer, into the same memory; asleep, with
+        the next `wake`."""
+        plan = self.plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
+        if self._asleep:
+            self._copies = None
+            self._drop_model()
+            return
+        backend = plan.attention_backend, self.device, self.attention
+        outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
+        importance = measure_importance(plan, self.rank, self.links, outline, self.device)
+        for names in parameter_groups(plan, self.place):
+            targets = allocate_parameters(plan, self.place, self.device, names=names)
+            load_weights(plan, self.place, targets, create_rounding(*backend), importance)
+            for name, target in targets.items():
+                self.model.replace(name, target)
+
+    def _drop_model(self) -> None:
+        self.model = self.kernels = None  # type: ignore[assignment]
 
     def _allocate_caches(self, num_blocks: int) -> None:
         self.caches = allocate_caches(self.plan, self.rank, self.attention.cache_dtype, self.device, num_blocks)
@@ -218,12 +256,7 @@ class ModelRunner:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""
         return self.model.logits(hidden)
 
-    def swap_weights(self, checkpoint: str, load_format: Literal["safetensors", "gguf", "dummy"]) -> None:
-        """Read the weights of another checkpoint of the same shapes into the same memory."""
-        self.plan = replace(self.plan, checkpoint=checkpoint, load_format=load_format)
-
     def close(self) -> None:
         """Drop everything that takes memory."""
-        self.graphs = None
-        self.caches = []
-        self.model = self.kernels = None  # type: ignore[assignment]
+        self.graphs, self.caches, self._copies = None, [], None
+        self._drop_model()

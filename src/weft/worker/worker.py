@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from weft.core.commands import (
 )
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan, StepResult
+from weft.hardware import malloc
 from weft.kernels.capture import release_cached_memory
 from weft.kernels.streams import NOT_FINITE
 from weft.plan.memory import Capacity
@@ -121,8 +123,9 @@ class Worker:
                 return Done()
             case Wake():
                 self.wake()
-            case SwapWeights(checkpoint, load_format):
-                self.runner.swap_weights(checkpoint, load_format)
+            case SwapWeights():
+                self.runner.swap_weights(command)
+                malloc.release()
                 return Done()
         return GraphsLeft(sum(runner.uncaptured for runner in self.runners))
 
@@ -156,6 +159,8 @@ class Worker:
             self._release(slot)
         for runner in self.runners:
             runner.sleep(level)
+        gc.unfreeze()  # what a start creates is frozen, and parts of a model may form cycles
+        malloc.release()
         if self.runner.device.type == "cuda":
             release_cached_memory()
 
@@ -164,6 +169,7 @@ class Worker:
         if self.proposer:
             self.proposer.wake()
         self.runner.wake(self._rehearse)
+        malloc.release()  # of weights that were packed
 
     @torch.inference_mode()
     def execute(self, step: StepPlan) -> Result:
