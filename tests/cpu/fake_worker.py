@@ -129,7 +129,7 @@ class FakeWorker:
             case "raise":
                 raise ValueError(f"rank {self.rank} does not like to {phase}")
             case "refuse":
-                raise ModelError("model.safetensors is cut off")
+                raise ModelError("model.safetensors is cut off", code="short-tensor")
             case "exhaust":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
             case "exit":

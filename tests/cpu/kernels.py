@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.attention import shaped
 from weft.kernels.base import Kernels
-from weft.kernels.native import create_native_kernels
+from weft.kernels.native import complete_kernels, create_attention
 from weft.native.build import build_library
 
 CPU = torch.device("cpu")
@@ -25,7 +26,8 @@ def built(dtype: str) -> Path:
 def native(dtype: torch.dtype) -> Kernels:
     """The compiled CPU kernels."""
     built(str(dtype).removeprefix("torch."))
-    return create_native_kernels(dtype)
+    shape = shaped(dtype)
+    return complete_kernels(create_attention(CPU, shape), CPU, shape)
 
 
 def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:

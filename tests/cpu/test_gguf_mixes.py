@@ -22,7 +22,9 @@ from weft.formats.precision import held_precision, sum_by_kind
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.
 WIDE = repeated(with_ffn(with_attention(SHAPE, bias=False, out_bias=False), bias=False), 3)
-NARROW = msgspec.structs.replace(WIDE, hidden=192, ffn=320, q_heads=6, kv_heads=3, head_dim=32)
+NARROW = msgspec.structs.replace(
+    with_ffn(with_attention(WIDE, heads=6, kv_heads=3, head_dim=32), width=320), hidden=192
+)
 LAYOUTS = {
     "whole": {},
     "tp2": {"tensor_parallel_size": 2},

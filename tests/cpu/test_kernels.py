@@ -13,10 +13,11 @@ from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
 from weft.kernels import create_kernels
-from weft.kernels.base import HeadNorm, Kernels, KVCache
+from weft.kernels.base import HeadNorm, Kernels, KVCache, apply_sinks
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainPointwise, create_plain_kernels
-from weft.native.build import CPP_TYPES, build_library, load_library
+from weft.native.build import build_library, load_library
+from weft.native.library import CPP_TYPES
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -34,7 +35,9 @@ def written(kernels: Kernels, cache: KVCache) -> KVCache:
     return out
 
 
-def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+def attend_by_loop(
+    q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None, lse: torch.Tensor | None = None
+) -> torch.Tensor:
     """One query and one head at a time, in float64."""
     group = q.shape[1] // cache.keys.shape[2]
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -50,8 +53,10 @@ def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, 
             for head in range(q.shape[1]):
                 keys = torch.stack([cache.keys[b, o, head // group] for b, o in blocks]).double()
                 values = torch.stack([cache.values[b, o, head // group] for b, o in blocks]).double()
-                weights = (keys @ q[token, head].double() * scale).softmax(0)
-                out[token, head] = weights @ values
+                scores = keys @ q[token, head].double() * scale
+                out[token, head] = scores.softmax(0) @ values
+                if lse is not None:
+                    lse[token, head] = scores.logsumexp(0)
     return out.flatten(1)
 
 
@@ -80,9 +85,49 @@ def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.d
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
-    got = kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window)
-    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    sums, want_sums = (torch.full((sum(counts), q_heads), torch.nan) for _ in range(2))
+    got = kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window, sums)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window), got)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_two_parts_of_a_context_are_joined_to_one(kind: str) -> None:
+    kernels = native(torch.float32) if kind == "native" else create_plain_kernels()
+    joined_is_whole(kernels)
+
+
+def joined_is_whole(kernels: Kernels) -> None:
+    """Rows of one token: attention over the first blocks, and over the others, joined by the sums of their weights."""
+    contexts, block_size, q_heads, kv_heads, head_dim, first = [200, 130, 70], 16, 6, 2, 64, 4
+    batch, blocks = ragged([1, 1, 1], contexts, block_size, seed=1)
+    torch.manual_seed(2)
+    cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim) for _ in range(2)))
+    stored, q = written(kernels, cache), torch.randn(3, q_heads, head_dim) * 3
+    before = replace(batch, context=torch.full_like(batch.context, first * block_size))
+    after = replace(batch, context=batch.context - first * block_size, tables=batch.tables[:, first:].contiguous())
+    parts = []
+    for part in (before, after):
+        lse = torch.empty(3, q_heads)
+        kernels.attention.prepare(part)
+        out = kernels.attention.attend(q, stored, part, head_dim**-0.5, None, lse)
+        parts.append((out.unflatten(1, (q_heads, head_dim)), lse))
+    weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    joined = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    kernels.attention.prepare(batch)
+    whole = kernels.attention.attend(q, stored, batch, head_dim**-0.5, None)
+    torch.testing.assert_close(joined, whole.unflatten(1, (q_heads, head_dim)), atol=2e-5, rtol=2e-5)
+
+
+def test_sinks_take_their_share_of_the_softmax() -> None:
+    torch.manual_seed(3)
+    scores, values, sinks = torch.randn(5, 4, 9) * 3, torch.randn(4, 9, 16), torch.randn(4) * 3
+    without = torch.einsum("thk,hkd->thd", scores.softmax(-1), values).flatten(1)
+    wide = torch.cat((scores, sinks.expand(5, 4).unsqueeze(-1)), -1)
+    want = torch.einsum("thk,hkd->thd", wide.softmax(-1)[..., :-1], values).flatten(1)
+    torch.testing.assert_close(apply_sinks(without, scores.logsumexp(-1), sinks), want)
 
 
 def test_rows_that_begin_alike_are_read_together_and_everything_once(tmp_path: Path) -> None:

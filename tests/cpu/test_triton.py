@@ -10,7 +10,7 @@ import torch
 
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import triton_kernels
-from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
+from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import create_plain_kernels
@@ -46,9 +46,17 @@ def test_attention_over_paged_kv_is_exact(case: tuple, processors: int, dtype: t
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
-    got = triton_kernels(processors).attention.attend(q, cache, batch, head_dim**-0.5, window)
-    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    sums, want_sums = (torch.full((sum(counts), q_heads), torch.nan) for _ in range(2))
+    attention = triton_kernels(processors).attention
+    got = attention.attend(q, cache, batch, head_dim**-0.5, window, sums)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("processors", [1, 24])
+def test_two_parts_of_a_context_are_joined_to_one(processors: int) -> None:
+    joined_is_whole(triton_kernels(processors))
 
 
 def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
@@ -71,11 +79,12 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
     for processors in (1, 24):
         kernels = triton_kernels(processors)
         q = kernels.pointwise.rotate_and_store(qkv, 4, rope, caches[0], filled, None)
-        out = kernels.attention.attend(q, caches[0], filled, 0.25, None)
+        lse = torch.zeros(2 + more, 4)
+        out = kernels.attention.attend(q, caches[0], filled, 0.25, None, lse)
         few = PLAIN.pointwise.rotate_and_store(qkv[:2], 4, rope, caches[1], batch, None)
         torch.testing.assert_close(caches[0].keys, caches[1].keys)
         torch.testing.assert_close(out[:2], PLAIN.attention.attend(few, caches[1], batch, 0.25, None))
-        assert not out[2:].any()
+        assert not out[2:].any() and lse[2:].eq(-torch.inf).all() and lse[:2].isfinite().all()
 
 
 @pytest.mark.parametrize("room", [0, 6], ids=["eager", "graph"])

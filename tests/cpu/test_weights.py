@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.pure.gguf_files import ggml_name, interleave, write_model
 from tests.pure.shapes import dense_shape, layouts
+from tests.refusals import refuses
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
@@ -233,13 +234,13 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     plan = plan_for(SHAPE, tmp_path, "safetensors")
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ModelError, match="is cut short"):
+    with refuses(ModelError, "short-tensor", path):
         loaded(plan, plan.places[0])
     path.unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with refuses(ModelError, "no-weights", tmp_path):
         loaded(plan, plan.places[0])
     name = "model.norm.weight"
-    with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
+    with refuses(ModelError, "cannot-read-model", path, "No such file"):
         stored.StoredWeights(infos).read_range(name, Span(0, 256), None, torch.empty(256))
 
 

@@ -15,7 +15,7 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, varlen
+from weft.kernels import attention_inputs, attention_obstacle, contest, create_kernels
 from weft.kernels.base import Attention, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention
@@ -29,8 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(params=["flashinfer", "varlen"])
 def backend(request: pytest.FixtureRequest) -> str:
-    obstacle = {"flashinfer": flashinfer.flashinfer_obstacle, "varlen": varlen.varlen_obstacle}[request.param]
-    reason = obstacle(CUDA, shaped(torch.float16))
+    reason = attention_obstacle(request.param, CUDA, shaped(torch.float16))
     if reason is not None:
         pytest.skip(f"needs {request.param}: {reason}")
     return request.param
@@ -44,8 +43,11 @@ def exact(
     wide = KVCache(cache.keys.float(), cache.values.float())
     scale, close = q.shape[-1] ** -0.5, TOLERANCE[dtype]
     for window in windows:
-        got = attention.attend(q.to(CUDA), on_card, there(batch), scale, window).cpu().float()
-        torch.testing.assert_close(got, PLAIN.attend(q.float(), wide, batch, scale, window), atol=close, rtol=close)
+        sums, want_sums = torch.empty(q.shape[:2], device=CUDA), torch.empty(q.shape[:2])
+        got = attention.attend(q.to(CUDA), on_card, there(batch), scale, window, sums).cpu().float()
+        want = PLAIN.attend(q.float(), wide, batch, scale, window, want_sums)
+        torch.testing.assert_close(got, want, atol=close, rtol=close)
+        torch.testing.assert_close(sums.cpu(), want_sums, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -63,7 +65,7 @@ def test_attention_over_paged_kv_is_exact(backend: str, case: tuple, dtype: torc
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
     shape = shaped(torch.bfloat16, 128, 8, 2, cache_dtype=FP8)
-    if flashinfer.flashinfer_obstacle(CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
+    if attention_obstacle("flashinfer", CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs flashinfer and a card with FP8")
     batch, blocks = ragged([1, 1, 40], [130, 7, 90], 16, seed=3)
     torch.manual_seed(3)
@@ -126,11 +128,11 @@ def test_an_engine_gives_the_tokens_of_triton_s(backend: str, tmp_path: Path) ->
 
 def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=256, length=4096, tokens=2048)
-    others, ours = (create_kernels(name, CUDA, shape) for name in (backend, "triton"))
+    others, ours = (create_kernels(name, CUDA, shape).attention for name in (backend, "triton"))
     lines = []
     for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
         given = attention_inputs.decode_inputs(shape, CUDA, [context] * rows)
-        times = [contest.attention_seconds(kernels, shape, given) for kernels in (others, ours)]
+        times = [contest.attention_seconds(attention, shape, given) for attention in (others, ours)]
         lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
     with capsys.disabled():
         print("\n" + "\n".join(lines))

@@ -46,14 +46,16 @@ def test_attention_over_paged_kv_is_exact(case: tuple, dtype: torch.dtype) -> No
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype)
     kernels = create_kernels("triton", CUDA, shaped(dtype, head_dim, q_heads, kv_heads))
     on_card = KVCache(cache.keys.to(CUDA), cache.values.to(CUDA))
-    got = kernels.attention.attend(q.to(CUDA), on_card, there(batch), head_dim**-0.5, window).cpu()
+    sums, want_sums = torch.empty(q.shape[:2], device=CUDA), torch.empty(q.shape[:2])
+    got = kernels.attention.attend(q.to(CUDA), on_card, there(batch), head_dim**-0.5, window, sums).cpu()
     if case is LONG:
         want = PlainAttention().attend(
-            q.float(), KVCache(cache.keys.float(), cache.values.float()), batch, head_dim**-0.5, None
+            q.float(), KVCache(cache.keys.float(), cache.values.float()), batch, head_dim**-0.5, None, want_sums
         )
     else:
-        want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+        want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums.cpu(), want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

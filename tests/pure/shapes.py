@@ -92,6 +92,11 @@ def with_attention(shape: ModelShape, **fields: Any) -> ModelShape:
     return replace(shape, layers=tuple(replace(layer, mixer=replace(layer.mixer, **fields)) for layer in shape.layers))
 
 
+def with_experts(shape: ModelShape, experts: Experts) -> ModelShape:
+    """The shape with these experts in every layer."""
+    return replace(shape, layers=tuple(replace(layer, ffn=experts) for layer in shape.layers))
+
+
 def with_ffn(shape: ModelShape, **fields: Any) -> ModelShape:
     """The shape with these fields of every layer's feed-forward part."""
     return replace(shape, layers=tuple(replace(layer, ffn=replace(layer.ffn, **fields)) for layer in shape.layers))

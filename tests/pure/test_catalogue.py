@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.pure.shapes import figures, windows
+from tests.refusals import refuses
 from weft.architectures.kv import kv_bytes, kv_bytes_per_token, layer_bytes_per_token
 from weft.architectures.parameters import parameter_count
 from weft.errors import ModelError
@@ -125,19 +126,18 @@ def test_names(name: str, model: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("Qwen2.5-73B-Instruct", "nearest: Qwen/Qwen2.5-7"),
-        ("lama-3.1-8b", "nearest: meta-llama/Llama-3.1-8B"),
-        ("Qwen2.5-73B-Instruct-AWQ", "nearest: Qwen"),
-        ("", "give a name on the hub"),
-        ("-AWQ", "give a name on the hub|nearest"),
-        ("xyzzy" * 1000, "give a name on the hub"),
+        ("Qwen2.5-73B-Instruct", "Qwen/Qwen2.5-7"),
+        ("lama-3.1-8b", "meta-llama/Llama-3.1-8B"),
+        ("Qwen2.5-73B-Instruct-AWQ", "Qwen/"),
+        ("", "hub"),
+        ("-AWQ", "; "),
+        ("xyzzy" * 1000, "hub"),
     ],
 )
 def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
     assert catalogue.find_known(name) is None
-    with pytest.raises(ModelError, match=hint) as error:
+    with refuses(ModelError, "unknown-model", repr(name), hint):
         catalogue.find(name)
-    assert "\n" not in str(error.value)
 
 
 def test_windows_cap_what_a_sequence_keeps() -> None:

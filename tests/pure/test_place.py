@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2, layouts, with_ffn
+from tests.refusals import refuses
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
@@ -72,7 +73,7 @@ def test_any_number_of_ranks_up_to_the_query_heads(kv_heads: int, group: int, da
 @given(kv_heads=st.integers(1, 8), group=st.integers(1, 8), more=st.integers(1, 8))
 def test_more_ranks_than_the_model_can_feed(kv_heads: int, group: int, more: int) -> None:
     q_heads = kv_heads * group
-    with pytest.raises(PlanError, match=f"use 1 to {q_heads}"):
+    with refuses(PlanError, "more-ranks-than-heads", q_heads + more, f"1 to {q_heads}"):
         cut_heads(q_heads, kv_heads, [1.0] * (q_heads + more))
 
 
@@ -102,7 +103,7 @@ def test_matrices_are_cut_in_blocks_of_the_quantised_formats() -> None:
 
 @pytest.mark.parametrize("stages", [[], [29], [31], [30, 0], [31, -1], [15, 14]])
 def test_a_pipeline_split_that_does_not_add_up(stages: list[int]) -> None:
-    with pytest.raises(PlanError, match="30"):
+    with refuses(PlanError, "pipeline-split-of-other-sum", "30"):
         cut_places(SMOLLM2, [1.0], stages)
 
 

@@ -11,7 +11,7 @@ from tests.pure.letters import output
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
 from weft.client.frontend import TextTools
 from weft.core.request import Output, Request
-from weft.core.step import TokenLogprobs
+from weft.core.step import SlotFailure, TokenLogprobs
 
 # Chat
 
@@ -84,7 +84,9 @@ async def test_minus_infinity_is_a_number_in_json() -> None:
 
 async def test_a_request_that_the_model_cannot_answer_is_a_500_that_says_so() -> None:
     def script(request: Request) -> Iterable[Output]:
-        yield Output(request.id, [], [], "error", error="rank 1: the model produced NaN logits")
+        yield Output(
+            request.id, [], [], "error", error=SlotFailure("nan-logits", "rank 1: the model produced NaN logits")
+        )
 
     world = World(FakeEngine(script))
     answer = await world.chat()
@@ -203,7 +205,7 @@ async def test_echo() -> None:
 async def test_scoring_a_prompt() -> None:
     def script(request: Request) -> Iterable[Output]:
         assert request.params.prompt_logprobs == 1
-        entries = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in request.prompt[1:]]
+        entries = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in list(request.prompt)[1:]]
         yield output(request.id, "x", "length", prompt_logprobs=entries)
 
     answer = (await World(FakeEngine(script)).complete(prompt=[97, 98], echo=True, max_tokens=0, logprobs=1)).json()

@@ -10,7 +10,8 @@ import torch
 from scripts.gpu.work import Figure, Options
 from weft.architectures.place import Span
 from weft.kernels.capture import capture_graph
-from weft.kernels.triton import create_triton_kernels
+from weft.kernels.triton.kernels import TritonMatrices
+from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
@@ -25,7 +26,7 @@ def products(options: Options) -> Iterator[Figure]:
     rehearse = options["rehearse"]
     shapes, tokens = (((16, 64),), (1, 2)) if rehearse else (SHAPES, TOKENS)
     dtype = torch.float32 if rehearse else torch.bfloat16
-    matrices = create_triton_kernels(CUDA).matrices
+    matrices = TritonMatrices(multiprocessor_count(CUDA))
     for rows, cols in shapes:
         for kind in TYPES:
             weight = (

@@ -14,7 +14,7 @@ BYTES |= {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 def number_bytes(dtype: str) -> int:
     """Bytes of one number in a KV cache of `dtype`. Raises ConfigError for an unknown dtype."""
     if dtype not in BYTES:
-        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}")
+        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}", code="unknown-kv-cache-dtype")
     return BYTES[dtype]
 
 

@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 INTRODUCTION = f"""# The command line
 
-<!-- Written by `python -m weft.cli.docs`. Change commands.py and the *flags.py of src/weft/cli, not this page. -->
+<!-- Written by `python -m weft.cli.docs`. Change what it is written from, not this page. In src/weft: cli/commands.py
+and cli/*flags.py, and for the flags of engine and server config.py and serving/options.py. -->
 
 {ABOUT}
 
@@ -84,7 +85,7 @@ def flag_row(flag: Flag) -> str:
     value = "" if flag.parse is None else " " + (flag.metavar or flag.name.rpartition("-")[2].upper())
     if flag.choices:
         value = " {" + ",".join(flag.choices) + "}"
-    names = [f"`{flag.option}{value}`", *([f"`{flag.short}`"] if flag.short else [])]
+    names = [f"`{flag.long}{value}`", *([f"`{flag.short}`"] if flag.short else [])]
     meaning = f"{flag.help}{default_text(flag)}".replace("|", "\\|")
     return f"| {', '.join(names)} | {meaning} |"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutput
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
-from weft.core.step import TokenLogprobs
+from weft.core.step import SlotFailure, TokenLogprobs
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class Collector:
         arrival_s: float,
     ) -> None:
         self.params = params
-        self.error: str | None = None
+        self.error: SlotFailure | None = None
         self.requests = requests
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
         self._choices: dict[str, Choice] = {}
-        first = None if tokenizer is None else TextStream(tokenizer, params, prompt)
+        first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt))
         for index, request in enumerate(requests):
             stream = first.fork() if first is not None and index else first
             self._choices[request.id] = Choice(CompletionOutput(index), stream)

@@ -63,7 +63,9 @@ def profile_command(steps: int, directory: str | os.PathLike[str]) -> Profile:
     folder = Path(directory).absolute()
     try:
         if steps < 0:
-            raise RequestError(f"steps is {steps}; it must be 1 or more, or 0 to end a trace", param="steps")
+            raise RequestError(
+                f"steps is {steps}; it must be 1 or more, or 0 to end a trace", param="steps", code="profile-steps"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "no permission to write")

@@ -101,10 +101,10 @@ class CoreProcess(CoreLoop):
             self.core.add(request)
         except QueueFullError as error:
             self._note_ended([request.id])
-            self.parent.send(RequestRefused(request.id, str(error), True))
+            self.parent.send(RequestRefused(request.id, str(error), error.code, True))
         except RequestError as error:
             self._note_ended([request.id])
-            self.parent.send(RequestRefused(request.id, str(error), False, error.param))
+            self.parent.send(RequestRefused(request.id, str(error), error.code, False, error.param))
 
 
 def main(descriptor: int) -> None:
@@ -123,7 +123,7 @@ def main(descriptor: int) -> None:
         ready = executor.start(start.plan)
         phase = "allocate"
         plan = msgspec.structs.replace(start.plan, max_model_len=fit_length(start.plan, ready.num_blocks))
-        core = EngineCore.start(plan, ready.num_blocks, executor, start.config, paced=True)
+        core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True)
         parent.send(CoreStarted(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))

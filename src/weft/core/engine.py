@@ -10,14 +10,14 @@ from time import monotonic
 from typing import Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
 from weft.core.step import StepPlan, StepResult
-from weft.errors import Cause, EngineError
+from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.plan.plan import Plan
 
 logger = logging.getLogger("weft")
@@ -52,7 +52,7 @@ class EngineCore:
         self._pace = pace
 
     @classmethod
-    def start(
+    def from_plan(
         cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies.
@@ -61,7 +61,7 @@ class EngineCore:
         as they grow (weft serve, AsyncLLM).
         """
         scheduler = Scheduler(
-            pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
+            pool=NumberedBlocks(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_num_queued=config.max_num_queued_reqs,
@@ -119,7 +119,7 @@ class EngineCore:
         if result.failed:
             for output in outputs:
                 if output.error:
-                    logger.error("request %s ended: %s", output.id, output.error)
+                    logger.error("request %s ended: %s", output.id, output.error.reason)
         if self._speculation_gate:
             self._speculation_gate.step_finished(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:
@@ -166,7 +166,9 @@ class EngineCore:
     def _fail(self, error: Exception) -> NoReturn:
         self.pending.clear()
         if not isinstance(error, EngineError):
-            error = EngineError(Cause(rank=-1, phase="step", cause=f"{type(error).__name__}: {error}"))
+            code = error.code if isinstance(error, WeftError) else "internal-error"
+            cause = f"{type(error).__name__}: {error}"
+            error = EngineError(Cause(rank=CORE, phase="step", code=code, cause=cause))
         self.failure = error
         self.commands.fail(error)
         raise error

@@ -13,14 +13,13 @@ from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
-from weft.errors import ConfigError, ModelError, error_reason
+from weft.errors import ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
 
 FileFormat = Literal["safetensors", "gguf", "dummy"]
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -60,16 +59,17 @@ def resolve(
     `load_format` "dummy" a config.json is enough. Raises ModelError, in one line with the ways out, for a model that is
     missing, damaged, incomplete, or of an unknown architecture.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     try:
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
-        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
-        raise ModelError(f"{path} is {format}, not {load_format}; leave --load-format out, or give another model")
+        raise ModelError(
+            f"{path} is {format}, not {load_format}; leave --load-format out, or give another model",
+            code="other-load-format",
+        )
     dummy = load_format == "dummy"
     if format == "gguf":
         header = gguf.read_gguf(path)
@@ -116,7 +116,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     if path is not None:
         return path
     if not hub.is_name(model):
-        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
+        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
     return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))
 
 
@@ -135,8 +135,13 @@ def _in_directory(folder: Path) -> Path:
     if len(files) == 1 or (files and "-00001-of-" in files[0].name):
         return files[0]
     if files:
-        raise ModelError(f"{folder} holds {len(files)} GGUF files; give one of them: {files[0]}")
-    raise ModelError(f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}")
+        raise ModelError(
+            f"{folder} holds {len(files)} GGUF files; give one of them: {files[0]}", code="several-gguf-files"
+        )
+    raise ModelError(
+        f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}",
+        code="directory-without-model",
+    )
 
 
 def _from_file(path: Path) -> Path:
@@ -145,14 +150,18 @@ def _from_file(path: Path) -> Path:
     if path.suffix in safetensors.PICKLED:
         raise ModelError(
             f"{path} is a pickled file, which can run code when it is read; give a directory with safetensors "
-            "or a .gguf file"
+            "or a .gguf file",
+            code="pickled-file",
         )
     try:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
-    raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+    raise ModelError(
+        f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file",
+        code="not-a-gguf-file",
+    )
 
 
 def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
@@ -166,12 +175,18 @@ def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
 
 def _check_shape(shape: ModelShape, where: str) -> None:
     if shape.q_heads % shape.kv_heads:
-        raise ModelError(f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
+        raise ModelError(
+            f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads", code="uneven-kv-heads"
+        )
     if shape.head_dim % 2:
-        raise ModelError(f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one")
+        raise ModelError(
+            f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one", code="odd-head-dim"
+        )
     for token in (*shape.eos, *(() if shape.bos is None else (shape.bos,))):
         if token >= shape.vocab:
-            raise ModelError(f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}")
+            raise ModelError(
+                f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}", code="token-beyond-vocabulary"
+            )
 
 
 def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -231,25 +246,34 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
     extra = next((name for name in index if name.startswith(next_layer)), None)
     if extra is not None:
         raise ModelError(
-            f"{path} holds tensor {extra}, but its config says {count} layers; give the config of these weights"
+            f"{path} holds tensor {extra}, but its config says {count} layers; give the config of these weights",
+            code="more-layers-than-config",
         )
     return tensors
 
 
 def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
     if info.dims != dims:
-        raise ModelError(f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}")
+        raise ModelError(
+            f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}",
+            code="tensor-of-other-dims",
+        )
     if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
-        raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
+        raise ModelError(
+            f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}", code="tensor-type-not-read"
+        )
 
 
 def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[int], path: str) -> ModelError:
     packed_name = _packed_name(index, name)
     if packed_name is None:
-        return ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
+        return ModelError(
+            f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model", code="missing-tensor"
+        )
     return ModelError(
         f"{path} holds {packed_name} in the place of {name}: its weights are quantised, but not as its config.json "
-        "says (quantization_config); fetch it again"
+        "says (quantization_config); fetch it again",
+        code="tensor-packed-differently",
     )
 
 
@@ -270,7 +294,8 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
                 continue
             raise ModelError(
                 f"{info.file}: tensor {ggml_name!r:.80} is no part of a {shape.architecture}; Weft cannot run this "
-                "model"
+                "model",
+                code="foreign-tensor",
             )
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
         if "{expert}" in name:

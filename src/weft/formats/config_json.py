@@ -80,9 +80,9 @@ def load_json(path: Path) -> Fields:
         limits.check_unique(text, str(path))
         return fields
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
+        raise ModelError(f"{path} is damaged: {error}; fetch it again", code="damaged-config") from error
 
 
 def architecture(config: Fields) -> str:
@@ -96,7 +96,10 @@ def architecture(config: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    raise ModelError(f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}")
+    raise ModelError(
+        f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}",
+        code="unknown-architecture",
+    )
 
 
 def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
@@ -157,7 +160,8 @@ def precision(config: Fields) -> str | None:
         method = quantised.text_or("quant_method", None)
         raise ModelError(
             f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does "
-            "not know; name the nearest format with --precision"
+            "not know; name the nearest format with --precision",
+            code="unknown-quantization",
         )
     return precision
 
@@ -167,14 +171,16 @@ def _check_runnable(config: Fields, known: Architecture) -> None:
     if not known.runs:
         raise ModelError(
             f"{config.where}: {known.name} is known to `weft plan`, but the engine does not run it yet; it runs "
-            f"{', '.join(RUNNABLE)}"
+            f"{', '.join(RUNNABLE)}",
+            code="architecture-not-run",
         )
     quantised = quantization(config)
     unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
     if unsupported is not None:
         raise ModelError(
             f"{config.where}: the weights are quantised with {unsupported}, which Weft does not read "
-            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"
+            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file",
+            code="quantization-not-read",
         )
     config = with_defaults(config, known.config)
     for key in REFUSED:

@@ -71,7 +71,7 @@ def _head_dim(config: Fields, default: ConfigFields, heads: int) -> int:
     if head_dim is None and hidden % heads:
         raise ModelError(
             f"{config.where}: hidden_size {hidden} is no multiple of the {heads} num_attention_heads",
-            code="hidden-not-multiple-of-heads",
+            code="uneven-hidden-size",
         )
     return head_dim or hidden // heads
 
@@ -151,7 +151,7 @@ def _sliding_layers(config: Fields, default: ConfigFields, layers: int) -> list[
     if len(types) != layers:
         raise ModelError(
             f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers",
-            code="layer-types-do-not-match",
+            code="layer-types-of-other-length",
         )
     return [type == "sliding_attention" for type in types]
 

@@ -69,12 +69,14 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
     if name not in BY_GGUF_NAME:
         raise ModelError(
-            f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {', '.join(RUNNABLE)}"
+            f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {', '.join(RUNNABLE)}",
+            code="unknown-architecture",
         )
     if name not in RUNNABLE and run:
         raise ModelError(
             f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
-            f"{', '.join(RUNNABLE)}"
+            f"{', '.join(RUNNABLE)}",
+            code="architecture-not-run",
         )
     if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
         return "MixtralForCausalLM"
@@ -95,7 +97,9 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
     _check_fields(fields, where, prefix, known, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
-        raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
+        raise ModelError(
+            f"{where} has no {EMBEDDING} of two dims; it holds no whole model", code="gguf-without-embedding"
+        )
     layers = _layers(gguf, fields, known, run=run)
     hidden, tokens = fields.integer("embedding_length"), Fields(gguf.metadata, where)
     context = fields.integer("context_length", maximum=limits.POSITIONS)
@@ -174,10 +178,16 @@ def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, 
     allowed = ALLOWED.get(known.name, ())
     for key in REFUSED if run else ():
         if fields.values.get(key) and key not in allowed:
-            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+            raise ModelError(
+                f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
+                code="gguf-feature-not-computed",
+            )
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
-            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+            raise ModelError(
+                f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model",
+                code="gguf-field-per-layer",
+            )
 
 
 def _norm_eps(fields: Fields) -> float:
@@ -263,7 +273,10 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
         return Rope(theta=theta, kind="linear", factor=legacy)
     if ROPE_FACTORS in gguf.tensors:
         if kind not in (None, "none"):
-            raise ModelError(f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either")
+            raise ModelError(
+                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
+                code="two-rope-scalings",
+            )
         return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
     match kind:
         case None | "none":
@@ -302,13 +315,17 @@ def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
     info = gguf.tensors[ROPE_FACTORS]
     if info.type != "F32" or info.dims != (head_dim // 2,):
         raise ModelError(
-            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]"
+            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]",
+            code="bad-rope-factors",
         )
     with open(info.file, "rb") as file:
         file.seek(info.offset)
         values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
     if not all(isfinite(value) and value > 0 for value in values):
-        raise ModelError(f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again")
+        raise ModelError(
+            f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again",
+            code="rope-factor-not-positive",
+        )
     return values
 
 

@@ -103,7 +103,7 @@ def canonical(name: str) -> str:
         return key
     near = get_close_matches(key, (*NAMES, *ALIASES), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
+    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}", code="unknown-precision")
 
 
 def held_precision(precision: str) -> str:

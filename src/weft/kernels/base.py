@@ -13,6 +13,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.sampling import Sampling
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import KernelLaunch
+from weft.plan.backends import AttentionSpec
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
@@ -74,6 +75,12 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Facts by which backends are chosen."""
+        dtype, fp8 = str(self.dtype).removeprefix("torch."), self.cache_dtype.itemsize == 1
+        return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8)
 
 
 @dataclass(frozen=True)
@@ -148,10 +155,21 @@ class Attention(Protocol):
         """
         ...
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of all rows, each over its own context: [T, q_heads, head_dim] -> [T, q_heads * head_dim].
 
-        A token sees the last `window` positions, its own included, or all of them if that is None.
+        A token sees the last `window` positions, its own included, or all of them if that is None. If `lse` is given,
+        a tensor [T, q_heads] float32, it gets the natural logarithm of the sum of e^score over the positions that each
+        head of a token sees; -inf if there are none. Results over parts of a context are joined by it (Dao et al. 2023,
+        Flash-Decoding), and `apply_sinks` needs it.
         """
         ...
 
@@ -159,6 +177,16 @@ class Attention(Protocol):
         """Calls that together launch every variant of a kernel that steps within the shape's limits can launch, except
         those that each step launches. The calls of a group launch the same kernels."""
         ...
+
+
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with sinks, from the result `out` [T, q_heads * head_dim] and the `lse` of attention without.
+
+    `sinks` [q_heads] float32 are learnt scores, one per head, that take part in the sum of the softmax and bring no
+    value (gpt-oss): the weights of all values shrink by e^lse / (e^lse + e^sink).
+    """
+    heads = out.unflatten(1, (sinks.shape[0], -1))
+    return (heads * torch.sigmoid(lse - sinks).unsqueeze(2)).to(out.dtype).flatten(1)
 
 
 class Pointwise(Protocol):

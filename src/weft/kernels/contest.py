@@ -20,7 +20,6 @@ from weft.errors import WeftError
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
 from weft.kernels.base import Attention, AttentionShape
 from weft.kernels.capture import capture_graph
-from weft.plan.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
 
@@ -71,13 +70,13 @@ def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) ->
         return None
 
 
-def load_winner(path: Path | None) -> str | None:
-    """Name of the backend that is recorded as the fastest, if any."""
+def load_winner(path: Path | None, rivals: Sequence[str]) -> str | None:
+    """The one of the `rivals` that is recorded as the fastest, if any is."""
     try:
         name = path.read_text().strip() if path else ""
     except (OSError, ValueError):
         return None
-    if name not in GPU_BACKENDS:
+    if name not in rivals:
         return None
     logger.info("Attention by %s, which was the faster one when it was measured (%s)", name, path)
     return name

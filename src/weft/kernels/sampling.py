@@ -8,6 +8,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 import torch
 
+from weft.native.structures import MASK_BITS
+
 Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
 
 # Columns of `SlotSettings`.
@@ -97,6 +99,20 @@ class Sampling(Protocol):
         All implementations agree up to rounding.
         """
         ...
+
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """Set the logits of tokens that a row's mask does not allow to -inf, in place.
+
+        `logits` [R, V] of any float type are contiguous along their last dim. `rows` [M] int64 are numbers of rows that
+        have a mask each: `masks` [M, `mask_words`] int32, in which bit i of word w is 1 if token MASK_BITS * w + i is
+        allowed, as in xgrammar's bitmasks.
+        """
+        ...
+
+
+def mask_words(vocab: int) -> int:
+    """Number of words of a mask of `vocab` tokens."""
+    return -(-vocab // MASK_BITS)
 
 
 class SlotSettings:

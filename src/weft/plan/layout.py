@@ -14,17 +14,10 @@ from weft.architectures.place import whole
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formats.schemes import QUANTIZATIONS
 from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
-from weft.plan.backends import (
-    ATTENTION_BACKENDS,
-    KV_CACHE_DTYPES,
-    kv_cache_dtype,
-    weft_backend,
-    with_attention_backend,
-)
+from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
@@ -82,7 +75,9 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
-    config = with_attention_backend(config, shape, dtype, host, devices)
+    cache_dtype = kv_cache_dtype(config, host, devices)
+    spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
@@ -94,7 +89,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype(config, host, devices),
+        kv_cache_dtype=cache_dtype,
         quantization=quantization_name(config, shape, schemes),
         schemes=schemes,
         places=places,
@@ -130,53 +125,28 @@ def lookahead(config: EngineConfig, device: str, stages: int) -> bool:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError for the first value that is out of its range for every model and machine."""
-    _check_counts(config)
-    _check_choices(config)
+    """Check what EngineConfig does not check itself: rules for several fields, and values with a form of their own.
+
+    Raises ConfigError for the first value that is wrong for every model and machine.
+    """
+    check_backend_name(config.attention_backend)
     for share in config.gpu_memory_utilization:
         if not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
+            raise ConfigError(
+                f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
+                code="bad-utilization",
+            )
     if config.device_map is not None:
         if config.plan is not None:
-            raise ConfigError("--plan says where each layer runs, and so does --device-map: leave one of them out")
+            raise ConfigError(
+                "--plan says where each layer runs, and so does --device-map: leave one of them out",
+                code="plan-beside-device-map",
+            )
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
-    if config.seed < 0:
-        raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
     if config.tensor_split is not None:
         check_tensor_split(config.tensor_split)
-
-
-def _check_counts(config: EngineConfig) -> None:
-    counts: dict[str, int | None] = {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "block_size": config.block_size,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_queued_reqs": config.max_num_queued_reqs,
-        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be 1 or more")
-
-
-def _check_choices(config: EngineConfig) -> None:
-    choices = {
-        "dtype": (config.dtype, ("auto", *DTYPES)),
-        "quantization": (config.quantization, QUANTIZATIONS),
-        "device": (config.device, ("auto", "cpu", "cuda")),
-        "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
-        "executor": (config.executor or "inline", ("inline", "processes")),
-        "attention_backend": (weft_backend(config.attention_backend), ATTENTION_BACKENDS),
-        "kv_cache_dtype": (config.kv_cache_dtype, KV_CACHE_DTYPES),
-    }
-    for name, (choice, known) in choices.items():
-        if choice not in known:
-            raise ConfigError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
 
 
 def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
@@ -191,12 +161,14 @@ def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
         stages = tuple(int(part) for part in partition.split(","))
     except ValueError:
         raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12"
+            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12",
+            code="bad-layer-partition",
         ) from None
     if config.pipeline_parallel_size not in (None, len(stages)):
         raise ConfigError(
             f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
-            f"{config.pipeline_parallel_size}; make them agree or unset the variable"
+            f"{config.pipeline_parallel_size}; make them agree or unset the variable",
+            code="layer-partition-of-other-size",
         )
     return replace(config, pipeline_split=stages)
 
@@ -260,7 +232,8 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     if old and dtype == "bfloat16":
         raise ConfigError(
             f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
-            "bfloat16; use --dtype float16"
+            "bfloat16; use --dtype float16",
+            code="gpu-without-bfloat16",
         )
     return dtype
 
@@ -283,7 +256,8 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
         return shape.max_positions
     if config.max_model_len > shape.longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less"
+            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less",
+            code="beyond-model-length",
         )
     return config.max_model_len
 
@@ -312,11 +286,13 @@ def _check_device(plan: Plan, host: Host, device: str, size: int) -> None:
     if cap is not None and size > cap:
         raise PlanError(
             f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
-            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs")
+            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs"),
+            code="weights-exceed-max-memory",
         )
     if size > free:
         smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
         raise PlanError(
             f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free{holders}; free some, "
-            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
+            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model",
+            code="weights-exceed-free-memory",
         )

@@ -88,7 +88,7 @@ def _device_blocks(plan: Plan, host: str, device: str, ranks: Sequence[Capacity]
     if device in plan.max_memory:
         budget = min(budget, _capped_budget(plan, device, ranks))
     if budget < cost:
-        raise PlanError(_no_room(plan, host, device, budget, cost))
+        raise PlanError(_no_room(plan, host, device, budget, cost), code="no-room-for-kv-cache")
     return budget // cost
 
 
@@ -99,7 +99,8 @@ def _capped_budget(plan: Plan, device: str, ranks: Sequence[Capacity]) -> int:
     if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
         raise PlanError(
             f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
-            f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out"
+            f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out",
+            code="kv-cache-exceeds-max-memory",
         )
     return left
 
@@ -141,7 +142,8 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
             f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * block_bytes} per rank"
-            f"{share}, or more ranks"
+            f"{share}, or more ranks",
+            code="context-exceeds-kv-cache",
         )
     return held
 

@@ -86,7 +86,8 @@ def cut_experts(
         if ranks * replicas > experts.count:
             raise PlanError(
                 f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
-                f"use 1 to {experts.count}"
+                f"use 1 to {experts.count}",
+                code="more-expert-ranks-than-experts",
             )
         dealt = deal_experts(experts.count, tuple(weights) * replicas)
         held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.width)] * ranks

@@ -114,9 +114,14 @@ def load_plan_file(path: str) -> PlanFile:
     """
     plan = _decode(path)
     if plan.best is None:
-        raise ConfigError(f"{path} has no layout: nothing fitted that hardware; weft plan {plan.model.name} says why")
+        raise ConfigError(
+            f"{path} has no layout: nothing fitted that hardware; weft plan {plan.model.name} says why",
+            code="plan-without-layout",
+        )
     if plan.engine != "weft":
-        raise ConfigError(f"{path} is a plan for the engine {plan.engine}; plan again without --engine")
+        raise ConfigError(
+            f"{path} is a plan for the engine {plan.engine}; plan again without --engine", code="plan-for-other-engine"
+        )
     _check_ranks(path, plan, plan.best)
     return msgspec.structs.replace(plan, path=path)
 
@@ -125,19 +130,26 @@ def _decode(path: str) -> PlanFile:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}") from None
+        raise ConfigError(
+            f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}", code="cannot-read-plan"
+        ) from None
     try:
         head = msgspec.json.decode(text, type=_Head)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}") from None
+        raise ConfigError(
+            f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}", code="not-a-plan"
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}") from None
+        raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="plan-not-json") from None
     if head.format != FORMAT:
-        raise ConfigError(f"{path} is a plan of format {head.format}, and this Weft reads {FORMAT}; plan again")
+        raise ConfigError(
+            f"{path} is a plan of format {head.format}, and this Weft reads {FORMAT}; plan again",
+            code="plan-of-other-format",
+        )
     try:
         return msgspec.json.decode(text, type=PlanFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is a damaged plan: {error}; {HOW_TO_WRITE}") from None
+        raise ConfigError(f"{path} is a damaged plan: {error}; {HOW_TO_WRITE}", code="damaged-plan") from None
 
 
 def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
@@ -145,8 +157,11 @@ def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
     ranks = best.tensor_parallel * best.pipeline_parallel * best.data_parallel
     if sizes != (best.tensor_parallel, best.pipeline_parallel, ranks) or not ranks:
         raise ConfigError(
-            f"{path} is a damaged plan: {best.name} has {ranks} ranks, and it lists {sizes[2]}; {HOW_TO_WRITE}"
+            f"{path} is a damaged plan: {best.name} has {ranks} ranks, and it lists {sizes[2]}; {HOW_TO_WRITE}",
+            code="plan-ranks-differ",
         )
     unknown = {rank.gpu for rank in best.ranks} - plan.hardware.types.keys()
     if unknown:
-        raise ConfigError(f"{path} is a damaged plan: its hardware has no {unknown.pop()}; {HOW_TO_WRITE}")
+        raise ConfigError(
+            f"{path} is a damaged plan: its hardware has no {unknown.pop()}; {HOW_TO_WRITE}", code="plan-gpu-unknown"
+        )

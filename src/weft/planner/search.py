@@ -136,7 +136,7 @@ def _fitting(question: Question, layout: CandidateLayout, rejected: list[Rejecte
     try:
         divided = [(one, _footprint(question, one)) for one in _divisions(question, layout)]
     except PlanError as error:
-        rejected.append(Rejected(layout.cut, create_note("not_possible", reason=str(error))))
+        rejected.append(Rejected(layout.cut, create_note("not_possible", reason=str(error), fault=error.code)))
         return None
     fits = tuple((one, memory) for one, memory in divided if memory.fits)
     if not fits:

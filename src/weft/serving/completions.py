@@ -45,7 +45,11 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     fields = sampling_fields(body) | {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         if body.stream:
-            raise RequestError("echo with logprobs cannot be streamed; leave one of the three out", param="echo")
+            raise RequestError(
+                "echo with logprobs cannot be streamed; leave one of the three out",
+                param="echo",
+                code="echo-logprobs-streamed",
+            )
         fields["prompt_logprobs"] = body.logprobs
     scoring = bool(body.echo) and body.max_tokens == 0
     if scoring:
@@ -62,7 +66,7 @@ def tokenize_prompt(frontend: Frontend, given: PromptLike, body: CompletionReque
     """Tokenize one prompt. With echo, add its text: decoding it here keeps that work out of the event loop."""
     prompt = frontend.parse_prompt(given, special=body.add_special_tokens is not False)
     if body.echo and prompt.text is None and frontend.tokenizer is not None:
-        return replace(prompt, text=frontend.decode(prompt.ids))
+        return replace(prompt, text=frontend.decode(list(prompt.ids)))
     return prompt
 
 
@@ -71,10 +75,12 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
     kinds = {type(part) for part in prompt}
     if len(kinds) > 1:
-        raise RequestError("prompt is a text, token ids, or a list of only one of the two", param="prompt")
+        raise RequestError(
+            "prompt is a text, token ids, or a list of only one of the two", param="prompt", code="mixed-prompts"
+        )
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
 
 

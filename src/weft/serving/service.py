@@ -136,7 +136,7 @@ class Service:
             return model or self.names[0]
         known = ", ".join(map(repr, self.names))
         raise HttpError(
-            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model_not_found", param="model"
+            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model-not-found", param="model"
         )
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
@@ -154,6 +154,7 @@ class Service:
                 f"{prompts} prompts with n = {params.n} are {params.n * prompts} requests; at most {self.capacity} can "
                 "run and wait here; send fewer at once",
                 param="n",
+                code="too-many-choices",
             )
 
     def create_collectors(
@@ -174,6 +175,7 @@ class Service:
                     f"the prompts with n = {params.n} come to more than {most_tokens:,} tokens in one request; "
                     "send several requests",
                     param="n" if params.n > 1 else "prompt",
+                    code="too-many-prompt-tokens",
                 )
             collector = self.frontend.create_collector(prompt, params, arrival_s=now, priority=priority or 0)
             ids += params.n * collector.requests[0].params.id_count
@@ -182,6 +184,7 @@ class Service:
                     "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
                     f"{LIMITS.sampling_ids:,} token ids, counted once per prompt and choice; send several requests",
                     param="n",
+                    code="too-many-sampling-ids",
                 )
             collectors.append(collector)
         return collectors
@@ -208,7 +211,7 @@ class Service:
         self.streams.discard(stream)
         if not self.streams:
             self.idle.set()
-        if sum(len(collector.output.prompt_token_ids) for collector in stream.collectors) > LARGE_TOKENS:
+        if sum(len(collector.output.prompt_ids) for collector in stream.collectors) > LARGE_TOKENS:
             self._trimmer.trim_later()  # the prompts were held until now
         if self.prediction_check:
             self.prediction_check.closed([collector.output for collector in stream.collectors], len(self.streams))
@@ -225,7 +228,7 @@ class Service:
             began_s = times.scheduled_s or now_s
             metrics.queue.observe(max(0.0, began_s - times.arrival_s))
             metrics.prefill.observe(now_s - began_s)
-            metrics.prompt_tokens.observe(len(collector.output.prompt_token_ids))
+            metrics.prompt_tokens.observe(len(collector.output.prompt_ids))
         if delta.finish_reason is not None:
             metrics.count_finished(delta.finish_reason)
             metrics.e2e.observe(now_s - times.arrival_s)
@@ -274,7 +277,7 @@ class EngineStream:
             if delta is None:
                 continue
             if collector.error:
-                raise OutputError(collector.error)
+                raise OutputError(collector.error.reason, code=collector.error.code)
             self._service.observe(collector, delta, last_s.get(output.id), now)
             last_s[output.id] = now
             if delta.cut:
@@ -303,7 +306,7 @@ class EngineStream:
     def usage(self) -> Usage:
         """Token counts up to now, over all prompts and choices."""
         outputs = [collector.output for collector in self.collectors]
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        prompt = sum(len(output.prompt_ids) for output in outputs)
         completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
@@ -311,4 +314,4 @@ class EngineStream:
 
 def shutting_down_error() -> HttpError:
     """The 503 error for requests that the shutdown refuses or cuts off."""
-    return HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)
+    return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import Tokenizer as HFTokenizer
 
 from weft.errors import ModelError, RequestError
 from weft.formats.gguf import is_gguf
@@ -29,13 +29,16 @@ def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
     """
     file = Path(path)
     if not file.exists():
-        raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
+        raise ModelError(
+            f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer",
+            code="no-such-tokenizer",
+        )
     try:
         if file.is_file() and (is_gguf(file) if gguf is None else gguf):
             return Tokenizer(*load_cached(file, gguf_tokenizer.read_gguf_tokenizer))
         return Tokenizer(*folder.read_folder(file))
     except OSError as error:
-        raise ModelError(f"cannot read the tokenizer at {path}: {error}") from error
+        raise ModelError(f"cannot read the tokenizer at {path}: {error}", code="cannot-read-tokenizer") from error
 
 
 class Tokenizer:
@@ -46,11 +49,11 @@ class Tokenizer:
     knows; generation_config.json may list more.
     """
 
-    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
-        self._rust = rust
+    def __init__(self, hf_tokenizer: HFTokenizer, settings: TokenizerSettings) -> None:
+        self._hf_tokenizer = hf_tokenizer
         self._settings = settings
-        self.pieces = Pieces(rust)
-        self.vocab_size = folder.vocab_size(rust)
+        self.pieces = Pieces(hf_tokenizer)
+        self.vocab_size = folder.vocab_size(hf_tokenizer)
         self.special_tokens = settings.tokens
         self.special_ids = self.pieces.special
         self.bos_id = self.id(settings.tokens.get("bos_token", ""))
@@ -70,9 +73,11 @@ class Tokenizer:
         """
         post_process = add_special_tokens and self._has_post_processor
         try:
-            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=post_process)
+            [encoding] = self._hf_tokenizer.encode_batch_fast([text], add_special_tokens=post_process)
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
+            raise RequestError(
+                f"the text is no valid Unicode: {_lone_surrogate(text)}", code="invalid-unicode"
+            ) from error
         except BaseException as error:
             raise _convert_panic(error) from None
         ids: list[int] = encoding.ids
@@ -93,9 +98,11 @@ class Tokenizer:
         """Text of token ids. Ids without a token add nothing. Raises RequestError for values that are not ids."""
         try:
             text: str
-            [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            [text] = self._hf_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+            raise RequestError(
+                f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}", code="token-id-out-of-range"
+            ) from error
         except BaseException as error:
             raise _convert_panic(error) from None
         if not self.pieces.byte_fallback or "\ufffd" not in text:
@@ -110,8 +117,8 @@ class Tokenizer:
 
         A normalizer may shorten a text before it is tokenized: Unicode composition makes one of up to four characters.
         """
-        longest = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
-        return longest if self._rust.normalizer is None else 4 * longest
+        longest = max(map(len, self._hf_tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._hf_tokenizer.normalizer is None else 4 * longest
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes that token `id` adds after other tokens; b"" for an id without a token."""
@@ -124,14 +131,16 @@ class Tokenizer:
 
     def id(self, token: str) -> int | None:
         """Id of a token, given its text in the vocabulary; None if there is none."""
-        token_id: int | None = self._rust.token_to_id(token)
+        token_id: int | None = self._hf_tokenizer.token_to_id(token)
         return token_id
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:
         """Ids of a word at the beginning of a text and, if they differ, after a space."""
         word = text.lstrip()
         if not word:
-            raise RequestError(f"a bad word must have more than spaces, not {text!r}", param="bad_words")
+            raise RequestError(
+                f"a bad word must have more than spaces, not {text!r}", param="bad_words", code="empty-bad-word"
+            )
         forms = (self.encode(form, add_special_tokens=False) for form in (word, " " + word))
         return list(dict.fromkeys(tuple(form) for form in forms))
 
@@ -145,7 +154,8 @@ def _convert_panic(error: BaseException) -> BaseException:
         return error
     return ModelError(
         f"the tokenizer fails on this text, most likely in its regular expression: {error!s:.200}; "
-        "give another with --tokenizer"
+        "give another with --tokenizer",
+        code="tokenizer-failed",
     )
 
 

@@ -37,9 +37,9 @@ class PackedWeights(StoredWeights):
             scales, group = _scales(info, chunk, cols).to(into.device).float(), _group_of(info, cols, into.device)
             into[at : at + len(chunk)].copy_(q.sub_(zeros.float()[:, group]).mul_(scales[:, group]))
 
-    def holds(self, source: str, type: str) -> bool:
+    def holds(self, source: str, scheme: str) -> bool:
         info = self.tensors[source]
-        return info.type == type if isinstance(info, Packed) else super().holds(source, type)
+        return info.type == scheme if isinstance(info, Packed) else super().holds(source, scheme)
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         info = self.tensors[source]
@@ -57,7 +57,8 @@ class PackedWeights(StoredWeights):
             elif (zeros != 1 << info.bits - 1).any():
                 raise ModelError(
                     f"{info.file}: the zero points of {source} are not all {1 << info.bits - 1}, as they are where "
-                    "weights are quantised symmetrically, which config.json says; set sym to false there"
+                    "weights are quantised symmetrically, which config.json says; set sym to false there",
+                    code="uneven-zero-points",
                 )
         return True
 
@@ -72,7 +73,8 @@ class PackedWeights(StoredWeights):
         if not half.isfinite().all():
             raise ModelError(
                 f"{self.tensors[source].file}: a scale of {source} is {scales.abs().max():g}, and Weft holds them in "
-                "float16, up to 65,504; give --quantization none"
+                "float16, up to 65,504; give --quantization none",
+                code="scale-beyond-float16",
             )
         if not self.warned:
             self.warned = True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from weft.core.params import SamplingParams
-from weft.core.step import Admission, TokenLogprobs
+from weft.core.step import Admission, SlotFailure, TokenLogprobs
 from weft.kernels.plain import PlainSampling
 from weft.kernels.rows import copy_to_device, pick_rows
 from weft.kernels.sampling import Sampling, SamplingSettings
@@ -18,10 +18,15 @@ from weft.kernels.streams import NOT_FINITE
 from weft.worker.device import ToHost
 from weft.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
 from weft.worker.logprobs import split_logprobs, unpack_logprobs
-from weft.worker.sample_arrays import SampleArrays, int64_array
+from weft.worker.sample_arrays import SampleArrays, int64_array, mask_arrays
 
 NO_LOGPROBS = -1
 PLAIN = PlainSampling()
+NO_MASKS: Mapping[int, bytes] = {}
+NONE_ALLOWED = SlotFailure(
+    "no-allowed-token",
+    "none of the tokens that the request's constraint allows can be sampled: their logits are not finite",
+)
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
 
@@ -34,6 +39,19 @@ class SampleBatch:
 
     arrays: SampleArrays[np.ndarray]
     edited: list[RequestEdits | None]
+
+    def failures(self, tokens: Sequence[int], rank: int) -> dict[int, SlotFailure]:
+        """By slot, the reason that no token could be sampled for rows whose token is NOT_FINITE, on rank `rank`."""
+        not_finite = SlotFailure(
+            "nan-logits", f"rank {rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
+        )
+        masks, slots = self.arrays.masks, self.arrays.slots.tolist()
+        masked = [] if masks is None else masks.rows.tolist()
+        return {
+            slots[row]: NONE_ALLOWED if row in masked else not_finite
+            for row, token in enumerate(tokens)
+            if token == NOT_FINITE
+        }
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class Sampler:
         self.vocab = vocab
         self._edits = LogitsEdits(vocab, stop_ids)
         self._token_sampler = sampling.create_token_sampler(slots)
-        self._score = sampling.score
+        self._sampling = sampling
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
@@ -80,8 +98,14 @@ class Sampler:
         """Free a slot."""
         self._edits.release(slot)
 
-    def prepare_batch(self, picks: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> SampleBatch:
-        """Prepare the tokens that are sampled next; the lists are the fields of SampleArrays.
+    def prepare_batch(
+        self,
+        picks: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        masks: Mapping[int, bytes] = NO_MASKS,
+    ) -> SampleBatch:
+        """Prepare the tokens that are sampled next; the lists are the fields of SampleArrays, `masks` is StepPlan's.
 
         The batch has to be sampled, since the device gets the settings of an admission once. Before a row with
         penalties or bad words is prepared again, the result of its last token has to be taken.
@@ -96,6 +120,7 @@ class Sampler:
             scored=scored if scored.size else None,
             edits=edits,
             settings=self._token_sampler.take_settings_update(),
+            masks=mask_arrays(slots, masks, self.vocab) if masks else None,
         )
         return SampleBatch(arrays, self._edits.requests_in(slots) if edits else [])
 
@@ -112,18 +137,23 @@ class Sampler:
             # Logprobs are the model's own: from before anything is changed.
             raw = pick_rows(logits, arrays.scored, tensors.scored)
         # Requests with edits may have none at this position: then logits stay as they are, and in their dtype.
-        if tensors.edits is not None and any(map(len, tensors.edits)):
-            if raw is not None and logits.dtype == torch.float32:
-                raw = raw.clone()
+        edits = tensors.edits if tensors.edits is not None and any(map(len, tensors.edits)) else None
+        if raw is not None and (tensors.masks is not None or (edits is not None and logits.dtype == torch.float32)):
+            raw = raw.clone()
+        if edits is not None:
             logits = logits.float().contiguous()
-            apply_edits(logits, tensors.edits)
+            apply_edits(logits, edits)
+        if tensors.masks is not None:
+            # Last: no bias and no fallback brings back a token that a mask does not allow.
+            logits = logits.contiguous()
+            self._sampling.apply_masks(logits, *tensors.masks)
         tokens = self._token_sampler.sample_tokens(logits, arrays, tensors)
         # The next step and the scorer need valid ids; NOT_FINITE goes to the host alone.
         ids = tokens.clamp(min=0)
         if raw is None or arrays.scored is None:
             return SampledTokens(ids, self._result(batch, tokens, [], []))
         tops = self._tops[arrays.slots[arrays.scored]]
-        scores = self._score(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
+        scores = self._sampling.score(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
         # In one tensor, to be copied to the host together.
         values = torch.cat([tokens.double(), scores.flatten()])
         return SampledTokens(ids, self._result(batch, values, arrays.scored.tolist(), tops.tolist()))
@@ -154,7 +184,7 @@ class Sampler:
             return []
         top = min(top, self.vocab)
         ids = copy_to_device(int64_array(targets), logits.device)
-        return [unpack_logprobs(row, top) for row in self._score(logits, ids, top).tolist()]
+        return [unpack_logprobs(row, top) for row in self._sampling.score(logits, ids, top).tolist()]
 
 
 def sampling_settings(params: SamplingParams) -> SamplingSettings:

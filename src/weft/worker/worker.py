@@ -238,7 +238,7 @@ class Worker:
             return None, None
         if self.sampler is None:
             return None, SampleArrays(int64_array(picks), int64_array(slots), int64_array(positions))
-        samples = self.sampler.prepare_batch(picks, slots, positions)
+        samples = self.sampler.prepare_batch(picks, slots, positions, step.masks)
         return samples, samples.arrays
 
     def _finish(
@@ -263,14 +263,15 @@ class Worker:
             self._keep_last_tokens(tensors.slots, None)
             return None
         assert logits is not None and samples is not None
-        sampled, slots = self.sampler.sample(logits, samples, tensors), samples.arrays.slots
+        sampled = self.sampler.sample(logits, samples, tensors)
         self._keep_last_tokens(tensors.slots, sampled.tokens)
 
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
             step_result = StepResult(step.id, tokens, logprobs, prompt_logprobs)
             if min(tokens) == NOT_FINITE:
-                self._mark_broken(step_result, slots)
+                step_result.failed = samples.failures(tokens, self.rank)
+                step_result.tokens = [max(token, 0) for token in tokens]
             return step_result
 
         return result() if self.runner.device.type == "cpu" else result
@@ -286,12 +287,6 @@ class Worker:
             tokens = self.links.tensor.sum(own)
         assert tokens is not None
         last.index_copy_(0, slots, tokens.to(last.dtype))
-
-    def _mark_broken(self, result: StepResult, slots: np.ndarray) -> None:
-        """Mark rows whose logits were not finite as failed, by their `slots`; valid ids replace their tokens."""
-        why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
-        result.failed = {int(slots[row]): why for row, token in enumerate(result.tokens) if token == NOT_FINITE}
-        result.tokens = [max(token, 0) for token in result.tokens]
 
     def _propose_drafts(self, step: StepPlan, result: Result) -> Result:
         """Add the proposer's draft tokens to a result, which it waits for: they follow the sampled tokens."""

@@ -24,7 +24,15 @@ class NativeAttention:
     def prepare(self, batch: Batch) -> None:
         """Do nothing: each call of `attend` works out what it needs."""
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         tokens, q_heads, head_dim = q.shape
         out = q.new_empty(tokens, q_heads * head_dim)
         self._entries.attend(
@@ -43,6 +51,7 @@ class NativeAttention:
             head_dim,
             window or 0,
             scale,
+            None if lse is None else lse.data_ptr(),
         )
         return out
 

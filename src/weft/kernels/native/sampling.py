@@ -35,6 +35,17 @@ class NativeSampling:
         )
         return figures
 
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        self._entries.apply_masks(
+            logits.data_ptr(),
+            logits.itemsize,
+            logits.shape[1],
+            logits.stride(0),
+            rows.data_ptr(),
+            masks.data_ptr(),
+            len(rows),
+        )
+
 
 class NativeTokenSampler(HostTokenSampler):
     """The C++ implementation of `TokenSampler`, for logits of the entries' dtype or float32."""

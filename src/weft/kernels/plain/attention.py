@@ -21,14 +21,22 @@ class PlainAttention:
     def prepare(self, batch: Batch) -> None:
         """Do nothing: each call of `attend` works out what it needs."""
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention, with decode rows padded to the longest context, and prefill rows to the longest chunk as
         well. The two groups are apart so that one long prompt does not pad every decode row."""
         out = torch.empty_like(q)
         counts = batch.row_starts.diff()
         for rows in ((counts == 1).nonzero().flatten(), (counts > 1).nonzero().flatten()):
             if rows.numel():
-                self._padded(q, out, rows, int(counts[rows].max()), cache, batch, scale, window)
+                self._padded(q, out, rows, int(counts[rows].max()), cache, batch, scale, window, lse)
         return out.flatten(1)
 
     def _padded(
@@ -41,6 +49,7 @@ class PlainAttention:
         batch: Batch,
         scale: float,
         window: int | None,
+        lse: torch.Tensor | None,
     ) -> None:
         kv_heads, head_dim = cache.keys.shape[2:]
         context = batch.context[rows]
@@ -68,6 +77,10 @@ class PlainAttention:
         seen |= ~real[..., None]
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen[:, None, None], scale=scale)
         out[index[real]] = mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)[real]
+        if lse is not None:
+            scores = (queries.float() @ keys.float().transpose(3, 4)) * scale
+            sums = scores.masked_fill_(~seen[:, None, None], -torch.inf).logsumexp(-1)
+            lse[index[real]] = sums.permute(0, 3, 1, 2).flatten(2, 3)[real]
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()

@@ -10,7 +10,7 @@ from weft.kernels.base import EmbeddingTable, Product
 from weft.kernels.held import HeldMatrices
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
-from weft.quant.dense_table import DenseTable
+from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -23,7 +23,7 @@ class PlainMatrices(HeldMatrices):
         return self._hold(name, create_product(weight, bias))
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
-        return self._hold(name, DenseTable(weight))
+        return self._hold(name, DenseEmbedding(weight))
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()

@@ -10,6 +10,7 @@ from weft.kernels.random import race, seeds
 from weft.kernels.rows import copy_to_device, pick_rows, row_chunks
 from weft.kernels.sampling import TEMPERATURE, HostTokenSampler, SampledRows
 from weft.kernels.streams import NOT_FINITE
+from weft.native.structures import MASK_BITS
 
 
 class PlainSampling:
@@ -20,6 +21,13 @@ class PlainSampling:
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
         return score(logits, targets, top)
+
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        bits = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+        for chunk in row_chunks(len(rows), logits):
+            forbidden = (masks[chunk].unsqueeze(-1) >> bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+            masked = logits.index_select(0, rows[chunk]).masked_fill_(forbidden, -torch.inf)
+            logits.index_copy_(0, rows[chunk], masked)
 
 
 class PlainTokenSampler(HostTokenSampler):

@@ -20,7 +20,7 @@ from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matri
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
-from weft.quant.dense_table import DenseTable
+from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -75,7 +75,7 @@ class TritonMatrices(HeldMatrices):
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
             return self._hold(name, self._quantised_matrix(weight, None))
-        return self._hold(name, DenseTable(weight))
+        return self._hold(name, DenseEmbedding(weight))
 
     def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
         matrix = create_quantised_matrix(weight, bias, self._processors)
@@ -97,6 +97,9 @@ class TritonSampling:
 
     def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
         return score(logits, targets, top)
+
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        sampling.apply_masks(logits, rows, masks)
 
 
 class TritonTokenSampler:
