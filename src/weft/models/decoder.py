@@ -98,6 +98,11 @@ class DecoderModel:
             return table
         return self.kernels.matrices.matrix(tensors.pop("head.weight"), None, "head.weight")
 
+    @property
+    def capturable(self) -> bool:
+        """True if a step can be captured as a CUDA graph. The number of tokens of each expert is read on the host."""
+        return not any(layer.spec.has_experts for layer in self.layers)
+
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
         self.ropes.fill(rows, length, device)

@@ -81,11 +81,11 @@ def with_admin_key(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response
         service: Service = request.app.state.service
         key = service.options.admin_key
         if not key:
-            raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin_key_unset")
+            raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(), key.encode()):
-            raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid_admin_key")
+            raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
         return await endpoint(service, request)
 
     return checked

@@ -190,7 +190,7 @@ class ModelRunner:
         """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
         kernels that wait for the GPU can be captured."""
         enabled = self.plan.graphs and self.device.type == "cuda"
-        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable
+        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable and self.model.capturable
 
     def _create_graphs(self) -> Graphs:
         plan = self.plan
