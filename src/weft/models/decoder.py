@@ -28,16 +28,17 @@ class DecoderLayer:
 
     def __init__(self, spec: LayerSpec, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
         assert isinstance(spec.mixer, Attention), spec.mixer
+        before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
         self.spec = spec
-        self.mixer_norm = weights.norm_or_none("attention_norm")
+        self.mixer_norm = weights.norm("attention_norm") if before else None
         self.mixer = AttentionBlock(spec.mixer, place, weights, rope)
-        self.mixer_post_norm = weights.norm_or_none("attention_post_norm")
-        self.ffn_norm = weights.norm_or_none("mlp_norm")
+        self.mixer_post_norm = weights.norm("attention_post_norm") if after else None
+        self.ffn_norm = weights.norm("mlp_norm") if before else None
         if isinstance(spec.ffn, Dense):
             self.ffn: MLPBlock | ExpertsBlock = MLPBlock(spec.ffn, weights)
         else:
             self.ffn = ExpertsBlock(spec.ffn, place, weights)
-        self.ffn_post_norm = weights.norm_or_none("mlp_post_norm")
+        self.ffn_post_norm = weights.norm("mlp_post_norm") if after else None
 
     def __call__(self, stream: ResidualStream, cache: KVCache, batch: Batch) -> None:
         stream.add(self.mixer(stream.read(self.mixer_norm), cache, batch), self.mixer_post_norm)
@@ -67,6 +68,7 @@ class DecoderModel:
     def __init__(
         self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Comm, kernels: Kernels
     ) -> None:
+        assert "positions.weight" not in tensors, "learnt positions are not computed"
         place = places[rank]
         self.comm, self.kernels = comm, kernels
         self.ropes = RopeTables(shape.max_positions)
