@@ -22,7 +22,7 @@ from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, layer_parameters, outer_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
-from weft.architectures.shape import DType, ModelShape
+from weft.architectures.shape import DType, LayerSpec, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
 from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_for_parameter
