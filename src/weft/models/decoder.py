@@ -20,6 +20,7 @@ from weft.layers.norm import ResidualStream
 from weft.layers.rope import RopeTable, RopeTables
 from weft.layers.weights import LayerWeights, Tensors
 from weft.models.fusion import FusedLayers, describe_layer
+from weft.quant.quantised import QuantisedWeight
 
 
 class DecoderLayer:
@@ -87,6 +88,8 @@ class DecoderModel:
             widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
             self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
             self.final_norm = LayerWeights(tensors, "", shape.norm, comm, kernels).norm("norm")
+        # What is left: parameters that are no matrices. Matrices are with the kernels.
+        self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def _head_product(self, tensors: Tensors, table: EmbeddingTable | None) -> Product:
         """Product with the head's weight; `table` is the embedding if this rank has it."""
@@ -98,6 +101,18 @@ class DecoderModel:
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
         self.ropes.fill(rows, length, device)
+
+    def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Give a parameter other values, of the same dims and scheme, in the same memory."""
+        matrices = self.kernels.matrices
+        if name in self.vectors:
+            assert isinstance(weight, torch.Tensor), name
+            self.vectors[name].copy_(weight)
+        elif len(weight.shape) == 2:
+            matrices.replace(name, weight)
+        else:
+            for expert in range(weight.shape[0]):
+                matrices.replace(f"{name}.{expert}", weight.select(0, expert))
 
     def hidden(self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run this stage's layers on the T tokens of a step; return [T, hidden], before the final norm.
