@@ -222,7 +222,7 @@ def test_kernels_of_gpus_run_on_no_cpu() -> None:
     assert plan(host(1), attention_backend="flashinfer", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
     fails(
         "attention-backend-not-usable",
-        "fp8",
+        "FP8",
         "varlen",
         where=host(1),
         attention_backend="varlen",
