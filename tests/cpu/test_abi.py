@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ import torch
 from tests.cpu.attention import shaped
 from tests.cpu.kernels import built
 from tests.cpu.programs import compiler
-from tests.refusals import has_values
 from weft.kernels import create_kernels
 from weft.native import build, structures
 from weft.native.abi import check_abi, expected_abi, find_mismatch, read_abi
@@ -49,35 +49,35 @@ def test_both_sides_are_the_same(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "values"),
+    ("name", "fields", "difference"),
     [
-        ("Layer", swapped, ("Layer.eps", "408", "404")),
-        ("Layer", lambda fields: fields[:-1], ("Layer.eps", "408", "missing")),
+        ("Layer", swapped, r"\bLayer\.eps .*\b408 .*\b404 "),
+        ("Layer", lambda fields: fields[:-1], r"\bLayer\.eps .*\b408 .*\bmissing "),
         (
             "Layer",
             lambda fields: (*fields, ("extra", ctypes.c_float)),
-            ("Layer.extra", "missing", "412"),
+            r"\bLayer\.extra .*\bmissing .*\b412 ",
         ),
-        ("Step", lambda fields: fields[1:], ("Step.angles", "8", "0")),
-        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), ("Matrix.", "missing", "80")),
-        ("Rounding", swapped, ("Rounding.cols", "56", "48")),
+        ("Step", lambda fields: fields[1:], r"\bStep\.angles .*\b8 .*\b0 "),
+        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b80 "),
+        ("Rounding", swapped, r"\bRounding\.cols .*\b56 .*\b48 "),
     ],
 )
 def test_a_structure_that_differs_is_refused_in_one_line(
-    name: str, fields: Callable[[Fields], Fields], values: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, fields: Callable[[Fields], Fields], difference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = built("bfloat16")
     change(monkeypatch, name, fields(tuple(STRUCTURES[name]._fields_)))  # type: ignore[arg-type]
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError, match=difference) as error:
         open_library(path)
     assert "\n" not in str(error.value)
-    has_values(str(error.value), path, *values, "delete that file")
+    assert str(path) in str(error.value)
 
 
 def test_a_constant_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     path = built("bfloat16")
     monkeypatch.setitem(CONSTANTS, "PANEL", 64)
-    with pytest.raises(OSError, match=r"PANEL.* 32 .* 64 "):
+    with pytest.raises(OSError, match=r"\bPANEL .*\b32 .*\b64 "):
         open_library(path)
 
 
@@ -119,7 +119,7 @@ def test_fields_that_change_places_in_c_are_found(tmp_path: Path) -> None:
     done = altered(tmp_path, "rounding.h", "int64_t lacking, cols;", "int64_t cols, lacking;")
     assert done.returncode == 0, done.stderr
     theirs = read_abi(ctypes.CDLL(str(tmp_path / "abi.so")))
-    has_values(find_mismatch(theirs) or "", "Rounding.cols", "48", "56")
+    assert re.match(r"Rounding\.cols .*\b48 .*\b56 ", str(find_mismatch(theirs)))
     assert RoundingDescriptor.cols.offset == 56
 
 

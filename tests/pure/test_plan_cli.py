@@ -400,6 +400,20 @@ def test_advice_says_what_weft_does_not_run() -> None:
     for line, flags in zip(lines, ("-q int4", "-q int8", "--precision int4", "--precision fp8"), strict=False):
         assert line.startswith(f"try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 {flags} (")
     assert ["not run" in line for line in lines[:4]] == [False, False, False, True]
+
+
+def test_advice_says_that_weft_does_not_run_the_architecture() -> None:
+    """In every precision: neither what it would compress itself nor a checkpoint in one that it computes in."""
+    words = "google/gemma-3-27b-it --gpus 1xRTX4090"
+    found = plan(words)[1]
+    assert {"compress_on_load", "smaller_checkpoint"} <= {*found["advice_codes"]}
+    for engine, runs in (("weft", False), ("vllm", True)):
+        found = plan(f"{words} --engine {engine}")[1]
+        lines = [line for line in found["advice"] if line.startswith("try: ")]
+        assert lines and {"does not run it yet" not in line for line in lines} == {runs}
+    fits = plan("google/gemma-3-4b-it --gpus 1xH100")[1]
+    (fewer,) = [line for code, line in zip(fits["advice_codes"], fits["advice"], strict=True) if code == "fewer_bits"]
+    assert "does not run it yet" in fewer
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.commands import weft
-from tests.refusals import has_values
 from weft.cli import glossary, plan_page, plan_picture, plan_view
 from weft.cli.plan_picture import numbers, picture
 
@@ -29,7 +28,6 @@ THOUSAND = "plan Llama-3.1-8B --nodes 125x8xH100"
 IDLE = "plan Llama-3.1-8B --gpus 5xRTX4090 -tp 4 -dp 1 -pp 1"
 DEEP = "plan Llama-3.1-70B --nodes 40x1xRTX4090 -tp 1 -dp 1"
 UNFIT = "plan Llama-3.1-70B --gpus 1xH100"
-PICTURES = (UNEVEN, EVEN, NODES, EXPERTS, THOUSAND, IDLE)
 ALL = (UNEVEN, EVEN, NODES, EXPERTS, THOUSAND, IDLE, DEEP, UNFIT)
 
 
@@ -90,8 +88,8 @@ def test_a_bar_has_the_shares_of_the_memory() -> None:
 
 def test_it_says_which_layers_heads_and_experts_lie_where() -> None:
     text = "\n".join(drawn(UNEVEN))
-    has_values(text, "GPU 0 RTX 4090, 25.8 GB", "rank 0", "layers 0-39", "heads 0-24", "KV heads 0-4")
-    has_values(text, "GPU 1 RTX 4080, 17.2 GB", "rank 1", "layers 0-39", "heads 25-39", "KV heads 5-7")
+    assert re.search(r"GPU 0 RTX 4090, 25\.8 GB .* rank 0 .* 0-39 .* 0-24 .* 0-4$", text, re.MULTILINE)
+    assert re.search(r"GPU 1 RTX 4080, 17\.2 GB .* rank 1 .* 0-39 .* 25-39 .* 5-7$", text, re.MULTILINE)
     assert "experts 43-85" in "\n".join(drawn(EXPERTS))
 
 
@@ -100,22 +98,20 @@ def test_the_links_are_drawn_and_told() -> None:
     assert sum(line.startswith("╠═ GPU") for line in drawn(EVEN)) == 3
     assert sum(line.startswith("├─ GPU") for line in drawn(UNEVEN)) == 1
     nodes = drawn(NODES)
-    has_values(nodes[-2], "NVLink", "twice per layer")
-    has_values(nodes[-1], "network", "stage")
+    assert " NVLink " in nodes[-2] and " network " in nodes[-1]
     assert sum(line.startswith("node ") for line in nodes) == 2
-    has_values(drawn(EXPERTS)[-1], "PCIe", "experts")
+    assert "PCIe" in drawn(EXPERTS)[-1] and "experts" in drawn(EXPERTS)[-1]
 
 
-def test_the_pictures(golden: Callable[[str, str], None]) -> None:
-    pictures = ["\n".join([f"$ weft {words}", *drawn(words)]) for words in PICTURES]
-    golden("plan_picture.txt", "\n\n".join(pictures) + "\n")
+def test_the_words_of_pictures(golden: Callable[[str, str], None]) -> None:
+    golden("picture.txt", "\n\n".join("\n".join(drawn(words)) for words in (EVEN, UNEVEN, EXPERTS, NODES, THOUSAND)))
 
 
 def test_gpus_that_a_bridge_joins_are_named() -> None:
     plan = told(EVEN)
     plan["hardware"]["nodes"][0] |= {"link": "pcie", "link_Bps": 32e9, "bridged": [[0, 1], [2, 3]]}
     (rack,) = picture(plan)
-    has_values(rack.title, "4 GPUs", "PCIe, 32 GB/s", "NVLink", "0-1 and 2-3")
+    assert re.search(r"^4 GPUs .*\bPCIe, 32 GB/s .*\bNVLink .*\b0-1 and 2-3$", rack.title)
 
 
 def test_a_cpu_is_drawn_by_its_name() -> None:

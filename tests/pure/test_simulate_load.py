@@ -180,6 +180,36 @@ def test_a_bad_line_is_named(tmp_path: Path, text: str, code: str, values: tuple
         read_trace(written(tmp_path, text))
 
 
+COLUMNS = ("time", "input_len", "output_len")
+HUGE, LARGE = "1" + "0" * 400, "1" + "0" * 20  # the first is beyond every float
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ((HUGE, "1", "1"), "bad-trace-time"),
+        ((LARGE, "1", "1"), "trace-time-too-large"),
+        (("0", HUGE, "1"), "bad-trace-tokens"),
+        (("0", LARGE, "1"), "too-many-trace-tokens"),
+        (("0", "1", HUGE), "bad-trace-tokens"),
+    ],
+)
+def test_numbers_beyond_all_measure_are_refused(tmp_path: Path, values: tuple[str, ...], code: str) -> None:
+    """Integers of JSON may be larger than any float."""
+    line = "{" + ", ".join(f'"{name}": {value}' for name, value in zip(COLUMNS, values, strict=True)) + "}\n"
+    with refuses(ConfigError, code):
+        read_trace(written(tmp_path, line))
+    if values[0] != HUGE:  # the text of a number that is infinite as a float
+        with refuses(ConfigError, code):
+            read_trace(written(tmp_path, f"{','.join(COLUMNS)}\n{','.join(values)}\n"))
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
+def test_what_json_itself_does_not_read_is_refused(tmp_path: Path, value: str) -> None:
+    with refuses(ConfigError, "trace-line-not-json"):
+        read_trace(written(tmp_path, f'{{"time": {value}, "input_len": 1, "output_len": 1}}\n'))
+
+
 def test_the_wording_of_bad_lines(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     golden(
         "trace.txt",

@@ -25,7 +25,7 @@ class TableGroup(NamedTuple):
     """
 
     number: int
-    spec: KVGroup
+    layers: KVGroup
     pool: BlockPool
     reach: int | None
     is_state: bool
@@ -188,7 +188,7 @@ class KVManager:
         for group in self._paged:
             table = prefix[group.number]
             held = table[self._behind(group, len(table) * self.block_size) :]
-            new += max(0, self.layout.group_blocks(group.spec, len(sequence.tokens)) - len(held))
+            new += max(0, self.layout.group_blocks(group.layers, len(sequence.tokens)) - len(held))
             new += group.pool.count_free(held)
         return new + self.promised + self.reserved <= self.pool.free + freed
 
@@ -238,7 +238,7 @@ class KVManager:
         sent, sequence.sent = sequence.sent, sequence.room // self.block_size
         return [table[sent:] for table in sequence.blocks]
 
-    def chunk(self, sequence: Sequence, count: int) -> int:
+    def align_chunk(self, sequence: Sequence, count: int) -> int:
         """Number of the next `count` tokens that a step computes: with states, it ends with a block if it can, so that
         there is a snapshot of the longest prefix."""
         end = (sequence.computed + count) // self.block_size * self.block_size
@@ -268,6 +268,11 @@ class KVManager:
             for index in range(max(sequence.registered, freed), full):
                 group.pool.register(group.number, table[index], digests[index])
         sequence.registered = full
+
+    def forget_content(self) -> None:
+        """Let no sequence reuse what was computed before; running sequences keep their blocks."""
+        for group in self.groups:
+            group.pool.forget_content()
 
     def close_tables(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence."""
@@ -301,7 +306,7 @@ class KVManager:
         promised = reserved = 0
         for group in self._paged:
             if columns < sequence.prefill_blocks:
-                most = self.layout.group_blocks(group.spec, sequence.prefill_blocks * self.block_size)
+                most = self.layout.group_blocks(group.layers, sequence.prefill_blocks * self.block_size)
                 promised += max(0, most - (columns - sequence.freed[group.number]))
             if group.reach is None:
                 reserved += growth

@@ -59,7 +59,8 @@ class RequestSets:
         self._in_flight: deque[Flight] = deque()
         # Ids of the requests that took part in a step for the first time in the last scheduled one.
         self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
+        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token. Beside
+        # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
         self._counters = Stats(blocks_total=kv.num_blocks)
@@ -100,6 +101,16 @@ class RequestSets:
         if self.waiting < waiting:
             self._queue = [entry for entry in self._queue if not entry[1].done]
             heapify(self._queue)
+
+    def preempt_all(self) -> None:
+        """Preempt all running requests, which compute their KV again once they are admitted. No step is in flight."""
+        assert not self._in_flight
+        for sequence in list(self._running.values()):
+            self._preempt(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request reuse blocks that were filled before. Running requests keep theirs."""
+        self.kv.forget_content()
 
     @property
     def running(self) -> Collection[str]:

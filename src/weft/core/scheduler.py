@@ -59,17 +59,17 @@ class Scheduler(RequestSets):
             else:
                 prefills.append(sequence)
         plan = flight.plan
-        decoded = len(plan.tokens)
         beside_decodes = len(self._running) > len(prefills)
         if beside_decodes:
             budget = min(budget, self.prompt_limit)
+        allowed = budget
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
-            self._admit(flight, budget, beside_decodes)
+            budget = self._admit(flight, budget, beside_decodes)
         if not plan.slots:
             return None
-        self.prompt_tokens = len(plan.tokens) - decoded
+        self.prompt_tokens = allowed - budget
         flight.plan_blocks(len(self.kv.groups))
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
@@ -107,7 +107,7 @@ class Scheduler(RequestSets):
         left_out = []
         for sequence in prefills:
             fits = sequence.room + self.kv.free_columns * self.kv.block_size - sequence.computed
-            count = self.kv.chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget, fits))
+            count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget, fits))
             if count:
                 self._add_row(flight, sequence, count)
                 budget -= count
@@ -117,8 +117,8 @@ class Scheduler(RequestSets):
             self._await_turn(sequence)
         return budget
 
-    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> None:
-        """Admit waiting requests, in their order, as long as slots, tokens and blocks last."""
+    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
+        """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
         rows = -(-self.active // self.stages)
         while self._queue and budget > 0 and self._slots and len(flight.plan.slots) < rows:
             sequence = self._queue[0][1]
@@ -126,18 +126,19 @@ class Scheduler(RequestSets):
                 heappop(self._queue)
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
-                return
+                break
             sequence.unpack_prompt()
             prefix = self.kv.match_prefix(sequence)
             if not self.kv.has_room(sequence, prefix):
-                return
+                break
             heappop(self._queue)
             self._start_running(flight, sequence, prefix)
-            count = self.kv.chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
+            count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
             budget -= count
             if beside_decodes:
                 budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
             self._add_row(flight, sequence, count)
+        return budget
 
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
         """Give a sequence a slot, the cached blocks of its `prefix`, and the promise of the others that it needs."""

@@ -16,6 +16,8 @@ from weft.errors import ConfigError, error_reason
 from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
 MOST_ERROR_CHARS = 60  # of a value in an error message
+MOST_TOKENS = 2**24  # of a prompt or an answer; far above every model's length
+MOST_S = 1e11  # a time in seconds: 3,000 years. Of a larger one, a float does not hold the milliseconds.
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -111,6 +113,10 @@ def _object(text: str, where: str) -> Mapping[str, Any]:
         decoded = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON: {error.msg}", code="trace-line-not-json") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"{where}: has an integer of thousands of digits, or is nested too deeply", code="trace-line-not-json"
+        ) from None
     if not isinstance(decoded, dict):
         raise ConfigError(
             f"{where}: {_short(decoded)} is no object with time, input_len and output_len", code="trace-line-not-object"
@@ -162,9 +168,14 @@ def _time(value: Any, columns: TraceFormat, where: str) -> float:
         except ValueError:
             raise _time_error(value, columns, where) from None
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float | str) or not isfinite(float(value)):
+    if not _is_number(value) or not isfinite(float(value)):
         raise _time_error(value, columns, where)
-    return float(value) * columns.unit_s
+    seconds = float(value) * columns.unit_s
+    if abs(seconds) > MOST_S:
+        raise ConfigError(
+            f"{where}: {columns.time} is {_short(value)}, more than 3,000 years", code="trace-time-too-large"
+        )
+    return seconds
 
 
 def _time_error(value: Any, columns: TraceFormat, where: str) -> ConfigError:
@@ -181,6 +192,11 @@ def _tokens(value: Any, column: str, where: str) -> int:
             f"{where}: {column} is {_short(value)}; it must be a whole number of tokens, 1 or more",
             code="bad-trace-tokens",
         )
+    if number > MOST_TOKENS:
+        raise ConfigError(
+            f"{where}: {column} is {_short(value)}; a simulated request has at most {MOST_TOKENS:,} tokens",
+            code="too-many-trace-tokens",
+        )
     return int(number)
 
 
@@ -190,7 +206,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer may be larger than any float
         return False
     return True
 
