@@ -111,9 +111,12 @@ def test_the_longest_request_just_fits() -> None:
 
 def test_windows_save_cache_where_the_engine_does() -> None:
     layout = cut(GPT_OSS, 1, precision="mxfp4")
-    saving, keeping = (held(GPT_OSS, layout, "1xH200", engine, 32_768) for engine in ("vllm", "weft"))
-    each = [memory.ranks[0].kv_room_bytes / memory.kv_tokens for memory in (saving, keeping)]
-    assert each[0] == pytest.approx(each[1] / 2, rel=0.02)  # every other layer keeps 128 tokens
+    engines = ("vllm", "weft", "transformers")
+    saving, ours, keeping = (held(GPT_OSS, layout, "1xH200", engine, 32_768) for engine in engines)
+    each = [memory.ranks[0].kv_room_bytes / memory.kv_tokens for memory in (saving, ours, keeping)]
+    # Every other layer keeps 128 tokens; our blocks are whole, and one request is still being read in chunks.
+    assert each[0] == pytest.approx(each[2] / 2, rel=0.02)
+    assert each[1] == pytest.approx(each[2] / 2, rel=0.03)
 
 
 def test_latent_attention_caches_the_same_on_every_rank() -> None:
