@@ -150,7 +150,8 @@ def has_room(llm: LLM, load: CalibrationLoad) -> bool:
     """Return True if the engine can run a load with all prompts in one step, so that all requests begin and end
     together."""
     plan, longest = llm.plan, load.length + load.output
-    if longest > plan.max_model_len or load.batch * (longest + plan.block_size) > llm.num_blocks * plan.block_size:
+    room = plan.kv_layout.requests(llm.num_blocks, longest + plan.block_size)
+    if longest > plan.max_model_len or load.batch > room:
         return False
     return load.batch == 1 or (
         load.batch <= plan.max_num_seqs and load.batch * load.length <= plan.max_num_batched_tokens
