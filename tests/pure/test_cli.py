@@ -29,7 +29,7 @@ from weft.cli.parser import UsageError, build_parser
 from weft.cli.plan_flags import PLAN
 from weft.client.arguments import check_vllm_argument
 from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
-from weft.config import EngineConfig
+from weft.config import EngineConfig, declared_options
 from weft.core.params import SamplingParams
 from weft.errors import Cause, ConfigError, EngineError, ModelError
 from weft.formats.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def test_nothing_said_is_the_config_s_defaults() -> None:
 def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
     engine_flags = {flag.dest for _, group in ENGINE for flag in group}
     assert engine_flags == {f.name for f in fields(EngineConfig)}
-    assert {flag.dest for flag in SERVER} == {f.name for f in fields(ServeOptions)}
+    assert {flag.dest for flag in SERVER} == set(declared_options(ServeOptions))
     assert {flag.dest for flag in SAMPLING} <= set(SamplingParams.__struct_fields__)
 
 
