@@ -87,13 +87,15 @@ CORE = -1  # the core's number, in place of a rank
 class Cause(msgspec.Struct, frozen=True):
     """The cause of a failure of a rank or the core. It crosses the socket instead of a stack trace.
 
-    `rank` may be CORE. `phase` is what the rank was doing: start, load, allocate, warm-up or step.
+    `rank` may be CORE. `phase` is what the rank was doing: start, load, allocate, warm-up or step. `code` is that of
+    the WeftError that the rank raised.
     """
 
     rank: int
     phase: str
     cause: str
     hint: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         if self.phase == "shutdown":
@@ -106,5 +108,5 @@ class EngineError(WeftError):
     """The engine stopped: a rank or the core died. Every request in flight fails with this cause."""
 
     def __init__(self, cause: Cause) -> None:
-        super().__init__(str(cause))
+        super().__init__(str(cause), code=cause.code)
         self.cause = cause

@@ -97,13 +97,12 @@ class FakeWorker:
 
     def execute(self, step: StepPlan) -> StepResult | None:
         self.at("step")
-        tensor, pipeline = self.links.tensor, self.links.pipeline
         x = torch.tensor([sum(step.tokens) * (self.rank + 1.0)])
-        x = tensor.sum(x)
+        x = self.links.tensor.sum(x)
         if not self.place.first:
-            x = x + pipeline.recv((1,), torch.float32, self.place.stage - 1)
+            x = x + self.links.stage.recv((1,), torch.float32)
         if not self.place.last:
-            pipeline.send(x, self.place.stage + 1)
+            self.links.stage.send(x)
         if self.rank != self.plan.output_rank:
             return None
         assert self.blocks, "steps come after allocate"

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from tests.cpu import checkpoints
 from weft import LLM, SamplingParams
 from weft.comm import Links
-from weft.comm.base import Solo
 from weft.config import EngineConfig
 from weft.core import block_tables
 from weft.core.speculation import DraftProposer
@@ -270,7 +269,7 @@ def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypa
         return 5000 if draft else 1000
 
     monkeypatch.setattr(Worker, "_measure", measured)
-    capacity = Worker(drafted(model), 0, Links(tensor=Solo(), pipeline=Solo())).load()
+    capacity = Worker(drafted(model), 0, Links()).load()
     assert capacity.activation_bytes == 5000 + 130
 
 

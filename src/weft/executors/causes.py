@@ -27,7 +27,7 @@ def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
     if isinstance(error, MemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY):
         return Cause(rank, phase, text or "out of memory", OUT_OF_MEMORY_HINTS.get(phase, ""))
     if isinstance(error, WeftError):
-        return Cause(rank, phase, text)
+        return Cause(rank, phase, text, code=error.code)
     if not lost_peer(error):
         traceback.print_exception(error, file=sys.stderr)
     return Cause(rank, phase, f"{type(error).__name__}: {text}" if text else type(error).__name__)

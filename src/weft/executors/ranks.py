@@ -24,6 +24,7 @@ from weft.executors.messages import (
     Failed,
     FromRank,
     GraphCaptured,
+    Listening,
     Loaded,
     PhaseEntered,
     RunStep,
@@ -35,7 +36,7 @@ from weft.native import build
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
-Report = TypeVar("Report", Loaded, Allocated, GraphCaptured)
+Report = TypeVar("Report", Listening, Loaded, Allocated, GraphCaptured)
 
 # A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
@@ -124,7 +125,7 @@ class RankExecutor(ABC):
                     future = self._pending.popleft() if self._ended is None else None
                 if future:
                     future.set_result(result)
-            case Loaded() | Allocated() | GraphCaptured():
+            case Listening() | Loaded() | Allocated() | GraphCaptured():
                 self._reports.put(message)
             case PhaseEntered(phase):
                 self._phases[rank] = phase
@@ -180,8 +181,12 @@ class RankExecutor(ABC):
 
     def _await_all(self, kind: type[Report]) -> list[Report]:
         """Wait for a `kind` from each rank. Raises EngineError with the root cause if a rank fails."""
+        return self._await_reports(kind, len(self._phases))
+
+    def _await_reports(self, kind: type[Report], count: int) -> list[Report]:
+        """Wait for `count` reports of a `kind`. Raises as `_await_all`."""
         reports: list[Report] = []
-        while len(reports) < len(self._phases):
+        while len(reports) < count:
             report = self._reports.get()
             if isinstance(report, Cause):
                 raise EngineError(report)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import KernelLaunch
@@ -171,7 +171,7 @@ class Kernels(Attention, Protocol):
         """The same for an embedding [vocab, hidden], whose rows are read as well."""
         ...
 
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         """All layers of a pipeline stage as one call; None if the operations below are as fast."""
         ...
 
@@ -184,7 +184,7 @@ class Kernels(Attention, Protocol):
         ...
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
         """residual += the sum of x over the ranks, in place; return its RMS norm, the same bits on every rank."""
         ...

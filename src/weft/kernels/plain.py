@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import AttentionShape, DenseLayer, EmbeddingTable, FusedStage, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep, fill_batch
@@ -35,7 +35,7 @@ class PlainKernels:
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         return DenseTable(weight)
 
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -45,7 +45,7 @@ class PlainKernels:
         return self.norm(residual.add_(x), weight, eps)
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
         return self.add_norm(comm.sum(x), residual, weight, eps)
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from weft.architectures.place import Span
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import EmbeddingTable, Product
 
 
 class Embedding:
     """Embedding of which this rank holds the rows `vocab`; a token of another rank adds zeros to the sum over ranks."""
 
-    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Comm) -> None:
+    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Group) -> None:
         self.table, self.vocab, self.comm = table, vocab, comm
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Head:
     `widths[r]` is the number of vocabulary rows of rank r.
     """
 
-    def __init__(self, product: Product, widths: Sequence[int], comm: Comm) -> None:
+    def __init__(self, product: Product, widths: Sequence[int], comm: Group) -> None:
         self.product, self.widths, self.comm = product, widths, comm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:

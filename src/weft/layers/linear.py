@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import Kernels, Product
 from weft.quant.quantised import QuantisedWeight
 
@@ -15,7 +15,7 @@ def column_linear(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | N
 
 
 def row_linear(
-    weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, comm: Comm, kernels: Kernels
+    weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, comm: Group, kernels: Kernels
 ) -> Product:
     """Row-parallel product: [T, input features of this rank] -> [T, out], which the caller sums over the ranks."""
     # Only rank 0 adds the bias: the sum would contain it once per rank.

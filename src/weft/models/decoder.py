@@ -8,7 +8,7 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import DenseLayer, EmbeddingTable, HeadNorm, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding, Head
@@ -27,7 +27,7 @@ class DecoderModel:
     """
 
     def __init__(
-        self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Comm, kernels: Kernels
+        self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Group, kernels: Kernels
     ) -> None:
         place = places[rank]
         self.comm, self.kernels, self.eps = comm, kernels, shape.norm_eps
@@ -116,7 +116,7 @@ def plain_tensor(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def create_dense_layer(
-    shape: ModelShape, place: Place, layer: int, tensors: Tensors, comm: Comm, kernels: Kernels
+    shape: ModelShape, place: Place, layer: int, tensors: Tensors, comm: Group, kernels: Kernels
 ) -> DenseLayer:
     """Construct a layer with this rank's heads and columns, and remove its matrices from `tensors`."""
     attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."

@@ -90,6 +90,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Number of the rank that samples: the first rank of the last stage."""
         return (self.stages - 1) * self.tensor_parallel
 
+    @property
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks of each stage, in the order of their tensor-parallel ranks."""
+        return [[place.rank for place in self.places if place.stage == stage] for stage in range(self.stages)]
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each tensor-parallel rank, in the order of their stages."""
+        tensor_ranks = range(self.tensor_parallel)
+        return [[place.rank for place in self.places if place.tp_rank == tp_rank] for tp_rank in tensor_ranks]
+
+    @property
+    def exclusive_gpus(self) -> bool:
+        """True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
+        return all(name != "cpu" for name in self.devices) and len(set(self.devices)) == len(self.devices)
+
     def weight_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights."""
         return rank_weight_bytes(self.shape, self.places[rank], self.dtype, self.schemes)

@@ -8,7 +8,6 @@ from itertools import islice
 import numpy as np
 
 from weft.comm import Links
-from weft.comm.base import Solo
 from weft.core.speculation import common_prefix_length
 from weft.core.step import Admission, StepPlan
 from weft.plan.memory import Capacity
@@ -68,7 +67,7 @@ class DraftRunner:
         from weft.worker.worker import Worker
 
         self._plan = draft_plan(plan)
-        self._worker = Worker(self._plan, 0, Links(tensor=Solo(), pipeline=Solo()))
+        self._worker = Worker(self._plan, 0, Links())
         self._texts: dict[int, SlotText] = {}
 
     def load(self) -> Capacity:

@@ -190,10 +190,10 @@ class Worker:
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
-            incoming = self.links.pipeline.recv(dims, self.dtype, self.place.stage - 1)
+            incoming = self.links.stage.recv(dims, self.dtype)
         hidden = self.hidden(batch, incoming)
         if not self.place.last:
-            self.links.pipeline.send(hidden, self.place.stage + 1)
+            self.links.stage.send(hidden)
             return None
         result = self._finish(step, hidden, samples, tensors)
         if step.draft_requests and any(step.draft_requests):
@@ -304,12 +304,8 @@ class Worker:
         if not self.plan.lookahead:
             return
         last = self.request_slots.last
-        if self.links.tensor.size > 1:
-            # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
-            own = last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
-            tokens = self.links.tensor.sum(own)
-        assert tokens is not None
-        last.index_copy_(0, slots, tokens.to(last.dtype))
+        sampled = last.new_empty(len(slots)) if tokens is None else tokens
+        last.index_copy_(0, slots, self.links.tensor.broadcast(sampled))
 
     def _mark_broken(self, result: StepResult, slots: np.ndarray) -> None:
         """Mark rows whose logits were not finite as failed, by their `slots`; valid ids replace their tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import AttentionShape, DenseLayer, FusedStage, HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.entries import load_entries
@@ -41,7 +41,7 @@ class NativeKernels:
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> NativeMatrix:
         return self.matrix(weight)
 
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         return NativeStage(self._entries, layers, comm)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,7 +56,7 @@ class NativeKernels:
         return out
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
         return self.add_norm(comm.sum(x), residual, weight, eps)
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from weft.comm import Comm
-from weft.comm.symmetric import SymmetricComm
+from weft.comm import Group
+from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import (
     Attention,
     AttentionShape,
@@ -65,7 +65,7 @@ class TritonKernels:
         self._quantised.setdefault((matrix.scheme, matrix.shape, bias is None), matrix)
         return matrix
 
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -75,9 +75,9 @@ class TritonKernels:
         return pointwise.norm(x, residual, weight, eps)
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
-        parts = comm.publish_part(x) if isinstance(comm, SymmetricComm) else None
+        parts = comm.publish_part(x) if isinstance(comm, SymmetricGroup) else None
         if parts is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
         return reduce.sum_add_norm(parts, residual, weight, eps)
