@@ -1,56 +1,241 @@
-"""EngineConfig: every option of an engine, and the only place for its defaults."""
+"""EngineConfig: every option of an engine, and the only place for its defaults.
+
+An option is declared once, as a field with its type, default and help text. The check of its value, its flag and
+docs/cli.md come from this declaration.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
+
+from weft.errors import ConfigError
+from weft.formats.schemes import QUANTIZATIONS
+
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
+
+DeviceMap = dict[str, int | str] | str  # modules to devices, or auto, balanced, sequential, ...
+MaxMemory = dict[int | str, int | str]  # of each device to be used: bytes, or a text such as "40GB"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Options of an engine. Names are the flags' names: `--max-model-len` is `max_model_len`.
+class Option:
+    """The part of an option's declaration that its field's name, type and default do not say.
 
-    None leaves the decision to the planner. Lengths are in tokens. `executor` is "inline" (ranks as threads of this
-    process) or "processes"; None means inline for one rank, and processes for several ranks and in `weft serve`.
-    `gpu_memory_utilization` is a share of each GPU's total memory, one figure for all ranks or one for each.
+    For every caller:
+
+    - `choices`: the values that are allowed; () allows all.
+    - `synonyms`: other names of the choices, which the config replaces.
+    - `minimum`: the smallest number that is allowed.
+
+    For the command line:
+
+    - `help`: the flag's help text.
+    - `flag`: the flag's name without dashes, if it is not the field's. It is a keyword of `LLM` too.
+    - `short`: a short form, with its dash.
+    - `metavar`: stands for the value in the help; by default the last word of the name.
+    - `auto`: the flag takes auto and -1 as well, which mean None.
+    - `several`: the flag takes one or more values, a tuple. `repeated`: the flag may be given several times, likewise.
     """
 
-    model: str
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    revision: str | None = None
-    hf_token: str | None = None
-    download_dir: str | None = None
-    load_format: str = "auto"  # auto, safetensors, gguf, dummy
-    dtype: str = "auto"  # auto, bfloat16, float16, float32
-    quantization: str = "auto"  # auto: the checkpoint's own; none: dequantised; int4, int8, ...: quantised at load
-    seed: int = 0
-    generation_config: str = "auto"  # auto: the model's sampling defaults; vllm: SamplingParams' own
-    chat_template: str | None = None
-    plan: str | None = None  # a file written by weft plan --json, to be executed
-    tensor_parallel_size: int | None = None
-    tensor_split: tuple[float, ...] | None = None
-    pipeline_parallel_size: int | None = None
-    pipeline_split: tuple[int, ...] | None = None
-    device_map: dict[str, int | str] | str | None = None  # modules to devices, or auto, balanced, sequential, ...
-    max_memory: dict[int | str, int | str] | None = None  # of each device to be used: bytes, or a text such as "40GB"
-    executor: str | None = None
-    device: str = "auto"  # auto, cpu, cuda
-    device_ids: tuple[int, ...] | None = None
-    gpu_memory_utilization: tuple[float, ...] = (0.9,)
-    kv_cache_memory_bytes: int | None = None
-    kv_cache_dtype: str = "auto"  # auto: as dtype; fp8 on GPUs that have it
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None  # None: chosen for the model and its devices (planner.batch)
-    max_num_queued_reqs: int = 1024
-    scheduling_policy: str = "fcfs"  # fcfs, priority
-    async_scheduling: bool | None = None  # schedule a step before the tokens of the last are known; None: on GPUs
-    attention_backend: str = "auto"  # auto, torch, cpu, triton, flashinfer, varlen
-    speculative_config: dict[str, Any] | None = None  # vLLM's: {"method": "ngram"} or {"model": NAME}, and more
-    enforce_eager: bool = False  # no CUDA graphs
+    help: str
+    choices: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    minimum: int | None = None
+    flag: str = ""
+    short: str = ""
+    metavar: str = ""
+    auto: bool = False
+    several: bool = False
+    repeated: bool = False
+
+    def checked(self, name: str, value: Any) -> Any:
+        """Return a value, or the choice that it is a synonym of. Raises ConfigError for one that is not allowed."""
+        if self.choices:
+            value = self.synonyms.get(value, value)
+            if value not in self.choices:
+                known = ", ".join(self.choices)
+                raise ConfigError(f"{name} is {value!r}; it must be one of {known}", code="unknown-choice")
+        if self.minimum is not None and value < self.minimum:
+            raise ConfigError(f"{name} is {value}; it must be {self.minimum} or more", code="below-minimum")
+        return value
+
+
+def option(default: Any = MISSING, *, default_factory: Any = MISSING, **declaration: Any) -> Any:
+    """Declare a field of a config with `Option(**declaration)`; an option without a default must be given."""
+    metadata = {"option": Option(**declaration)}
+    return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+def declared_options(config: type[Options]) -> dict[str, Option]:
+    """The options of a config class, by field."""
+    return {declared.name: declared.metadata["option"] for declared in fields(config)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of config classes, whose fields are all options. Raises ConfigError for a value that is not allowed."""
+
+    def __post_init__(self) -> None:
+        for name, declared in declared_options(type(self)).items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, declared.checked(name, value))  # the way to set a frozen field
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """The model, its tokenizer, and the formats of its weights."""
+
+    model: str = option(help="the model, if it is not given as the argument")
+    tokenizer: str | None = option(
+        None, help="directory, file or name to take the tokeniser from, instead of the model's"
+    )
+    skip_tokenizer_init: bool = option(False, help="load no tokeniser: prompts and answers are token ids")
+    revision: str | None = option(None, help="branch, tag or commit of a model on the hub")
+    hf_token: str | None = option(
+        None, help="token for the hub; HF_TOKEN in the environment is safer, because `ps` shows flags"
+    )
+    download_dir: str | None = option(None, help="directory for models from the hub, instead of HF_HOME")
+    load_format: str = option(
+        "auto",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        help="format of the checkpoint; dummy: random weights in the model's shape, read from no file",
+    )
+    dtype: str = option(
+        "auto",
+        choices=("auto", "bfloat16", "float16", "half", "float32", "float"),
+        help="number format to compute in; auto: the checkpoint's, or bfloat16 for float32 checkpoints and GGUF",
+    )
+    quantization: str = option(
+        "auto",
+        short="-q",
+        choices=QUANTIZATIONS,
+        help="format of the weights in memory; auto: the checkpoint's, if there are kernels for it; none: 16 or 32 "
+        "bits as --dtype says; int8 to q8_0: compress the weights while they load (int4 means q4_1); the others are "
+        "vLLM's names of checkpoint formats and mean auto",
+    )
+    seed: int = option(0, minimum=0, help="random seed for requests that give none")
+    generation_config: str = option(
+        "auto",
+        choices=("auto", "vllm"),
+        help="auto: use the model's own sampling defaults; vllm: ignore them",
+    )
+    chat_template: str | None = option(
+        None, metavar="FILE", help="a Jinja template, or a file with one, instead of the model's"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(Options):
+    """The ranks, each one's share of the model, and their devices. The planner chooses what is left open."""
+
+    plan: str | None = option(
+        None, metavar="FILE", help="run the plan that weft plan MODEL --json printed; MODEL may be left out"
+    )
+    tensor_parallel_size: int | None = option(
+        None, minimum=1, short="-tp", help="number of ranks that share each layer"
+    )
+    tensor_split: tuple[float, ...] | None = option(
+        None, metavar="2,1", help="uneven tensor parallelism: each rank's share, rounded to whole KV groups"
+    )
+    pipeline_parallel_size: int | None = option(
+        None, minimum=1, short="-pp", help="number of pipeline stages, each with some of the layers"
+    )
+    pipeline_split: tuple[int, ...] | None = option(None, metavar="20,12", help="layers per stage")
+    device_map: DeviceMap | None = option(
+        None,
+        metavar="MAP",
+        help="the device of each module, as in Transformers: a JSON or YAML file or inline JSON from modules to GPU "
+        "numbers, or one of auto balanced balanced_low_0 sequential",
+    )
+    executor: str | None = option(
+        None,
+        flag="distributed-executor-backend",
+        choices=("processes", "inline"),
+        synonyms={"mp": "processes", "uni": "inline"},  # vLLM's names
+        help="mp or processes: a process per rank; uni or inline: a thread per rank. Default: a thread for one rank, "
+        "processes for several and in weft serve",
+    )
+    device: str = option("auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs if there are any")
+    device_ids: tuple[int, ...] | None = option(
+        None, metavar="0,1", help="the GPU of each rank, numbered among the visible ones"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(Options):
+    """Memory of the devices, the KV cache, and the kernels that read it."""
+
+    gpu_memory_utilization: tuple[float, ...] = option(
+        (0.9,), help="share of each GPU's memory to use; a list gives one share per rank"
+    )
+    max_memory: MaxMemory | None = option(
+        None,
+        metavar="0=40GB,1=40GB",
+        help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate",
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        minimum=1,
+        help="size of the KV cache on each GPU (on a CPU: of each rank), instead of measuring; G is GiB, g is GB",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        choices=KV_CACHE_DTYPES,
+        help="auto: the format of --dtype; fp8: 8 bits, on GPUs that have FP8",
+    )
+    block_size: int = option(16, minimum=1, help="tokens per KV block")
+    enable_prefix_caching: bool = option(True, help="reuse the KV blocks of prompts that begin with the same tokens")
+    # plan.backends checks the name, which may be vLLM's, in any case.
+    attention_backend: str = option(
+        "auto",
+        help="auto (the fastest available), cpu (compiled), triton, flashinfer or varlen (GPUs; varlen is torch's "
+        "FlashAttention, for prompts) or torch (slow, runs everywhere); vLLM's names work too",
+    )
+    enforce_eager: bool = option(False, help="use no CUDA graphs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulingOptions(Options):
+    """Limits of requests and steps, and the order of requests. Lengths are in tokens."""
+
+    max_model_len: int | None = option(
+        None,
+        minimum=1,
+        auto=True,
+        help="maximum tokens of prompt and answer together; auto: as many as fit",
+    )
+    max_num_seqs: int = option(256, minimum=1, help="maximum number of requests that run at once")
+    max_num_batched_tokens: int | None = option(
+        None,
+        minimum=1,
+        help="maximum tokens of one step. Default: chosen for the model and its devices, so that no answer waits long "
+        "for the prompts of others",
+    )
+    max_num_queued_reqs: int = option(
+        1024, minimum=1, help="maximum number of waiting requests; further ones get status 429"
+    )
+    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"), help="order in which requests start")
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        short="-sc",
+        metavar="JSON",
+        help='speculative decoding: {"method": "ngram"} or {"model": NAME} of a draft model; also '
+        "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max",
+    )
+    async_scheduling: bool | None = option(
+        None, help="schedule a step before the previous one's tokens are known (default: on for GPUs)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(ModelOptions, LayoutOptions, MemoryOptions, SchedulingOptions):
+    """Options of an engine. The flag of `max_model_len` is `--max-model-len`; None leaves the decision to the planner.
+
+    Raises ConfigError for a value that is not allowed.
+    """
 
 
 DEFAULT_CONFIG = EngineConfig(model="")  # all defaults

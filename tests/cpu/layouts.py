@@ -10,6 +10,7 @@ import torch
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan
+from weft.core.token_ids import TokenIds
 from weft.executors.inline import InlineExecutor
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
@@ -62,7 +63,7 @@ def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
         step = StepPlan(
             id=0,
             released=[],
-            admitted=[Admission(0, 0, SamplingParams(), prompt, [])],
+            admitted=[Admission(0, 0, SamplingParams(), TokenIds.pack(prompt), [])],
             slots=[0],
             starts=[0],
             counts=[len(prompt)],

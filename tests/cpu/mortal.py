@@ -16,6 +16,7 @@ from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.core.request import Request
+from weft.core.token_ids import TokenIds
 from weft.errors import EngineError
 from weft.executors.processes import ProcessExecutor
 from weft.plan.plan import Plan
@@ -39,7 +40,9 @@ async def engine(plan: Plan, worker: str) -> None:
     engine = await AsyncEngine.start(plan, EngineConfig(model=plan.model), worker)
     print("started", flush=True)
     try:
-        async for _ in engine.submit([Request(id="0", prompt=[1, 2], params=SamplingParams(max_tokens=3))]):
+        async for _ in engine.submit(
+            [Request(id="0", prompt=TokenIds.pack([1, 2]), params=SamplingParams(max_tokens=3))]
+        ):
             pass
     finally:
         await engine.close()

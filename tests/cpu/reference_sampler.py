@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
+from weft.core.token_ids import TokenIds
 from weft.worker.random import SAMPLING_BLOCK
 from weft.worker.sampler import SampledTokens, Sampler
 
@@ -35,7 +36,7 @@ class Row:
     output: list[int]
 
     def admission(self, slot: int) -> Admission:
-        return Admission(slot, self.key, self.params, self.prompt, [*self.output])
+        return Admission(slot, self.key, self.params, TokenIds.pack(self.prompt), [*self.output])
 
     @property
     def position(self) -> int:

@@ -45,6 +45,8 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
         lengths = [len(output.outputs[0].token_ids) async for output in llm.generate("a", GREEDY)]
         assert lengths == list(range(1, 41))
         assert "tensor_parallel_size=1" in repr(llm) and str(folder) in repr(llm)
+        tokenizer = (await llm._ready()).frontend.tokenizer
+        assert "longest_token" in vars(tokenizer)  # no prompt was long: computed at the start
 
         prompts: list[Any] = ["a", [98, 99], {"prompt": "def"}, "ghij", "k", "lm"]
         alone = [(await last(llm.generate(prompt, GREEDY))).outputs[0].token_ids for prompt in prompts]

@@ -12,6 +12,7 @@ from tests.cpu import checkpoints
 from tests.cpu.attention import as_staged
 from weft import LLM, SamplingParams
 from weft.core.step import Admission, StepPlan
+from weft.core.token_ids import TokenIds
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainKernels
 from weft.worker import graphs, worker
@@ -166,7 +167,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     """Without asking the device, which would have it wait for all that is under way."""
     rows = RequestSlots(3, 64, 4, torch.device("cpu"))
     for slot, count in ((0, 5), (2, 9)):
-        rows.admit(Admission(slot, 0, SamplingParams(), [1] * count, []))
+        rows.admit(Admission(slot, 0, SamplingParams(), TokenIds.pack([1] * count), []))
     step = StepPlan(
         id=0,
         released=[],

@@ -15,6 +15,7 @@ from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
+from weft.core.token_ids import TokenIds
 from weft.errors import EngineError, QueueFullError, RequestError
 
 WAIT_S = 60
@@ -36,7 +37,7 @@ async def start(
 
 
 def ask(id: str, tokens: int = 3, prompt: int = 2) -> Request:
-    return Request(id=id, prompt=[1] * prompt, params=SamplingParams(max_tokens=tokens))
+    return Request(id=id, prompt=TokenIds.pack([1] * prompt), params=SamplingParams(max_tokens=tokens))
 
 
 async def collect(stream: AsyncIterator[Output]) -> dict[str, list[int]]:

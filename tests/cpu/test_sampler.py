@@ -17,6 +17,7 @@ from tests.cpu.draws import MASK, chi_square
 from tests.cpu.reference_sampler import EOS, Row, check_logprobs, distribution, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
+from weft.core.token_ids import TokenIds
 from weft.kernels.streams import NOT_FINITE
 from weft.worker import chunks
 from weft.worker import sampler as sampler_module
@@ -159,7 +160,7 @@ def test_frequencies_are_those_of_the_distribution() -> None:
     ],
 )
 def test_sampled_frequencies_match(params: SamplingParams) -> None:
-    row = Row(0, params, [0], [])
+    row = Row(0, params, TokenIds.pack([0]), [])
     logits = grid(60, 3, 5)[:1] / 2
     sampler = sampler_of(60, [row])
     positions = range(1, 20_001)
@@ -211,7 +212,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(2, 1000)
     logits[0, [700, 20, 999]] = 3.0
     for params in (SamplingParams(temperature=0), SamplingParams(top_k=1)):
-        rows = [Row(9, params, [0], [])] * 2
+        rows = [Row(9, params, TokenIds.pack([0]), [])] * 2
         assert sample(sampler_of(1000, rows), logits, rows) == [20, 0]
 
 
@@ -362,10 +363,10 @@ def test_a_token_that_comes_late_is_not_noted_for_who_has_the_slot_by_then() -> 
     """On a GPU the next step may give an aborted request's slot away before the last one's tokens have arrived."""
     sampler, params = Sampler(8, 2), SamplingParams(temperature=0, repetition_penalty=2.0)
     logits = torch.arange(1.0, 9.0)[None]
-    sampler.admit(Admission(0, 1, params, [0], []))
+    sampler.admit(Admission(0, 1, params, TokenIds.pack([0]), []))
     late = sampled(sampler, logits, [0], [1])
     sampler.release(0)
-    sampler.admit(Admission(0, 2, params, [0], []))
+    sampler.admit(Admission(0, 2, params, TokenIds.pack([0]), []))
     assert late.result()[0] == [7]
     assert sampled(sampler, logits, [0], [1]).result()[0] == [7]
     assert sampled(sampler, logits, [0], [2]).result()[0] == [6]

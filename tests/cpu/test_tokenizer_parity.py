@@ -33,13 +33,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("flag", [None, True, False])
 def test_a_saved_tokenizer(tmp_path: Path, bos: bool, flag: bool | None) -> None:
-    rust = byte_level()
+    hf_tokenizer = byte_level()
     if bos:
-        rust.post_processor = processors.TemplateProcessing(
+        hf_tokenizer.post_processor = processors.TemplateProcessing(
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
         )
     said = {} if flag is None else {"add_bos_token": flag}
-    saved = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token=SPECIALS[1], eos_token=SPECIALS[2], **said)
+    saved = PreTrainedTokenizerFast(tokenizer_object=hf_tokenizer, bos_token=SPECIALS[1], eos_token=SPECIALS[2], **said)
     saved.add_tokens(["<tool>"])
     saved.save_pretrained(tmp_path)
     oracle = AutoTokenizer.from_pretrained(tmp_path)

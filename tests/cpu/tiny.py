@@ -28,7 +28,7 @@ def write(folder: Path, **generation: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = text_tools().tokenizer
     assert tokenizer is not None
-    tokenizer._rust.save(str(folder / "tokenizer.json"))
+    tokenizer._hf_tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": "<bos>", "eos_token": "<e>", "add_bos_token": True, "chat_template": TEMPLATE}
     files = {"config": CONFIG, "tokenizer_config": settings, "generation_config": generation}
     for name, content in files.items():

@@ -26,11 +26,13 @@ TEMPLATE = (
 
 @cache
 def text_tools() -> TextTools:
-    rust = build_byte_level(
+    hf_tokenizer = build_byte_level(
         {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
     )
-    rust.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", "<s>", "<e>")])
-    tokenizer = Tokenizer(rust, TokenizerSettings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True))
+    hf_tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", "<s>", "<e>")])
+    tokenizer = Tokenizer(
+        hf_tokenizer, TokenizerSettings(tokens={"bos_token": "<bos>", "eos_token": "<e>"}, add_bos=True)
+    )
     return TextTools(tokenizer, ChatTemplate(TEMPLATE, tokenizer.special_tokens))
 
 

@@ -75,7 +75,7 @@ class Ranks:
             del self.live[slot]
         for admission in plan.admitted:
             assert admission.slot not in self.live and 0 <= admission.slot < self.max_num_seqs
-            self.live[admission.slot] = Row(admission, admission.prompt + admission.output)
+            self.live[admission.slot] = Row(admission, [*admission.prompt, *admission.output])
         assert plan.slots and len(set(plan.slots)) == len(plan.slots)
         assert {a.slot for a in plan.admitted} <= set(plan.slots)
         assert sum(plan.counts) == len(plan.tokens) <= self.max_num_batched_tokens
@@ -97,7 +97,7 @@ class Ranks:
             computed = [next(tokens) for _ in range(count)]
             assert 0 <= guessed < count and (not guessed or count == guessed + 1)
             for position, token in enumerate(computed[: count - guessed], start):
-                sampled = position == len(row.context) - 1 >= len(row.admission.prompt + row.admission.output)
+                sampled = position == len(row.context) - 1 >= len(row.admission.prompt) + len(row.admission.output)
                 assert token == row.context[position] or (token == UNKNOWN and sampled)
             row.guesses = computed[count - guessed :]
             known = row.known = digests(row.context + row.guesses, row.known[: len(row.context)])

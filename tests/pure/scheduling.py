@@ -10,11 +10,12 @@ import msgspec
 
 from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan
+from weft.core.token_ids import TokenIds
 from weft.plan.plan import DraftModel, Speculation
 
 LIMITS: dict[str, Any] = {
@@ -40,7 +41,8 @@ AHEAD: list[dict[str, Any]] = [
 
 
 def request(id: str, prompt: list[int], *, priority: int = 0, stop_ids: tuple[int, ...] = (), **params: Any) -> Request:
-    return Request(id=id, prompt=prompt, params=SamplingParams(**params), stop_ids=stop_ids, priority=priority)
+    sampling = SamplingParams(**params)
+    return Request(id=id, prompt=TokenIds.pack(prompt), params=sampling, stop_ids=stop_ids, priority=priority)
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Engine:
         sizes = ("num_blocks", "block_size", "prefix_caching")
         blocks, size, caching = (self.limits[name] for name in sizes)
         limits = {name: limit for name, limit in self.limits.items() if name not in sizes}
-        self.scheduler = Scheduler(pool=BlockPool(blocks, size, caching=caching), **limits)
+        self.scheduler = Scheduler(pool=NumberedBlocks(blocks, size, caching=caching), **limits)
         self.scheduler.tables.growth = 1  # in caches this small nobody else would be let in
         names = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens")
         self.ranks = Ranks(**{name: self.limits[name] for name in names})

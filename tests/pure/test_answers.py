@@ -18,6 +18,7 @@ from weft.cli.flags import engine_config
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, RequestError
 from weft.plan.memory import Capacity
 from weft.planner.forecast import Forecast, predicted_json
@@ -26,14 +27,14 @@ from weft.planner.forecast import Forecast, predicted_json
 def answer(text: str, tokens: int, *, finished: bool = True, at: float = 2.5) -> RequestOutput:
     choice = CompletionOutput(0, text, list(range(tokens)), finish_reason="stop" if finished else None)
     times = Metrics(arrival_s=1.0, first_token_s=1.5, finished_s=at if finished else None)
-    return RequestOutput("0", None, [1, 2, 3], [choice], times, finished=finished)
+    return RequestOutput("0", None, TokenIds.pack([1, 2, 3]), [choice], times, finished=finished)
 
 
 class FakeLLM:
     """An engine that says the same thing always, and remembers what it was asked."""
 
-    def __init__(self, **said: Any) -> None:
-        self.config = EngineConfig(**said)
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
         self.asked: list[Any] = []
         self.given: dict[str, Any] = {}
         self.closed = 0
@@ -85,7 +86,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = SimpleNamespace(now=None)
 
     def start(arguments: Namespace, **ours: Any) -> FakeLLM:
-        made.now = FakeLLM(**vars(engine_config(arguments, **ours)))
+        made.now = FakeLLM(engine_config(arguments, **ours))
         return made.now
 
     monkeypatch.setattr(engine, "start_engine", start)

@@ -20,6 +20,7 @@ from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
@@ -61,8 +62,8 @@ class FakeLLM:
 
     num_blocks = 10
 
-    def __init__(self, **said: Any) -> None:
-        self.config, self.plan, self.asked, self.short = EngineConfig(**said), plan(kind="dummy"), [], 0
+    def __init__(self, config: EngineConfig) -> None:
+        self.config, self.plan, self.asked, self.short = config, plan(kind="dummy"), [], 0
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -80,12 +81,13 @@ class FakeLLM:
             made = one.max_tokens - self.short
             times = Metrics(arrival_s=10.0, first_token_s=11.0, finished_s=11.0 + 0.1 * (made - 1))
             choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-            answers.append(RequestOutput("0", None, prompt["prompt_token_ids"], [choice], times, finished=True))
+            ids = TokenIds.pack(prompt["prompt_token_ids"])
+            answers.append(RequestOutput("0", None, ids, [choice], times, finished=True))
         return answers
 
 
 def test_a_run_s_figures() -> None:
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     done = run_batch(llm, [BenchRequest([1, 2], 11), BenchRequest([3], 21)])
     assert (done.input_tokens, done.output_tokens) == (3, 32)
     assert done.ttft_s == pytest.approx(1.0) and done.tpot_s == pytest.approx(0.1)
@@ -124,7 +126,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     def start(arguments: Any, **ours: Any) -> FakeLLM:
         from weft.cli.flags import engine_config
 
-        made.append(FakeLLM(**vars(engine_config(arguments, **ours))))
+        made.append(FakeLLM(engine_config(arguments, **ours)))
         return made[-1]
 
     monkeypatch.setattr(engine, "start_engine", start)
@@ -240,7 +242,7 @@ def test_the_suite_s_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_a_batch_of_the_suite_is_other_tokens_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "QUIET_S", 0)
-    llm: Any = FakeLLM(model="m")
+    llm: Any = FakeLLM(EngineConfig(model="m"))
     names = [batch.name for batch in suite.BATCHES]
     assert names == ["latency", "prefill", "throughput", "prefix"]
     for batch in suite.BATCHES:

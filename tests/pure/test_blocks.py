@@ -1,4 +1,4 @@
-"""BlockPool: references, prefixes, and which block goes out next."""
+"""NumberedBlocks: references, prefixes, and which block goes out next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weft.core.blocks import BlockPool, block_digest
+from weft.core.blocks import NumberedBlocks, block_digest
 
 
 def chain(*blocks: list[int]) -> list[bytes]:
@@ -29,7 +29,7 @@ def test_a_digest_stands_for_a_block_and_all_before_it() -> None:
 
 
 def test_free_blocks_go_out_last_in_first_out_and_untouched_ones_last() -> None:
-    pool = BlockPool(6, 2, caching=True)
+    pool = NumberedBlocks(6, 2, caching=True)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first == [0, 1] and second == [2, 3]
     pool.release(first)
@@ -40,7 +40,7 @@ def test_free_blocks_go_out_last_in_first_out_and_untouched_ones_last() -> None:
 
 
 def test_a_registered_block_outlives_its_request() -> None:
-    pool = BlockPool(4, 2, caching=True)
+    pool = NumberedBlocks(4, 2, caching=True)
     digests = chain([1, 2], [3, 4])
     blocks = pool.allocate(2)
     for block, digest in zip(blocks, digests, strict=True):
@@ -56,7 +56,7 @@ def test_a_registered_block_outlives_its_request() -> None:
 
 
 def test_the_least_recently_used_is_evicted_ends_before_beginnings() -> None:
-    pool = BlockPool(4, 1, caching=True)
+    pool = NumberedBlocks(4, 1, caching=True)
     old, new = chain([1], [2]), chain([3], [4])
     tables = []
     for digests in (old, new):
@@ -77,7 +77,7 @@ def test_the_least_recently_used_is_evicted_ends_before_beginnings() -> None:
 
 
 def test_blocks_that_hold_nothing_go_before_those_that_do() -> None:
-    pool = BlockPool(3, 1, caching=True)
+    pool = NumberedBlocks(3, 1, caching=True)
     (a,), (b,) = pool.allocate(1), pool.allocate(1)
     pool.register(a, chain([1])[0])
     pool.release([a])
@@ -87,7 +87,7 @@ def test_blocks_that_hold_nothing_go_before_those_that_do() -> None:
 
 
 def test_the_first_of_two_equal_blocks_is_the_one_that_is_found() -> None:
-    pool = BlockPool(2, 1, caching=True)
+    pool = NumberedBlocks(2, 1, caching=True)
     (a,), (b,) = pool.allocate(1), pool.allocate(1)
     for block in (a, b):
         pool.register(block, chain([1])[0])
@@ -98,14 +98,14 @@ def test_the_first_of_two_equal_blocks_is_the_one_that_is_found() -> None:
 
 
 def test_without_caching_nothing_is_found() -> None:
-    pool = BlockPool(2, 1, caching=False)
+    pool = NumberedBlocks(2, 1, caching=False)
     blocks = pool.allocate(1)
     pool.register(blocks[0], chain([1])[0])
     assert pool.match(chain([1])) == []
 
 
 def test_freeing_twice_is_a_bug_that_shows() -> None:
-    pool = BlockPool(2, 1, caching=True)
+    pool = NumberedBlocks(2, 1, caching=True)
     blocks = pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(AssertionError, match="free already"):
@@ -119,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.SIZE, 1, caching=True)
+        self.pool = NumberedBlocks(self.SIZE, 1, caching=True)
         self.tables: list[list[int]] = []
         self.contents: dict[int, bytes] = {}
 

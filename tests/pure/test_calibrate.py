@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure import machines
 from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.place import Span
@@ -23,6 +24,8 @@ from weft.cache import warn_damaged
 from weft.cli import bench_calibrate, main
 from weft.cli.parser import UsageError
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
 from weft.formats import config_json, fields
 from weft.formats.precision import weight_bytes
@@ -170,7 +173,6 @@ class FakeLLM:
     num_blocks = 1000
 
     def __init__(self, **said: Any) -> None:
-        from weft.config import EngineConfig
         from weft.formats.checkpoint import Checkpoint
         from weft.plan.layout import build_plan
 
@@ -184,7 +186,7 @@ class FakeLLM:
         first, made = 10 + 0.001 * length, params.max_tokens
         times = Metrics(arrival_s=10.0, first_token_s=first, finished_s=first + 0.002 * (made - 1))
         choice = CompletionOutput(0, "", [7] * made, finish_reason="length")
-        return [RequestOutput("0", None, [], [choice], times, finished=True) for _ in prompts]
+        return [RequestOutput("0", None, TokenIds.pack([]), [choice], times, finished=True) for _ in prompts]
 
 
 def test_what_is_quantised_is_measured_in_short() -> None:
@@ -287,13 +289,18 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
         def __exit__(self, *_: object) -> None:
             pass
 
+        @classmethod
+        def from_config(cls, config: EngineConfig) -> Engine:
+            assert (config.skip_tokenizer_init, config.device, config.load_format) == (True, "cpu", "dummy")
+            return cls()
+
     def measure(llm: object, name: str, loads: Any, tell: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]
         return [msgspec.structs.replace(it, seconds=times * it.seconds) for it in found]
 
-    monkeypatch.setattr("weft.llm.LLM", lambda **said: Engine())
+    monkeypatch.setattr("weft.llm.LLM", Engine)
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(engine_speed, "measure_loads", measure)
     monkeypatch.setattr(engine_speed, "runtime_bytes", lambda *_: 400 << 20)
@@ -470,7 +477,7 @@ def test_the_command_prints_keeps_and_doubts(
 
     def one(*_: object) -> Any:
         found = fit.fit_constants(cpu(), there)
-        return bench_calibrate.DeviceResult(made(error=worst), there, found, [])
+        return bench_calibrate.DeviceResult(made(error=worst), there, found)
 
     monkeypatch.setattr(bench_calibrate, "calibrate_device", one)
     assert main.main(["bench", "calibrate"]) == 0
@@ -488,6 +495,34 @@ def test_the_command_prints_keeps_and_doubts(
     assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     assert main.main(["bench", "calibrate", "--save"]) == 0
     assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.6),)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "kept"),
+    [(0.02, "", True), (0.6, "", False), (0.6, "--save", True), (0.02, "--no-save", False)],
+)
+def test_sizes_of_attention_are_kept_if_the_figures_are(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, error: float, words: str, kept: bool
+) -> None:
+    there = machines.host(gpus=(msgspec.structs.replace(machines.gpu(0), name="NVIDIA L4"),))
+    plan = msgspec.structs.replace(FakeLLM().plan, devices=("cuda:0",))
+    asked: list[tuple[tuple[int, ...], bool]] = []
+
+    def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: object) -> list[TunedSizes]:
+        asked.append((ranks, keep))
+        return []
+
+    def measured(*_: object) -> bench_calibrate.DeviceResult:
+        measurements = points(cpu(), TRUE)
+        return bench_calibrate.DeviceResult(
+            made(error=error), measurements, fit.fit_constants(cpu(), measurements), tunable=plan
+        )
+
+    monkeypatch.setattr(host, "probe_host", lambda: there)
+    monkeypatch.setattr(bench_calibrate, "calibrate_device", measured)
+    monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
+    assert main.main(["bench", "calibrate", "m", *words.split()]) == (1 if error > 0.5 and not kept else 0)
+    assert asked == [((1,), kept)]
 
 
 def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
@@ -514,7 +549,7 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     assert [line.split() for line in told[1:3]] == [["10.0", "us", "fast"], ["20.0", "us", "slow"]]
     assert told[3].strip() == "skipped: large: out of resource: shared memory"
     fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
-    whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, found)
+    whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, tuned=found)
     lines = bench_calibrate.device_lines(whole)
     assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]
     assert lines[-2:] == ["prompts  tile 128", "kept in /c/t.json: engines use them from now on"]

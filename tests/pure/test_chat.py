@@ -24,6 +24,7 @@ from weft.cli import chat, terminal
 from weft.cli.word_wrap import WordWrap
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.core.params import SamplingParams
+from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 
 
@@ -44,7 +45,9 @@ class ScriptedLLM:
         self.params.append(params)
         text = f"answer {len(self.asked)}"
         times = Metrics(arrival_s=1.0, first_token_s=1.5, finished_s=2.5)
-        yield RequestOutput("0", None, [1], [CompletionOutput(0, text, [1, 2], finish_reason="stop")], times, True)
+        yield RequestOutput(
+            "0", None, TokenIds.pack([1]), [CompletionOutput(0, text, [1, 2], finish_reason="stop")], times, True
+        )
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ import pytest
 from tests.pure.ranks import Ranks, expected
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 from weft.errors import Cause, EngineError, QueueFullError
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
@@ -47,13 +48,13 @@ class Rehearsal:
 def core(*, stages: int = 1, depth: int | None = None, **change: Any) -> tuple[EngineCore, Rehearsal]:
     executor = Rehearsal()
     limits = {**SIZES, "max_num_queued": 8, "max_model_len": 64, "policy": "fcfs", **change}
-    pool = BlockPool(limits.pop("num_blocks"), limits.pop("block_size"), caching=True)
+    pool = NumberedBlocks(limits.pop("num_blocks"), limits.pop("block_size"), caching=True)
     scheduler = Scheduler(pool=pool, **limits, stages=stages)
     return EngineCore(scheduler, executor, depth=depth or stages), executor
 
 
 def request(id: str, prompt: list[int], **params: Any) -> Request:
-    return Request(id=id, prompt=prompt, params=SamplingParams(**params))
+    return Request(id=id, prompt=TokenIds.pack(prompt), params=SamplingParams(**params))
 
 
 def step(engine: EngineCore) -> list[Output]:
@@ -209,7 +210,7 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
         block_size=4,
     )
     config = EngineConfig(model="m", max_num_queued_reqs=3, scheduling_policy="priority", enable_prefix_caching=False)
-    engine = EngineCore.start(plan, 20, Rehearsal(), config)
+    engine = EngineCore.from_plan(plan, 20, Rehearsal(), config)
     assert engine.depth == engine.scheduler.stages == 2
     assert (engine.scheduler.max_model_len, engine.scheduler.max_num_queued) == (48, 3)
     assert engine.stats().blocks_total == 20 and not engine.scheduler.pool.caching

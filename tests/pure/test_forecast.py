@@ -13,6 +13,7 @@ from tests.pure.machines import FOUR, NOTHING, SIX, THREE, checkpoint, expected,
 from tests.pure.worlds import World
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.token_ids import TokenIds
 from weft.hardware.host import Host
 from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity
@@ -162,7 +163,9 @@ def output(
 ) -> RequestOutput:
     times = Metrics(arrival_s=begin, scheduled_s=begin, first_token_s=begin + 0.1, finished_s=begin + took)
     choice = CompletionOutput(0, "", list(range(tokens)))
-    return RequestOutput("0", None, [0] * prompt, [choice], times, num_cached_tokens=cached, finished=finished)
+    return RequestOutput(
+        "0", None, TokenIds.pack([0] * prompt), [choice], times, num_cached_tokens=cached, finished=finished
+    )
 
 
 @pytest.fixture

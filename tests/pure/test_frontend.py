@@ -12,6 +12,7 @@ from weft.client.frontend import Prompt, TextTools, sampling_defaults, stream_ke
 from weft.core.params import SamplingParams
 from weft.core.request import Output
 from weft.core.step import TokenLogprobs
+from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 
 
@@ -35,7 +36,7 @@ def collect(params: SamplingParams, prompt: str = "hello", **changes: object) ->
     ],
 )
 def test_prompts_come_as_text_ids_or_dicts(prompt: object, ids: list[int], text: str | None) -> None:
-    assert frontend().parse_prompt(prompt) == Prompt(ids, text)  # type: ignore[arg-type]
+    assert frontend().parse_prompt(prompt) == Prompt(TokenIds.pack(ids), text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_longest_prompt_leaves_room_for_one_token() -> None:
 def test_one_bos_whether_the_tokenizer_or_the_template_writes_it() -> None:
     front = frontend()
     talk = front.chat_prompt([{"role": "user", "content": "hi"}])
-    assert talk.ids.count(BOS) == 1 and talk.ids[0] == BOS
+    assert list(talk.ids).count(BOS) == 1 and next(iter(talk.ids)) == BOS
     assert front.parse_prompt(talk.text or "").ids == talk.ids
 
 

@@ -54,3 +54,30 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     source += "it = f(lambda it: it)\n"
     assert [line for line, _ in sorted(writing.violations(source))] == [1, 3, 3, 6]
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
+
+
+def test_the_simulator_uses_the_core_s_public_names() -> None:
+    """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
+    named_tuples = {"_replace", "_asdict", "_fields", "_make"}
+    found = []
+    for path in sorted((SOURCE / "simulate").glob("*.py")):
+        tree = ast.parse(path.read_text())
+        core = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.core")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                    bad = False
+                case ast.Attribute(attr=attr):
+                    bad = attr.startswith("_") and attr not in named_tuples
+                case ast.ClassDef(bases=bases):
+                    bad = any(isinstance(base, ast.Name) and base.id in core for base in bases)
+                case _:
+                    continue
+            if bad:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert found == []

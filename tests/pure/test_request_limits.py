@@ -171,11 +171,11 @@ def _raises() -> None:
 
 
 async def test_a_tokenizer_that_panics_is_an_error_of_the_api(caplog: pytest.LogCaptureFixture) -> None:
-    rust = build_byte_level(
+    hf_tokenizer = build_byte_level(
         {char: byte for byte, char in enumerate(ALPHABET)}, [], GPT2.create_pre_tokenizer(), whole_words=False
     )
-    rust.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
-    world = World(text_tools=TextTools(Tokenizer(rust, TokenizerSettings(tokens={}))))
+    hf_tokenizer.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    world = World(text_tools=TextTools(Tokenizer(hf_tokenizer, TokenizerSettings(tokens={}))))
     with caplog.at_level(logging.ERROR, "weft.serving"):
         message = refused(await world.complete(prompt="a" * 45 + "b"), 500, code="internal_error")
     assert "the tokenizer fails on this text" in message
@@ -252,7 +252,7 @@ async def test_memory_of_long_prompts_is_given_back_after_the_answer(
 ) -> None:
     world, calls = World(), []
     monkeypatch.setattr(Trimmer, "trim_later", lambda self: calls.append(self))
-    job = SimpleNamespace(output=SimpleNamespace(prompt_token_ids=[1] * tokens))
+    job = SimpleNamespace(output=SimpleNamespace(prompt_ids=[1] * tokens))
     answer = type("Done", (), {"collectors": [job]})()
     world.service.stream_closed(answer)
     assert len(calls) == times

@@ -97,7 +97,7 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
         logprobs = [one for output in outputs for one in output.logprobs]
         assert logprobs == [logprob(t) if asked_for else None for t in answer]
         pieces = [output.prompt_logprobs for output in outputs]
-        whole = None if item.params.prompt_logprobs is None else [logprob(t) for t in item.prompt[1:]]
+        whole = None if item.params.prompt_logprobs is None else [logprob(t) for t in list(item.prompt)[1:]]
         assert pieces == [whole] + [None] * (len(outputs) - 1)
         assert all(0 <= output.cached_tokens < len(item.prompt) for output in outputs)
     stats = engine.scheduler.stats()

@@ -203,7 +203,7 @@ async def test_echo() -> None:
 async def test_scoring_a_prompt() -> None:
     def script(request: Request) -> Iterable[Output]:
         assert request.params.prompt_logprobs == 1
-        entries = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in request.prompt[1:]]
+        entries = [TokenLogprobs(-0.5, 1, [token], [-0.5]) for token in list(request.prompt)[1:]]
         yield output(request.id, "x", "length", prompt_logprobs=entries)
 
     answer = (await World(FakeEngine(script)).complete(prompt=[97, 98], echo=True, max_tokens=0, logprobs=1)).json()

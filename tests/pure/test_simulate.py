@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from tests.pure.costs import cut, speed
 from tests.pure.simulations import Counted, load, run, spec, steps, told
-from weft.core.blocks import BlockPool
-from weft.core.params import SamplingParams
-from weft.core.request import Request
 from weft.formats.catalogue import find
 from weft.gateway.policy import LeastConnections, RoundRobin
 from weft.hardware.cluster import parse_gpus
@@ -24,11 +21,9 @@ from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
 from weft.planner.profiles import Constant, load_profile
 from weft.planner.replica import build_replicas
-from weft.simulate.blocks import CountedBlocks
 from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength
 from weft.simulate.replica import Stretch
 from weft.simulate.report import Report
-from weft.simulate.scheduler import StretchScheduler
 from weft.simulate.simulated_request import SimulatedRequest
 from weft.simulate.simulation import simulate
 from weft.simulate.trace import TraceRow
@@ -452,73 +447,6 @@ def test_a_stretch_knows_which_rounds_are_over(rounds: int, first: float, growth
     assert stretch.length_s(over) <= now - 5.0
     assert over == rounds or stretch.length_s(over + 1) > now - 5.0
     assert stretch.length_s(rounds) == pytest.approx(sum(first + stretch.growth_s * at for at in range(rounds)))
-
-
-# The scheduler's rounds
-
-
-def scheduler(stages: int, ahead: bool, blocks: int, caching: bool) -> StretchScheduler:
-    return StretchScheduler(
-        pool=BlockPool(blocks, 4, caching=True) if caching else CountedBlocks(blocks, 4),
-        max_num_seqs=6,
-        max_num_batched_tokens=32,
-        max_num_queued=100,
-        max_model_len=64,
-        stages=stages,
-        policy="fcfs",
-        lookahead=ahead,
-    )
-
-
-def seen(it: StretchScheduler) -> Any:
-    """What is to be the same, however it came to be."""
-    rows = [
-        (row.request.id, row.tokens, row.computed, len(row.blocks), row.outstanding, row.pending)
-        for row in it._running.values()
-    ]
-    ready = [row.request.id for row in it._ready]
-    # Of a single group the order is nothing.
-    return rows, it.stats(), ready if it.stages > 1 else sorted(ready), list(it._unfinished), it.tables.promised
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    stages=st.integers(1, 3),
-    ahead=st.booleans(),
-    blocks=st.integers(16, 60),
-    caching=st.booleans(),
-    requests=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(1, 30)), min_size=1, max_size=9),
-    part=st.floats(0.0, 1.0),
-)
-def test_rounds_at_once_are_as_one_after_the_other(
-    stages: int, ahead: bool, blocks: int, caching: bool, requests: list[tuple[int, int, int]], part: float
-) -> None:
-    ahead = ahead and stages == 1
-    fast, slow = (scheduler(stages, ahead, blocks, caching) for _ in range(2))
-    for key, (shared, own, answer) in enumerate(requests, 1):
-        for it in (fast, slow):
-            params = SamplingParams(max_tokens=answer, ignore_eos=True)
-            it.add(Request(id=str(key), prompt=[0] * shared + [key] * own, params=params, key=key))
-    flights: dict[int, list[Any]] = {id(fast): [], id(slow): []}
-
-    def step(it: StretchScheduler) -> None:
-        waiting = flights[id(it)]
-        while len(waiting) < stages + ahead and (plan := it.schedule()):
-            waiting.append(plan)
-        it.finish(waiting.pop(0))
-
-    while slow._unfinished:
-        if rounds := round(part * fast.quiet_rounds()):
-            groups = len(fast.groups())
-            fast.advance(rounds)
-            for _ in range(rounds * groups):
-                step(slow)
-        else:
-            step(fast)
-            step(slow)
-        assert seen(fast) == seen(slow)
-    assert not fast._unfinished
-    assert fast.pool.free == slow.pool.free == blocks
 
 
 # Policies

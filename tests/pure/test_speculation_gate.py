@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.scheduling import DRAFT, LIMITS, request
 from weft.core import engine
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import LONG_TURN, SHORT_TURN, SKIPPED, SpeculationGate
@@ -192,7 +192,7 @@ def test_a_core_stops_asking_a_draft_that_costs_more_than_it_brings(clock: Clock
     sizes = ("num_blocks", "block_size", "prefix_caching")
     others: dict[str, Any] = {name: limit for name, limit in limits.items() if name not in sizes}
     ranks = Ranks(clock)
-    core = EngineCore(Scheduler(pool=BlockPool(600, 4, caching=False), **others), ranks, depth=1)
+    core = EngineCore(Scheduler(pool=NumberedBlocks(600, 4, caching=False), **others), ranks, depth=1)
     core.add(request("a", [1, 2, 3], max_tokens=600, ignore_eos=True))
     steps = 0
     core.pump()

@@ -248,10 +248,10 @@ def test_token_texts_join_to_the_text(text: str) -> None:
 
 
 def test_a_decoder_that_cannot_go_token_by_token_is_refused() -> None:
-    rust = byte_level()
-    rust.decoder = decoders.BPEDecoder()
+    hf_tokenizer = byte_level()
+    hf_tokenizer.decoder = decoders.BPEDecoder()
     with pytest.raises(ModelError, match="decodes with BPEDecoder, which"):
-        Tokenizer(rust, TokenizerSettings())
-    rust.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+        Tokenizer(hf_tokenizer, TokenizerSettings())
+    hf_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="decodes with Strip"):
-        Tokenizer(rust, TokenizerSettings())
+        Tokenizer(hf_tokenizer, TokenizerSettings())

@@ -16,7 +16,7 @@ import sentencepiece
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import processors
 
 from tests.pure.vocabularies import (
@@ -97,13 +97,13 @@ def test_a_long_text_is_encoded_as_a_short_one(folder: Path) -> None:
 def test_bos_comes_as_the_model_says_and_once(
     tmp_path: Path, config: dict[str, Any], template: bool, expected: list[int]
 ) -> None:
-    rust = byte_level()
+    hf_tokenizer = byte_level()
     if template:
-        rust.post_processor = processors.TemplateProcessing(
+        hf_tokenizer.post_processor = processors.TemplateProcessing(
             single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
         )
     named = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2]}
-    this = load_tokenizer(str(write_folder(tmp_path / "model", rust, **{**named, **config})))
+    this = load_tokenizer(str(write_folder(tmp_path / "model", hf_tokenizer, **{**named, **config})))
     plain = this.encode("weft", add_special_tokens=False)
     assert plain == byte_level().encode("weft").ids
     bos, eos = expected[:1], expected[1:]
@@ -134,8 +134,10 @@ def test_tokens_that_only_the_config_knows(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_named_tokens_are_special_wherever_they_are_named(tmp_path: Path) -> None:
-    rust = word_level(("[UNK]", "a", "</s>", "<pad>", "<x>"))
-    model = write_folder(tmp_path / "model", rust, pad_token="<pad>", additional_special_tokens=["<x>", "<none>"])
+    hf_tokenizer = word_level(("[UNK]", "a", "</s>", "<pad>", "<x>"))
+    model = write_folder(
+        tmp_path / "model", hf_tokenizer, pad_token="<pad>", additional_special_tokens=["<x>", "<none>"]
+    )
     (model / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     this = load_tokenizer(str(model))
     assert this.special_ids == {2, 3, 4}
@@ -151,10 +153,10 @@ def test_ids_from_config_json_where_nothing_else_names_them(tmp_path: Path) -> N
 
 
 def test_truncation_of_the_training_is_not_ours(tmp_path: Path) -> None:
-    rust = byte_level()
-    rust.enable_truncation(3)
-    rust.enable_padding(length=8)
-    this = load_tokenizer(str(write_folder(tmp_path / "model", rust)))
+    hf_tokenizer = byte_level()
+    hf_tokenizer.enable_truncation(3)
+    hf_tokenizer.enable_padding(length=8)
+    this = load_tokenizer(str(write_folder(tmp_path / "model", hf_tokenizer)))
     for text in (TEXTS[0], "a"):
         assert this.encode(text) == byte_level().encode(text).ids
 
@@ -316,8 +318,8 @@ def test_merges() -> None:
 @pytest.fixture
 def ranks(tmp_path: Path) -> dict[bytes, int]:
     words = QWEN.create_pre_tokenizer()
-    rust = byte_level(words.__getstate__().decode())
-    return write_tiktoken(tmp_path / "qwen.tiktoken", rust)
+    hf_tokenizer = byte_level(words.__getstate__().decode())
+    return write_tiktoken(tmp_path / "qwen.tiktoken", hf_tokenizer)
 
 
 def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
@@ -381,8 +383,8 @@ def test_gguf_sentencepiece(tmp_path: Path, prefix: bool) -> None:
 
 
 def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
-    rust = byte_level()
-    fields = byte_level_fields(rust, "llama-bpe")
+    hf_tokenizer = byte_level()
+    fields = byte_level_fields(hf_tokenizer, "llama-bpe")
     fields["tokens"] += ["<think>", "<|eot_id|>", "a b"]
     fields["token_type"] += [4, 3, 4]
     fields |= {"add_bos_token": False, "add_eos_token": True, "chat_template": "{{ 1 }}", "eot_token_id": 601}
@@ -422,7 +424,7 @@ def gguf_file(tmp_path: Path) -> Path:
 def test_the_second_time_nothing_is_made(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_tokenizer(str(gguf_file))
 
-    def never(*_: object) -> tuple[RustTokenizer, Any]:
+    def never(*_: object) -> tuple[HFTokenizer, Any]:
         raise AssertionError("made again")
 
     monkeypatch.setattr("weft.text.gguf_tokenizer.read_gguf_tokenizer", never)

@@ -34,20 +34,22 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 @cache
 def byte_level_json(pre_tokenizer: str | None = None) -> str:
     """tokenizer.json of a byte-level BPE with SPECIALS first, trained with GPT-2's words or those given as JSON."""
-    rust = Tokenizer(models.BPE())
+    hf_tokenizer = Tokenizer(models.BPE())
     words: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre_tokenizer is not None:
-        words = Tokenizer.from_str(json.dumps(json.loads(rust.to_str()) | {"pre_tokenizer": json.loads(pre_tokenizer)}))
+        words = Tokenizer.from_str(
+            json.dumps(json.loads(hf_tokenizer.to_str()) | {"pre_tokenizer": json.loads(pre_tokenizer)})
+        )
         words = words.pre_tokenizer
-    rust.pre_tokenizer = words
-    rust.decoder = decoders.ByteLevel()
-    rust.train_from_iterator(
+    hf_tokenizer.pre_tokenizer = words
+    hf_tokenizer.decoder = decoders.ByteLevel()
+    hf_tokenizer.train_from_iterator(
         TEXTS * 3,
         trainers.BpeTrainer(
             vocab_size=600, special_tokens=list(SPECIALS), initial_alphabet=list(ALPHABET), show_progress=False
         ),
     )
-    return rust.to_str()
+    return hf_tokenizer.to_str()
 
 
 def byte_level(pre_tokenizer: str | None = None) -> Tokenizer:
@@ -77,19 +79,19 @@ def sentencepiece_model(**options: Any) -> bytes:
     return model.getvalue()
 
 
-def write_folder(path: Path, rust: Tokenizer, **config: Any) -> Path:
-    """A Hugging Face directory with `rust` and `config` as its tokenizer_config.json."""
+def write_folder(path: Path, hf_tokenizer: Tokenizer, **config: Any) -> Path:
+    """A Hugging Face directory with `hf_tokenizer` and `config` as its tokenizer_config.json."""
     path.mkdir(parents=True, exist_ok=True)
-    rust.save(str(path / "tokenizer.json"))
+    hf_tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     return path
 
 
-def write_tiktoken(path: Path, rust: Tokenizer) -> dict[bytes, int]:
+def write_tiktoken(path: Path, hf_tokenizer: Tokenizer) -> dict[bytes, int]:
     """The tokens of a byte-level BPE as a .tiktoken file; returns the ranks in it."""
-    normal = [token for token in rust.get_vocab() if token not in SPECIALS]
+    normal = [token for token in hf_tokenizer.get_vocab() if token not in SPECIALS]
     # Single bytes in their order of value first: no text depends on it, so nothing may rely on it.
-    order = sorted(normal, key=lambda token: rust.token_to_id(token))
+    order = sorted(normal, key=lambda token: hf_tokenizer.token_to_id(token))
     ranks = {token_to_bytes(token): rank for rank, token in enumerate(order)}
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
     return ranks
@@ -118,10 +120,10 @@ def write_gguf(path: Path, **fields: Any) -> Path:
     return path
 
 
-def byte_level_fields(rust: Tokenizer, pre: str) -> dict[str, Any]:
+def byte_level_fields(hf_tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
     """GGUF's fields for a byte-level BPE, as llama.cpp's converter writes them."""
-    model = json.loads(rust.to_str())["model"]
-    tokens = sorted(rust.get_vocab(), key=lambda token: rust.token_to_id(token))
+    model = json.loads(hf_tokenizer.to_str())["model"]
+    tokens = sorted(hf_tokenizer.get_vocab(), key=lambda token: hf_tokenizer.token_to_id(token))
     return {
         "model": "gpt2",
         "pre": pre,
@@ -152,19 +154,19 @@ def sentencepiece_fields(model: bytes) -> dict[str, Any]:
 
 def word_level(words: Sequence[str]) -> Tokenizer:
     """One token per word and no decoder: ids and their texts are known by heart."""
-    rust = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[0]))
-    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return rust
+    hf_tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[0]))
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return hf_tokenizer
 
 
 def metaspace() -> Tokenizer:
     """A BPE as Transformers builds SentencePiece's: the first token loses its space in the decoder."""
-    rust = Tokenizer(models.BPE())
-    rust.normalizer = normalizers.NFC()
-    rust.pre_tokenizer = pre_tokenizers.Metaspace()
-    rust.decoder = decoders.Metaspace()
-    rust.train_from_iterator(
+    hf_tokenizer = Tokenizer(models.BPE())
+    hf_tokenizer.normalizer = normalizers.NFC()
+    hf_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    hf_tokenizer.decoder = decoders.Metaspace()
+    hf_tokenizer.train_from_iterator(
         TEXTS, trainers.BpeTrainer(vocab_size=400, special_tokens=list(SPECIALS), show_progress=False)
     )
-    rust.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    return rust
+    hf_tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return hf_tokenizer

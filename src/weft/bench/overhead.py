@@ -12,12 +12,13 @@ from types import FrameType
 from typing import Any
 
 from weft.client.collector import Collector
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 
 PROMPT, ANSWER, BLOCK = 128, 100_000, 16  # tokens; no request ends during the measurement
 ROUNDS = 5  # the median counts
@@ -28,13 +29,13 @@ ITERATIONS = 256  # of the reference loop
 
 def endless_request(number: int, prompt: int = PROMPT) -> Request:
     """A request that decodes without end; no two share a block."""
-    return Request(id=str(number), prompt=[number] * prompt, params=SamplingParams(max_tokens=ANSWER))
+    return Request(id=str(number), prompt=TokenIds.pack([number] * prompt), params=SamplingParams(max_tokens=ANSWER))
 
 
 def make_scheduler(running: int, *, lookahead: bool) -> Scheduler:
     """A scheduler with KV blocks for `running` requests and their outputs, as an engine creates it."""
     return Scheduler(
-        pool=BlockPool(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
+        pool=NumberedBlocks(running * (PROMPT + ANSWER) // BLOCK, BLOCK, caching=True),
         max_num_seqs=running,
         max_num_batched_tokens=running * PROMPT,
         max_num_queued=running,

@@ -9,7 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import Any
@@ -47,17 +47,21 @@ UNITS = {  # a constant's meaning, and its factor from the kept unit to the prin
     "sequence_us": ("us of each request in a step", 1.0),
     "runtime_MiB": ("MiB of memory beside weights and cache", 1.0),
 }
-TUNED = ("auto", "triton", "varlen")  # attention backends that use our kernels
+TUNABLE_BACKENDS = ("auto", "triton", "varlen")  # attention backends that use our kernels
 
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """All measurements on one device, the constants that fit them, and the fastest sizes of attention kernels."""
+    """All measurements on one device, the constants that fit them, and the fastest sizes of attention kernels.
+
+    `tunable` is the plan of the user's own model if the sizes of its attention kernels can be chosen.
+    """
 
     result: Calibration
     points: list[CalibrationPoint]
     fit: Fit
-    tuned: list[TunedSizes]
+    tunable: Plan | None = None
+    tuned: list[TunedSizes] = field(default_factory=list)
 
 
 def main(arguments: Namespace) -> int:
@@ -66,10 +70,12 @@ def main(arguments: Namespace) -> int:
     config = measured_config(arguments)
     if config.device == "cpu" or not here.gpus:
         here = msgspec.structs.replace(here, gpus=(), pairs=())
-    results = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
-    print_results(results, as_json=getattr(arguments, "json", False))
-    bad = [device.result for device in results if device.result.error > UNRELIABLE_ERROR]
+    measured = [calibrate_device(arguments, config, here, gpu, index) for index, gpu in devices(here, config)]
+    bad = [device.result for device in measured if device.result.error > UNRELIABLE_ERROR]
     keep = getattr(arguments, "save", not bad)
+    # After all fits: a machine that was busy gives no reliable sizes either.
+    results = [tune_device(device, here, keep=keep) for device in measured]
+    print_results(results, as_json=getattr(arguments, "json", False))
     if keep:
         keep_results(results)
     for result in bad:
@@ -135,11 +141,6 @@ def calibrate_device(
     measurements.measure_subjects(own_model)
     measurements.repeat_doubtful(plain)
     points = measurements.points
-    tuned: list[TunedSizes] = []
-    if own_model and index is not None and measurements.plans[config.model].attention_backend in TUNED:
-        names = [device.name for device in here.gpus]
-        keep = getattr(arguments, "save", True)
-        tuned = tune_on_gpu(measurements.plans[config.model], names.count(names[index]), keep=keep)
     constants = fit.fit_constants(plain, points)
     result = fit.build_calibration(
         gpu.name,
@@ -150,7 +151,9 @@ def calibrate_device(
         method=f"least squares over {len(points)} measurements of {len({point.model for point in points})} models",
         errors=fit.fit_errors(points, constants),
     )
-    return DeviceResult(result, points, constants, tuned)
+    plan = measurements.plans.get(config.model)
+    tunable = plan if index is not None and plan and plan.attention_backend in TUNABLE_BACKENDS else None
+    return DeviceResult(result, points, constants, tunable)
 
 
 def warn_if_busy(here: Host) -> None:
@@ -172,15 +175,16 @@ class DeviceMeasurements:
         self.points: list[CalibrationPoint] = []
         self.plans: dict[str, Plan] = {}
         self.runtime_bytes: list[int] = []
-        self._config, self._gpu = config, gpu
+        self._gpu = gpu
+        self._config = replace(
+            config,
+            tensor_parallel_size=1,
+            device=gpu.kind.replace("gpu", "cuda"),
+            device_ids=None if index is None else (index,),
+            skip_tokenizer_init=True,
+            max_num_batched_tokens=config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
+        )
         self._subjects: dict[str, Subject | None] = {}  # None is the user's own model
-        self._options = {
-            "tensor_parallel_size": 1,
-            "device": gpu.kind.replace("gpu", "cuda"),
-            "device_ids": None if index is None else (index,),
-            "skip_tokenizer_init": True,
-            "max_num_batched_tokens": config.max_num_batched_tokens or BATCHED_TOKENS[gpu.kind],
-        }
 
     def measure_subjects(self, own_model: str) -> None:
         """Measure the synthetic models, and the user's own if `own_model` names one."""
@@ -205,12 +209,23 @@ class DeviceMeasurements:
 
         subject = self._subjects[name]
         with subject.model.folder() if subject else nullcontext(self._config.model) as model:
-            weights = {"load_format": "dummy", "quantization": subject.quantization} if subject else {}
+            config = replace(self._config, model=model)
+            if subject:
+                config = replace(config, load_format="dummy", quantization=subject.quantization)
             before = host.probe_host()
-            with LLM(**{**asdict(self._config), **self._options, "model": model, **weights}) as llm:
+            with LLM.from_config(config) as llm:
                 self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
                 return engine_speed.measure_loads(llm, name, loads, print_point)
+
+
+def tune_device(device: DeviceResult, here: Host, *, keep: bool) -> DeviceResult:
+    """A device's result with the fastest sizes of the attention kernels, if they can be chosen."""
+    if device.tunable is None:
+        return device
+    (gpu,) = here.gpus_of(device.tunable.devices)
+    equal = sum(other.name == gpu.name for other in here.gpus)
+    return replace(device, tuned=tune_on_gpu(device.tunable, equal, keep=keep))
 
 
 def tune_on_gpu(plan: Plan, gpus: int, *, keep: bool) -> list[TunedSizes]:

@@ -8,6 +8,7 @@ from math import inf, isnan
 
 from weft.cli import values
 from weft.cli.flags import Flag
+from weft.serving.options import ServeOptions
 
 
 def above(minimum: float) -> Callable[[str], float]:
@@ -64,8 +65,13 @@ TARGET = (
         help="address of a running server, as in http://127.0.0.1:8000. Default: start weft serve MODEL with the "
         "engine's flags below, and stop it afterwards",
     ),
-    Flag(name="host", help="host of a running server, instead of --base-url"),
-    Flag(name="port", parse=values.at_least(1), help="port of a running server, instead of --base-url"),
+    Flag(name="host", config_default=ServeOptions.host, help="host of a running server, instead of --base-url"),
+    Flag(
+        name="port",
+        parse=values.at_least(1),
+        config_default=ServeOptions.port,
+        help="port of a running server, instead of --base-url",
+    ),
     Flag(
         name="backend",
         choices=("openai", "openai-chat"),

@@ -31,6 +31,7 @@ from weft.cli.parser import UsageError, typed_words
 from weft.client.progress import Progress
 from weft.errors import WeftError
 from weft.formats import lookup
+from weft.serving.options import ServeOptions
 
 T = TypeVar("T")
 
@@ -129,8 +130,8 @@ def _check_dataset_flags(given: dict[str, Any]) -> None:
 def server_url(given: dict[str, Any]) -> str | None:
     """The address of a running server from the flags, without /v1; None if they give none."""
     if "host" in given or "port" in given:
-        host = given.get("host", "127.0.0.1")
-        return f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', 8000)}"
+        host = given.get("host", ServeOptions.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', ServeOptions.port)}"
     url: str | None = given.get("base_url")
     return url and url.rstrip("/").removesuffix("/v1")
 

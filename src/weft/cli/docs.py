@@ -15,7 +15,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 INTRODUCTION = f"""# The command line
 
-<!-- Written by `python -m weft.cli.docs`. Change commands.py and the *flags.py of src/weft/cli, not this page. -->
+<!-- Written by `python -m weft.cli.docs`. Change what it is written from, not this page. In src/weft: cli/commands.py
+and cli/*flags.py, and for the flags of engine and server config.py and serving/options.py. -->
 
 {ABOUT}
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from weft.cli import hints, vllm
 from weft.cli.commands import COMMANDS, Command
-from weft.cli.flags import DEFAULTS, Flag
+from weft.cli.flags import Flag
 from weft.errors import WeftError, error_reason
 from weft.formats.yaml_text import load_yaml
 
@@ -169,10 +169,8 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def default_text(flag: Flag) -> str:
     """ " (default: X)", or "" for a flag without a default or with an empty one."""
-    value = flag.default if flag.default is not None else DEFAULTS.get(flag.dest)
-    if value in (None, "", (), {}) or callable(value):
-        return ""
-    if flag.choices and value not in flag.choices:
+    value = flag.default if flag.default is not None else flag.config_default
+    if value in (None, "", ()):
         return ""
     if isinstance(value, bool):
         value = "on" if value else "off"

@@ -6,8 +6,10 @@ from argparse import ArgumentTypeError
 from math import inf
 
 from weft.cli import values
-from weft.cli.flags import Flag
+from weft.cli.flags import Flag, engine_flag
+from weft.config import EngineConfig
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.serving.options import ServeOptions
 
 # The same as in planner.question and planner.profiles, which are too slow to import for --help.
 OBJECTIVES = ("throughput", "latency", "cost")
@@ -89,7 +91,11 @@ LAYOUT = (
         choices=tuple(ONLINE_QUANTIZATIONS),
         help="instead of --precision: the weights as weft serve with this flag compresses them; int4 means q4_1",
     ),
-    Flag(name="kv-cache-dtype", help="precision of the KV cache; auto: 16 bits, or the engine's choice for the model"),
+    Flag(
+        name="kv-cache-dtype",
+        config_default=EngineConfig.kv_cache_dtype,
+        help="precision of the KV cache; auto: 16 bits, or the engine's choice for the model",
+    ),
     Flag(
         name="tensor-parallel-size", short="-tp", parse=values.at_least(1), help="number of ranks that share each layer"
     ),
@@ -107,9 +113,9 @@ LAYOUT = (
         help="give each GPU whole experts instead of a slice of each",
     ),
     Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="share of each tensor-parallel rank"),
-    Flag(name="pipeline-split", parse=values.integers, metavar="20,12", help="layers per stage"),
-    Flag(name="device-map", parse=values.device_map, metavar="MAP", help=values.DEVICE_MAP),
-    Flag(name="max-memory", parse=values.max_memory, metavar="0=40GB,1=40GB", help=values.MAX_MEMORY),
+    engine_flag("pipeline-split"),
+    engine_flag("device-map"),
+    engine_flag("max-memory"),
     Flag(
         name="gpu-memory-utilization",
         parse=share,
@@ -181,10 +187,10 @@ ANSWER = (
     ),
 )
 MODEL = (
-    Flag(name="model", help="the model, if it is not given as the argument"),
+    engine_flag("model"),
     Flag(name="refresh", parse=None, help="ask the hub even about a model in Weft's catalogue"),
-    Flag(name="revision", help="branch, tag or commit of a model on the hub"),
-    Flag(name="hf-token", help="token for the hub; HF_TOKEN in the environment is safer, because `ps` shows flags"),
+    engine_flag("revision"),
+    engine_flag("hf-token"),
 )
 EXPORT = (
     Flag(
@@ -198,6 +204,7 @@ EXPORT = (
     Flag(
         name="port",
         parse=values.at_least(1),
+        config_default=ServeOptions.port,
         help="port of the first replica; the others get the next ones; 11434 for ollama",
     ),
     Flag(name="served-model-name", several=True, help="names of the model in the API, instead of MODEL"),

@@ -7,6 +7,7 @@ from math import inf
 
 from weft.cli import plan_flags, values
 from weft.cli.flags import Flag
+from weft.config import EngineConfig
 
 # The same as in gateway.policy, which is too slow to import for --help.
 POLICIES = ("least-connections", "round-robin")
@@ -102,6 +103,7 @@ SERVICE = (
     Flag(
         name="max-num-queued-reqs",
         parse=values.at_least(0),
+        config_default=EngineConfig.max_num_queued_reqs,
         help="maximum number of requests that wait in a replica; further ones are refused",
     ),
 )

@@ -97,13 +97,6 @@ def span(text: str) -> tuple[int, int]:
     return bounds
 
 
-DEVICE_MAP = (
-    "the device of each module, as in Transformers: a JSON or YAML file or inline JSON from modules to GPU numbers, or "
-    "one of auto balanced balanced_low_0 sequential"
-)
-MAX_MEMORY = "limit for the memory of each device; a GPU that is not named is not used, as in accelerate"
-
-
 def device_map(text: str) -> str | dict[str, Any]:
     """One of Transformers' words, a device, {"model.layers.0": 0, ...}, or a file that holds such a map."""
     if text.lstrip().startswith("{"):

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from weft.client.vllm import vllm_arguments
-from weft.config import EngineConfig
+from weft.config import EngineConfig, declared_options
 from weft.errors import ConfigError, nearest_name
 from weft.formats import model_names
+from weft.plan.layout import check_config
 
 log = logging.getLogger("weft")
 
-EXECUTORS = {"mp": "processes", "uni": "inline"}  # by vLLM's names
+OPTIONS = declared_options(EngineConfig)
+# The field of each keyword.
+FIELDS = {name: name for name in OPTIONS if name != "model"} | {
+    option.flag.replace("-", "_"): name for name, option in OPTIONS.items() if option.flag
+}
 
 # Names of the same keywords in other libraries.
 OTHER_NAMES = {
@@ -49,26 +53,26 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     """Return the EngineConfig that `keywords` describe. `model` may be a short name, as in `qwen3:8b`.
 
     A keyword with the value None counts as left out. Raises ConfigError for an unknown keyword, with the nearest name,
-    for a value of the wrong type, and for vLLM's keywords that Weft refuses. Warns about those that Weft ignores.
+    for a value of the wrong type or out of range, and for vLLM's keywords that Weft refuses. Warns about those that
+    Weft ignores.
     """
-    known = {field.name for field in fields(EngineConfig)} - {"model"}
     given: dict[str, Any] = {}
     for name, value in keywords.items():
-        if name in known:
-            given[name] = value
-        elif name == "distributed_executor_backend":
-            given["executor"] = EXECUTORS.get(value, value)
+        if name in FIELDS:
+            given[FIELDS[name]] = value
         elif name not in SILENT:
-            check_vllm_argument(name, value, known)
+            check_vllm_argument(name, value, FIELDS)
     values = {name: _converted(name, value) for name, value in given.items() if value is not None}
     typed = os.fspath(model)
     full = model_names.full_name(typed, folder=values.get("download_dir"))
     if message := model_names.notice(typed, full):
         log.info(message)
     try:
-        return msgspec.convert({"model": full, **values}, EngineConfig)
+        config = msgspec.convert({"model": full, **values}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}".replace("`$.", "`")) from None
+    check_config(config)
+    return config
 
 
 def _converted(name: str, value: Any) -> Any:
@@ -89,7 +93,7 @@ def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
     """
     flag = vllm_arguments().get(name.replace("_", "-"))
     if flag is None:
-        suggestion = nearest_name(name, [*known, "distributed_executor_backend"], OTHER_NAMES)
+        suggestion = nearest_name(name, known, OTHER_NAMES)
         raise ConfigError(f"unknown argument {name!r}{suggestion}")
     if why := flag.refusal(value):
         raise ConfigError(f"{name}={value!r}: {why}")

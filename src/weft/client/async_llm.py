@@ -170,6 +170,7 @@ class AsyncLLM:
     async def _open(self) -> StartedEngine:
         checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
         plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe_host()))
+        asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)  # done before the engine is
         engine = await AsyncEngine.start(plan, self.config)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)

@@ -60,7 +60,7 @@ class Collector:
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
         self._choices: dict[str, Choice] = {}
-        first = None if tokenizer is None else TextStream(tokenizer, params, prompt)
+        first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt))
         for index, request in enumerate(requests):
             stream = first.fork() if first is not None and index else first
             self._choices[request.id] = Choice(CompletionOutput(index), stream)

@@ -53,7 +53,7 @@ class LocalEngine:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks
             self.plan: Plan = msgspec.structs.replace(plan, max_model_len=fit_length(plan, ready.num_blocks))
-            core = EngineCore.start(self.plan, ready.num_blocks, self._executor, config)
+            core = EngineCore.from_plan(self.plan, ready.num_blocks, self._executor, config)
         except BaseException:
             self._executor.close()
             raise

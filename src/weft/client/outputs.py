@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weft.core.token_ids import TokenIds
+
 
 @dataclass
 class Logprob:
@@ -39,13 +41,18 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One prompt and its choices, in order of their index."""
+    """One prompt, whose token ids are packed in `prompt_ids`, and its choices, in order of their index."""
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_ids: TokenIds
     outputs: list[CompletionOutput]
     metrics: Metrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt, in a new list."""
+        return list(self.prompt_ids)

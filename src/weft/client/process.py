@@ -103,7 +103,7 @@ def main(descriptor: int) -> None:
         ready = executor.start(start.plan)
         phase = "allocate"
         plan = msgspec.structs.replace(start.plan, max_model_len=fit_length(start.plan, ready.num_blocks))
-        core = EngineCore.start(plan, ready.num_blocks, executor, start.config, paced=True)
+        core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True)
         parent.send(CoreStarted(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))

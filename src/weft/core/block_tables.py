@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.core.blocks import BlockPool
 from weft.core.sequence import Sequence
 
@@ -48,12 +50,16 @@ class BlockTables:
         All of the prompt must fit, beside what is promised and the growth of the `running` sequences. Otherwise the
         new sequence would soon be preempted, or preempt another.
         """
-        revived = sum(self.pool.references[block] == 0 for block in cached)
+        revived = self.pool.count_free(cached)
         return new + revived + self.promised + running * self.count_blocks(self.growth) <= self.pool.free
 
     def spare_tokens(self, running: int) -> int:
         """Tokens that fit in the blocks beyond those promised and one for each running sequence."""
         return max(0, self.pool.free - running - self.promised) * self.block_size
+
+    def blocks_of_rounds(self, running: Iterable[Sequence], rounds: int) -> int:
+        """Number of blocks that `rounds` more tokens of each running sequence need."""
+        return sum(self.count_blocks(max(0, row.computed + rounds - row.room)) for row in running)
 
     def open_table(self, sequence: Sequence, cached: list[int], new: int) -> None:
         """Begin a block table with the `cached` blocks of the sequence's prefix, and promise it `new` more."""

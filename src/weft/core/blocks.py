@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import Protocol
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
@@ -17,8 +18,45 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
-class BlockPool:
-    """`num_blocks` KV blocks of `block_size` tokens, numbered from 0, with a reference count each.
+class BlockPool(Protocol):
+    """`num_blocks` KV blocks of `block_size` tokens; with `caching`, full blocks can be found by their digest."""
+
+    num_blocks: int
+    block_size: int
+    caching: bool
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that can be allocated."""
+        ...
+
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        """Return the cached blocks of the longest known prefix of a chain of digests. Takes no references."""
+        ...
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        """Number of these blocks that are free."""
+        ...
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each of these matched blocks, free or not."""
+        ...
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with one reference each; `count` is at most `free`."""
+        ...
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Let later prompts match a held block, which is full or will be before any later step reads it."""
+        ...
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop a reference to each block of a request's table, given in the table's order."""
+        ...
+
+
+class NumberedBlocks:
+    """Blocks numbered from 0, with a reference count each.
 
     A block without references is free. A free block that is registered under a digest keeps its content: it can be
     held again until the pool evicts it, least recently used first, because no other free block is left. Other free
@@ -40,11 +78,9 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks that can be allocated."""
         return len(self._plain) + len(self._cached)
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """Return the cached blocks of the longest known prefix of a chain of digests. Takes no references."""
         matched: list[int] = []
         for digest in digests:
             block = self._blocks.get(digest)
@@ -53,15 +89,16 @@ class BlockPool:
             matched.append(block)
         return matched
 
+    def count_free(self, blocks: Iterable[int]) -> int:
+        return sum(self.references[block] == 0 for block in blocks)
+
     def hold(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each of these matched blocks, free or not."""
         for block in blocks:
             if self.references[block] == 0:
                 del self._cached[block]
             self.references[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks with one reference each; `count` is at most `free`."""
         assert count <= self.free
         blocks = []
         for _ in range(count):
@@ -71,17 +108,13 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, digest: bytes) -> None:
-        """Let later prompts match a held block, which is full or will be before any later step reads it.
-
-        Of two blocks with the same content, the first one registered is matched.
-        """
+        # Of two blocks with the same content, the first one registered is matched.
         if self.caching and digest not in self._blocks:
             assert self.references[block] > 0 and self._digests[block] is None
             self._blocks[digest] = block
             self._digests[block] = digest
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block of a request's table, given in the table's order."""
         # The end of a prefix is of use only with its beginning: it is the first to be evicted.
         for block in reversed(blocks):
             assert self.references[block] > 0, f"block {block} is free already"
@@ -99,3 +132,38 @@ class BlockPool:
         del self._blocks[digest]
         self._digests[block] = None
         return block
+
+
+class CountedBlocks:
+    """Blocks that are only counted, for simulations: they are interchangeable, and all have the number 0.
+
+    There is no prefix cache.
+    """
+
+    caching = False
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.free = num_blocks
+
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        return []
+
+    def count_free(self, blocks: Iterable[int]) -> int:
+        return 0
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        assert not list(blocks), "nothing is cached"
+
+    def allocate(self, count: int) -> list[int]:
+        assert count <= self.free
+        self.free -= count
+        return [0] * count
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Do nothing: there is no prefix cache."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.free += len(blocks)
+        assert self.free <= self.num_blocks, "more blocks are free than there are"

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
-from weft.core.blocks import BlockPool
+from weft.core.blocks import NumberedBlocks
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
@@ -50,7 +50,7 @@ class EngineCore:
         self._pace = pace
 
     @classmethod
-    def start(
+    def from_plan(
         cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies.
@@ -59,7 +59,7 @@ class EngineCore:
         as they grow (weft serve, AsyncLLM).
         """
         scheduler = Scheduler(
-            pool=BlockPool(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
+            pool=NumberedBlocks(num_blocks, plan.block_size, caching=config.enable_prefix_caching),
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_num_queued=config.max_num_queued_reqs,

@@ -8,6 +8,7 @@ import msgspec
 
 from weft.core.params import SamplingParams
 from weft.core.step import TokenLogprobs
+from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -22,7 +23,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    prompt: list[int]
+    prompt: TokenIds
     params: SamplingParams
     key: int = 0
     stop_ids: tuple[int, ...] = ()

@@ -7,30 +7,23 @@ lets blocks be freed, reused and shared the moment a step is scheduled.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from heapq import heapify, heappop, heappush
+from collections.abc import Collection, Mapping
+from heapq import heappop
 from itertools import islice
 from operator import attrgetter
-from typing import Literal
 
-from msgspec.structs import replace
-
-from weft.core.block_tables import BlockTables
-from weft.core.blocks import BlockPool
 from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
 from weft.core.pace import CACHED_TOKENS
-from weft.core.request import Output, Request, Stats, check_prompt_length
+from weft.core.request import Output
+from weft.core.request_sets import RequestSets
 from weft.core.sequence import Flight, Sample, Sequence
-from weft.core.speculation import DraftProposer
+from weft.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
 from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
-from weft.errors import QueueFullError, RequestError
-from weft.plan.plan import Speculation
 
 by_order = attrgetter("order")
 
 
-class Scheduler:
+class Scheduler(RequestSets):
     """Continuous batching over the KV blocks of a `pool`.
 
     At most `max_num_seqs` requests run, a step has at most `max_num_batched_tokens` tokens, and prompt and answer
@@ -44,110 +37,6 @@ class Scheduler:
     run out, the last running request in this order is preempted: it loses its blocks, and computes them anew when it
     is admitted again. Admitted requests that do not all fit into one step take turns.
     """
-
-    def __init__(
-        self,
-        *,
-        pool: BlockPool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_num_queued: int,
-        max_model_len: int,
-        stages: int,
-        policy: Literal["fcfs", "priority"],
-        lookahead: bool = False,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self.pool = pool
-        self.tables = BlockTables(pool)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_queued = max_num_queued
-        self.max_model_len = max_model_len
-        self.stages = stages
-        self.lookahead = lookahead
-        self.speculation = speculation
-        self.speculating = True
-        self._by_priority = policy == "priority"
-        self._arrivals = 0
-        self._steps = 0
-        self._unfinished: dict[str, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
-        # Running, with something to compute, longest idle first.
-        self._ready: deque[Sequence] = deque()
-        # A heap by order.
-        self._queue: list[tuple[tuple[int, int], Sequence]] = []
-        self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._released: list[int] = []
-        self._in_flight: deque[Flight] = deque()
-        # Ids of the requests that took part in a step for the first time in the last scheduled one.
-        self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
-        self.prompt_tokens = 0
-        self.prompt_limit = max_num_batched_tokens
-        self._counters = Stats(blocks_total=pool.num_blocks)
-
-    # Requests in and out
-
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait."""
-        length = len(request.prompt)
-        if request.id in self._unfinished:
-            raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
-        needed_blocks = self.tables.count_blocks(length + 1)
-        check_prompt_length(length, self.max_model_len, needed_blocks, self.pool.num_blocks)
-        if self.waiting >= self.max_num_queued + len(self._slots):
-            raise QueueFullError(
-                f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
-                "try again later, or raise --max-num-queued-reqs"
-            )
-        order = (request.priority if self._by_priority else 0, self._arrivals)
-        # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
-        longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
-        sequence = Sequence(request, order, longest)
-        if self.speculation and not sequence.needs_history:
-            sequence.proposer = DraftProposer(self.speculation)
-        self._arrivals += 1
-        self._unfinished[request.id] = sequence
-        heappush(self._queue, (order, sequence))
-
-    def abort(self, ids: Iterable[str]) -> None:
-        """Forget these requests at once, and drop the tokens that steps in flight bring for them.
-
-        Unknown ids are ignored.
-        """
-        waiting = self.waiting
-        for id in ids:
-            if sequence := self._unfinished.get(id):
-                self._finish(sequence)
-        if self.waiting < waiting:
-            self._queue = [entry for entry in self._queue if not entry[1].done]
-            heapify(self._queue)
-
-    @property
-    def running(self) -> Collection[str]:
-        """Ids of the running requests."""
-        return self._running.keys()
-
-    @property
-    def waiting(self) -> int:
-        """Number of waiting requests."""
-        return len(self._unfinished) - len(self._running)
-
-    @property
-    def active(self) -> int:
-        """Number of requests that run, plus those waiting for which a slot is free."""
-        return len(self._running) + min(self.waiting, len(self._slots))
-
-    def stats(self) -> Stats:
-        """Return a copy of the gauges and counters."""
-        return replace(
-            self._counters,
-            running=len(self._running),
-            waiting=self.waiting,
-            blocks_used=self.pool.num_blocks - self.pool.free,
-            step_sizes=list(self._counters.step_sizes),
-        )
 
     # A step out
 
@@ -234,6 +123,7 @@ class Scheduler:
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
                 return
+            sequence.unpack_prompt()
             cached = self.tables.match_prefix(sequence)
             new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
             if not self.tables.has_room(new, cached, len(self._running)):
@@ -308,11 +198,6 @@ class Scheduler:
         if self.pool.caching and end // self.pool.block_size > sequence.registered:
             self.tables.register_full_blocks(sequence)
 
-    def _await_turn(self, sequence: Sequence) -> None:
-        if not sequence.ready:
-            sequence.ready = True
-            self._ready.append(sequence)
-
     # A result in
 
     def apply(self, result: StepResult) -> list[Output]:
@@ -370,30 +255,79 @@ class Scheduler:
             self._await_turn(sequence)
         return output
 
-    # Leaving
+    # Many steps at once
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._counters.preemptions += 1
-        self._discard_ready(sequence)
-        self._stop_running(sequence)
-        heappush(self._queue, (sequence.order, sequence))
+    def steady(self) -> Steady | None:
+        """Rounds in which no request is admitted, preempted or prefilled, and none ends, except in the last round if no
+        step is in flight then; None if the next step is not such a round.
 
-    def _finish(self, sequence: Sequence) -> None:
-        sequence.done = True
-        self._discard_ready(sequence)
-        del self._unfinished[sequence.request.id]
-        if sequence.slot >= 0:
-            self._stop_running(sequence)
+        In each of them every running request samples its last token again. To be called when a step can be scheduled.
+        """
+        groups, running = self._groups(), self._running.values()
+        if self.speculation or not self._is_stable(groups) or not self._admits_none():
+            return None
+        rounds = rounds_before_end(running, self.max_model_len)
+        # Tokens in flight come in addition to those of the rounds. With lookahead, no step follows a request's last.
+        rounds -= 2 if self.lookahead else self.stages > 1
+        if rounds > 0:
+            rounds = rounds_with_room(running, self.tables, rounds)
+        if rounds <= 0:
+            return None
+        return Steady(rounds, [[sequence.computed + 1 for sequence in group] for group in groups])
 
-    def _stop_running(self, sequence: Sequence) -> None:
-        """Release a running sequence's slot and blocks."""
-        del self._running[sequence.request.id]
-        self.tables.close_table(sequence)
-        self._released.append(sequence.slot)
-        self._slots.append(sequence.slot)
-        sequence.slot = -1
+    def advance(self, rounds: int) -> list[str]:
+        """Advance by `rounds` rounds, at most those of `steady`. Returns the ids of the requests that have ended.
 
-    def _discard_ready(self, sequence: Sequence) -> None:
-        if sequence.ready:
-            sequence.ready = False
-            self._ready.remove(sequence)
+        The state is that after as many single steps, which all sample each request's last token again. The steps in
+        flight stay in flight.
+        """
+        counters, tables, ended = self._counters, self.tables, []
+        for group in self._groups():
+            counters.steps += rounds
+            counters.step_sizes[(len(group) - 1).bit_length()] += rounds
+        counters.generation_tokens += rounds * len(self._running)
+        counters.computed_tokens += rounds * len(self._running)
+        for sequence in self._running.values():
+            sequence.tokens += sequence.tokens[-1:] * rounds
+            sequence.computed += rounds
+            if sequence.computed > sequence.room:
+                tables.grow_table(sequence, sequence.computed)
+            if self.pool.caching and sequence.computed // self.pool.block_size > sequence.registered:
+                tables.register_full_blocks(sequence)
+            if len(sequence.tokens) >= sequence.limit:
+                ended.append(sequence)
+        # All requests of the last step get their blocks before any request frees its own.
+        for sequence in ended:
+            self._finish(sequence)
+        return [sequence.request.id for sequence in ended]
+
+    def _groups(self) -> list[list[Sequence]]:
+        """The requests of each step of a round, in the order of their turns."""
+        # With lookahead there is one group, of which one step is in flight when the next one is scheduled.
+        return [list(self._ready), *([] if self.lookahead else (flight.rows for flight in self._in_flight))]
+
+    def _is_stable(self, groups: list[list[Sequence]]) -> bool:
+        """Return True if every running request is in one of these groups, no group would be divided, and the steps in
+        flight decode."""
+        flights, sizes = self._in_flight, [len(group) for group in groups]
+        if self.lookahead and (len(flights) != 1 or len(flights[0].rows) != len(self._running)):
+            return False
+        # A step takes a stage's share of the running requests: larger groups would be divided.
+        most = min(-(-len(self._running) // self.stages), self.max_num_batched_tokens)
+        whole = bool(sizes[0]) and max(sizes) <= most and sum(sizes) == len(self._running)
+        return whole and decodes_only(flights)
+
+    def _admits_none(self) -> bool:
+        """Return True if no queued request can be admitted before a running one ends."""
+        if not self._queue:
+            return True
+        first = self._queue[0][1]
+        if first.done or first.outstanding:
+            return False
+        if not self._slots:
+            return True
+        if self.pool.caching and may_share(first.tokens, self._running.values()):
+            return False
+        cached = self.tables.match_prefix(first)
+        new = self.tables.count_blocks(len(first.tokens)) - len(cached)
+        return not self.tables.has_room(new, cached, len(self._running))

@@ -45,7 +45,7 @@ class Sequence:
         params = request.params
         self.request = request
         self.order = order  # a lower order is admitted sooner and preempted later
-        self.tokens = list(request.prompt)  # prompt, then answer
+        self.tokens: list[int] = []  # prompt, then answer; empty before `unpack_prompt`
         self.prompt_length = len(request.prompt)
         # Lengths of prompt and answer together: the maximum, and the one after which an end token ends the sequence.
         self.limit = longest if params.max_tokens is None else min(longest, self.prompt_length + params.max_tokens)
@@ -67,6 +67,11 @@ class Sequence:
         self.done = False
         self.proposer: DraftProposer | None = None  # with speculative decoding only
         self._digests: list[bytes] = []
+
+    def unpack_prompt(self) -> None:
+        """Fill `tokens` with the prompt, unless that was done already. Waiting sequences keep it packed."""
+        if not self.tokens:
+            self.tokens += self.request.prompt
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
         """Chained digests of the first `count` full blocks, each computed once."""

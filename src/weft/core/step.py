@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.core.params import SamplingParams
+from weft.core.token_ids import TokenIds
 
 UNKNOWN = -1  # stands for a token that the step before samples
 
@@ -19,7 +20,7 @@ class Admission(msgspec.Struct, array_like=True):
     slot: int
     key: int  # 64 bits: the request's random stream, from seed and choice index alone
     params: SamplingParams
-    prompt: list[int]
+    prompt: TokenIds
     output: list[int]
 
 

@@ -15,7 +15,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 # Precisions of GGUF with about as many bits, for those that Ollama does not read.
-INSTEAD = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
+PRECISION_SUBSTITUTES = {"int4": "q4_k_m", "nvfp4": "q4_k_m", "int8": "q8_0", "fp8": "q8_0"}
 PORT = 11434  # Ollama's default
 
 

@@ -18,7 +18,7 @@ TARGETS = {
             ("transformers",),
             transformers.transformers_files,
             transformers.unsupported,
-            substitutes=transformers.INSTEAD,
+            substitutes=transformers.PRECISION_SUBSTITUTES,
             port=0,
         ),
         ExportTarget(
@@ -27,7 +27,7 @@ TARGETS = {
             ("llama.cpp",),
             ollama.ollama_files,
             ollama.unsupported,
-            substitutes=ollama.INSTEAD,
+            substitutes=ollama.PRECISION_SUBSTITUTES,
             port=ollama.PORT,
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),

@@ -21,17 +21,20 @@ from weft.planner.footprint import MIB
 from weft.planner.question import Question
 
 SCRIPT_NAME = "transformers_plan.py"
-INSTEAD = dict.fromkeys(gguf_types.MIXES, "bf16")  # for precisions that it does not run
-REMOTE = "QWenLMHeadModel"
+PRECISION_SUBSTITUTES = dict.fromkeys(gguf_types.MIXES, "bf16")  # for precisions that it does not run
+REMOTE_CODE_ARCHITECTURE = "QWenLMHeadModel"  # Qwen v1
 # Modules of a multimodal model before its layers, beside the embedding.
-SIGHT = ("model.vision_tower", "model.multi_modal_projector")
+VISION_MODULES = ("model.vision_tower", "model.multi_modal_projector")
 WITHOUT_ROTARY = ("GPT2LMHeadModel", "OPTForCausalLM")
 
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why a device map cannot express a layout, in words."""
-    if question.shape.architecture == REMOTE:
-        return f"it has {REMOTE} only as code in the checkpoint, and Weft does not turn on trust_remote_code"
+    if question.shape.architecture == REMOTE_CODE_ARCHITECTURE:
+        return (
+            f"it has {REMOTE_CODE_ARCHITECTURE} only as code in the checkpoint, and Weft does not turn on "
+            "trust_remote_code"
+        )
     if shares_experts(layout):
         return "replicas share no experts: each has all of them"
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
@@ -76,7 +79,7 @@ def module_names(shape: ModelShape) -> tuple[list[str], str, str, str]:
     """Transformers' names of the modules before the layers, of a layer without its number, of norm and head."""
     embedding, layer, *_, norm, head = pipeline_units(shape)
     tables = list(dict.fromkeys(names[0].rpartition(".")[0] for names in embedding.tensors))
-    first = [*(SIGHT if sees_pictures(shape) else ()), *tables]
+    first = [*(VISION_MODULES if sees_pictures(shape) else ()), *tables]
     if shape.architecture not in WITHOUT_ROTARY:
         first.append(f"{tables[0].rpartition('.')[0]}.rotary_emb")
     return first, layer.name.removesuffix("0"), norm.name, head.name

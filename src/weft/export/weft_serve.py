@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from weft.architectures.kv import number_bytes
+from weft.config import KV_CACHE_DTYPES
 from weft.export import hosts
 from weft.export.checkpoint import FLOATS
 from weft.export.deployment import Deployment, ReplicaServer
@@ -14,7 +15,7 @@ from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, bash_script, command_line, run_together
 from weft.export.target import crowded, shares_experts, spans_nodes
 from weft.plan import speculation
-from weft.plan.backends import KV_CACHE_DTYPES, no_narrow_cache
+from weft.plan.backends import no_narrow_cache
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.question import Question
 

@@ -11,12 +11,11 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Part, layers_of, model_parameters
 from weft.architectures.shape import DType, ModelShape
-from weft.errors import ConfigError, ModelError, error_reason
+from weft.errors import ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 FileFormat = Literal["safetensors", "gguf", "dummy"]
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -56,8 +55,6 @@ def resolve(
     `load_format` "dummy" a config.json is enough. Raises ModelError, in one line with the ways out, for a model that is
     missing, damaged, incomplete, or of an unknown architecture.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ConfigError(f"load_format is {load_format!r}; it must be one of {', '.join(LOAD_FORMATS)}")
     try:
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")

@@ -13,7 +13,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
-from weft.quant.dense_table import DenseTable
+from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -33,7 +33,7 @@ class PlainKernels:
         return create_product(weight, bias)
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
-        return DenseTable(weight)
+        return DenseEmbedding(weight)
 
     def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         return None

@@ -33,7 +33,6 @@ KERNELS = {
     "flashinfer": "FlashInfer's kernels",
     "varlen": "torch's varlen kernels",
 }
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 FP8_BACKENDS = ("auto", "triton", "flashinfer")  # these read an FP8 cache
 FLASH_CAPABILITY = (8, 0)  # oldest GPUs that FlashAttention 2 supports, in torch and in FlashInfer
 FLASH_DTYPES = ("bfloat16", "float16")
@@ -51,6 +50,13 @@ def weft_backend(name: str) -> str:
     """Weft's name of an attention backend, given that name or vLLM's, in any case."""
     word = name.lower().removesuffix("_vllm_v1")
     return VLLM_BACKENDS.get(word, word)
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ConfigError for a name that is neither Weft's nor vLLM's name of an attention backend."""
+    if weft_backend(name) not in ATTENTION_BACKENDS:
+        known = ", ".join(ATTENTION_BACKENDS)
+        raise ConfigError(f"attention_backend is {name!r}; it must be one of {known}", code="unknown-choice")
 
 
 def with_attention_backend(

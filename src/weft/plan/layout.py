@@ -14,17 +14,10 @@ from weft.architectures.place import whole
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formats.schemes import QUANTIZATIONS
 from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
-from weft.plan.backends import (
-    ATTENTION_BACKENDS,
-    KV_CACHE_DTYPES,
-    kv_cache_dtype,
-    weft_backend,
-    with_attention_backend,
-)
+from weft.plan.backends import check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
@@ -130,9 +123,11 @@ def lookahead(config: EngineConfig, device: str, stages: int) -> bool:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError for the first value that is out of its range for every model and machine."""
-    _check_counts(config)
-    _check_choices(config)
+    """Check what EngineConfig does not check itself: rules for several fields, and values with a form of their own.
+
+    Raises ConfigError for the first value that is wrong for every model and machine.
+    """
+    check_backend_name(config.attention_backend)
     for share in config.gpu_memory_utilization:
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
@@ -142,41 +137,8 @@ def check_config(config: EngineConfig) -> None:
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
-    if config.seed < 0:
-        raise ConfigError(f"seed is {config.seed}; it must be 0 or more")
     if config.tensor_split is not None:
         check_tensor_split(config.tensor_split)
-
-
-def _check_counts(config: EngineConfig) -> None:
-    counts: dict[str, int | None] = {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-        "block_size": config.block_size,
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_queued_reqs": config.max_num_queued_reqs,
-        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be 1 or more")
-
-
-def _check_choices(config: EngineConfig) -> None:
-    choices = {
-        "dtype": (config.dtype, ("auto", *DTYPES)),
-        "quantization": (config.quantization, QUANTIZATIONS),
-        "device": (config.device, ("auto", "cpu", "cuda")),
-        "scheduling_policy": (config.scheduling_policy, ("fcfs", "priority")),
-        "executor": (config.executor or "inline", ("inline", "processes")),
-        "attention_backend": (weft_backend(config.attention_backend), ATTENTION_BACKENDS),
-        "kv_cache_dtype": (config.kv_cache_dtype, KV_CACHE_DTYPES),
-    }
-    for name, (choice, known) in choices.items():
-        if choice not in known:
-            raise ConfigError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
 
 
 def with_partition(config: EngineConfig, host: Host) -> EngineConfig:

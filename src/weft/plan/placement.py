@@ -11,15 +11,13 @@ import msgspec
 from weft.architectures.modules import PipelineUnit
 from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
-from weft.config import EngineConfig
+from weft.config import DeviceMap, EngineConfig
 from weft.errors import ConfigError
 from weft.formats.precision import weight_bytes
 from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan import max_memory
 from weft.plan.device_map import SPREADS, AvailableDevices, Spread, Stages, map_to_stages
-
-DeviceMap = str | Mapping[str, Any]
 
 
 def spread_word(device_map: DeviceMap) -> Spread | None:

@@ -62,7 +62,7 @@ def tokenize_prompt(frontend: Frontend, given: PromptLike, body: CompletionReque
     """Tokenize one prompt. With echo, add its text: decoding it here keeps that work out of the event loop."""
     prompt = frontend.parse_prompt(given, special=body.add_special_tokens is not False)
     if body.echo and prompt.text is None and frontend.tokenizer is not None:
-        return replace(prompt, text=frontend.decode(prompt.ids))
+        return replace(prompt, text=frontend.decode(list(prompt.ids)))
     return prompt
 
 

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from weft.config import Options, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """Options of the HTTP server, named as their flags (`--api-key` is `api_key`). Times are seconds.
+class ServeOptions(Options):
+    """Options of the HTTP server. The flag of `api_key` is `--api-key`. Times are seconds."""
 
-    `served_model_name`: empty means the model as the user typed it. `uds`: a path, used instead of host and port.
-    `shutdown_timeout`: time that running requests get after SIGTERM.
-    `max_body_bytes`: longer bodies are refused unread; None is 8 MiB, or 16 bytes per token of the model's maximum
-    length if that is larger.
-    `keepalive_interval`: time after which an idle stream sends a comment.
-    `progress_timeout`: the server is unhealthy if requests run and no step finishes for this time.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: str | None = None
-    api_key: tuple[str, ...] = ()
-    served_model_name: tuple[str, ...] = ()
-    root_path: str = ""
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-    allowed_origins: tuple[str, ...] = ()
-    shutdown_timeout: float = 30.0
-    disable_log_stats: bool = False
-    enable_request_id_headers: bool = False
-    response_role: str = "assistant"
-    default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_body_bytes: int | None = None
-    keepalive_interval: float = 15.0
-    progress_timeout: float = 60.0
+    host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 means all")
+    port: int = option(8000, help="port to listen on; 0 picks a free one")
+    uds: str | None = option(None, metavar="PATH", help="listen on this Unix socket instead")
+    api_key: tuple[str, ...] = option(
+        (),
+        repeated=True,
+        help="key that clients must send; VLLM_API_KEY in the environment is safer, because `ps` shows flags",
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), several=True, help="names of the model in the API, instead of MODEL"
+    )
+    root_path: str = option("", help="path prefix that a reverse proxy removes")
+    ssl_keyfile: str | None = option(None, metavar="FILE", help="key for HTTPS")
+    ssl_certfile: str | None = option(None, metavar="FILE", help="certificate for HTTPS")
+    allowed_origins: tuple[str, ...] = option((), metavar="LIST", help="origins from which browsers may call the API")
+    shutdown_timeout: float = option(30.0, metavar="S", help="seconds that running requests have left after SIGTERM")
+    max_body_bytes: int | None = option(
+        None,
+        help="maximum size of a request body (default: 8 MiB, or 16 bytes per token of --max-model-len if more)",
+    )
+    keepalive_interval: float = option(
+        15.0, metavar="S", help="seconds between keep-alive messages while no token is sent"
+    )
+    progress_timeout: float = option(
+        60.0, metavar="S", help="/health fails if requests run but no step has finished for this many seconds"
+    )
+    disable_log_stats: bool = option(False, help="do not log statistics every ten seconds")
+    enable_request_id_headers: bool = option(False, help="send the header X-Request-Id with every answer")
+    response_role: str = option("assistant", help="role of the answers' messages")
+    default_chat_template_kwargs: dict[str, Any] = option(
+        default_factory=dict, metavar="JSON", help="variables of the chat template, for requests that give none"
+    )

@@ -62,7 +62,7 @@ class PredictionCheck:
             return False
         line = request_report(
             self._expected,
-            input_len=len(output.prompt_token_ids),
+            input_len=len(output.prompt_ids),
             output_len=tokens,
             ttft_s=times.first_token_s - times.arrival_s,
             tok_s=(tokens - 1) / (times.finished_s - times.first_token_s),
@@ -81,7 +81,7 @@ class PredictionCheck:
         took_s, busy_s = _elapsed_s(finished)
         if took_s <= 0 or busy_s < 2 * took_s:
             return False
-        prefilled = sum(len(output.prompt_token_ids) - output.num_cached_tokens for output in finished)
+        prefilled = sum(len(output.prompt_ids) - output.num_cached_tokens for output in finished)
         line = load_report(
             self._expected,
             requests=requests,

@@ -85,8 +85,9 @@ async def _serve(
     host = probe_host()
     plan = plan_to_run(config, checkpoint, host)
     speeds = None if options.disable_log_stats else _machine_speeds(plan, host)
-    # Predict while the engine starts, which takes longer: the prediction is ready before the first request.
+    # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, plan, host, speeds)) if speeds else None
+    asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)
     starting = time.monotonic()
     engine = await AsyncEngine.start(plan, config)
     try:

@@ -197,7 +197,7 @@ class Service:
         self.streams.discard(stream)
         if not self.streams:
             self.idle.set()
-        if sum(len(collector.output.prompt_token_ids) for collector in stream.collectors) > LARGE_TOKENS:
+        if sum(len(collector.output.prompt_ids) for collector in stream.collectors) > LARGE_TOKENS:
             self._trimmer.trim_later()  # the prompts were held until now
         if self.prediction_check:
             self.prediction_check.closed([collector.output for collector in stream.collectors], len(self.streams))
@@ -214,7 +214,7 @@ class Service:
             began_s = times.scheduled_s or now_s
             metrics.queue.observe(max(0.0, began_s - times.arrival_s))
             metrics.prefill.observe(now_s - began_s)
-            metrics.prompt_tokens.observe(len(collector.output.prompt_token_ids))
+            metrics.prompt_tokens.observe(len(collector.output.prompt_ids))
         if delta.finish_reason is not None:
             metrics.count_finished(delta.finish_reason)
             metrics.e2e.observe(now_s - times.arrival_s)
@@ -287,7 +287,7 @@ class EngineStream:
     def usage(self) -> Usage:
         """Token counts up to now, over all prompts and choices."""
         outputs = [collector.output for collector in self.collectors]
-        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        prompt = sum(len(output.prompt_ids) for output in outputs)
         completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))

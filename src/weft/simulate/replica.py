@@ -9,13 +9,13 @@ from math import inf, sqrt
 
 import msgspec
 
-from weft.core.blocks import BlockPool
+from weft.core.blocks import CountedBlocks, NumberedBlocks
 from weft.core.params import SamplingParams
 from weft.core.request import Request
-from weft.core.step import StepPlan
+from weft.core.scheduler import Scheduler
+from weft.core.step import StepPlan, StepResult
+from weft.core.token_ids import TokenIds
 from weft.planner.steps import StepPredictor, StepSeconds
-from weft.simulate.blocks import CountedBlocks
-from weft.simulate.scheduler import StretchScheduler
 from weft.simulate.simulated_request import SimulatedRequest
 from weft.simulate.tally import RequestTimes, Tally
 
@@ -84,8 +84,8 @@ class Replica:
         self.most = spec.max_num_queued + spec.max_num_seqs  # requests that the replica accepts at once
         # Without a prefix cache, blocks are interchangeable.
         size = spec.num_blocks, spec.block_size
-        pool = BlockPool(*size, caching=True) if prefix_caching else CountedBlocks(*size)
-        self.scheduler = StretchScheduler(
+        pool = NumberedBlocks(*size, caching=True) if prefix_caching else CountedBlocks(*size)
+        self.scheduler = Scheduler(
             pool=pool,
             max_num_seqs=spec.max_num_seqs,
             max_num_batched_tokens=spec.max_num_batched_tokens,
@@ -96,8 +96,10 @@ class Replica:
             lookahead=spec.lookahead,
         )
         self._steps, self._tally, self._stretches = spec.steps, tally, stretches
+        self._block_size = spec.block_size
         self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
-        self._flights: deque[tuple[StepPlan, float]] = deque()  # steps in flight, with the times of their results
+        self._flights: deque[tuple[StepResult, float]] = deque()  # results of the steps in flight, and their times
+        self._keys = [0] * spec.max_num_seqs  # key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
         self._unfinished: dict[str, RequestTimes] = {}
@@ -140,7 +142,9 @@ class Replica:
         Raises QueueFullError, and RequestError for a request that can never run.
         """
         params = _sampling_params(simulated.output_len)
-        self.scheduler.add(Request(id=times.id, prompt=simulated.prompt(), params=params, key=simulated.own))
+        self.scheduler.add(
+            Request(id=times.id, prompt=TokenIds.pack(simulated.prompt()), params=params, key=simulated.own)
+        )
         self._unfinished[times.id] = times
         if self.due == inf:
             self._count_use(now, 0, 0)
@@ -159,7 +163,7 @@ class Replica:
                 self._unfinished[id].began_s = now
             cost = self._step_seconds(plan)
             self._last_result_s = max(now + cost.latency_s, self._last_result_s + cost.interval_s)
-            flights.append((plan, self._last_result_s))
+            flights.append((self._sample(plan), self._last_result_s))
         self._update_due()
 
     def _update_due(self) -> None:
@@ -167,6 +171,13 @@ class Replica:
             self.due = self._stretch.end_s
         else:
             self.due = self._flights[0][1] if self._flights else inf
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        """Result of a step. A request's sampled tokens are its key: requests with one key have equal contents."""
+        for admission in plan.admitted:
+            self._keys[admission.slot] = admission.key
+        tokens = [self._keys[slot] for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        return StepResult(plan.id, tokens, [None] * len(tokens), {})
 
     def _step_seconds(self, plan: StepPlan) -> StepSeconds:
         """Seconds that a step takes."""
@@ -184,10 +195,10 @@ class Replica:
 
     def _finish_step(self, *, stretches: bool = True) -> list[RequestTimes]:
         """Apply the result of the oldest step in flight. Return the requests that have ended."""
-        plan, now = self._flights.popleft()
+        result, now = self._flights.popleft()
         self._count_use(now, self.scheduler.blocks_used, len(self.scheduler.running))
         ended, gaps, tally = [], [], self._tally
-        outputs = self.scheduler.finish(plan)
+        outputs = self.scheduler.apply(result)
         for output in outputs:
             times = self._unfinished[output.id]
             if times.last_s is None:
@@ -207,10 +218,10 @@ class Replica:
 
     def _begin_stretch(self, now: float) -> bool:
         """Begin a stretch, if possible."""
-        rounds = self.scheduler.quiet_rounds()
-        if not rounds:
+        steady = self.scheduler.steady()
+        if steady is None:
             return False
-        groups = [[sequence.computed + 1 for sequence in group] for group in self.scheduler.groups()]
+        rounds, groups = steady
         for window in filter(None, self._steps.windows):
             # The rounds' times grow evenly until a context reaches the window of a layer; a new stretch begins there.
             below = [context for group in groups for context in group if context < window]
@@ -233,7 +244,7 @@ class Replica:
         scheduler, tally, now = self.scheduler, self._tally, stretch.end_s
         took_s, running = now - stretch.start_s, list(scheduler.running)
         tokens = stretch.rounds * len(running)
-        self._count_use(now, scheduler.blocks_used + tokens / 2 / scheduler.pool.block_size, len(running))
+        self._count_use(now, scheduler.blocks_used + tokens / 2 / self._block_size, len(running))
         ended = scheduler.advance(stretch.rounds)
         for id in running:
             times = self._unfinished[id]
@@ -243,7 +254,7 @@ class Replica:
         tally.count_tokens_evenly(stretch.start_s, now, tokens)
         tally.count_stretch(now, stretch.rounds, len(running), stretch.first_s, stretch.growth_s)
         # The steps in flight now are those of before, a few tokens later.
-        self._flights = deque((plan, result_s + took_s) for plan, result_s in self._flights)
+        self._flights = deque((result, result_s + took_s) for result, result_s in self._flights)
         self._last_result_s += took_s
         return [self._unfinished.pop(id) for id in ended]
 

@@ -13,7 +13,7 @@ ALPHABET = tuple(chr(byte if byte in _PRINTABLE else 256 + _UNPRINTABLE.index(by
 _BYTES = {char: byte for byte, char in enumerate(ALPHABET)}
 
 
-def bytes_to_token(token: bytes) -> str:
+def spell_bytes(token: bytes) -> str:
     """The vocabulary's spelling of a token's bytes."""
     return "".join([ALPHABET[byte] for byte in token])
 
@@ -35,9 +35,9 @@ def build_byte_level(
     normalizer: normalizers.Normalizer | None = None,
 ) -> Tokenizer:
     """Create a byte-level BPE tokenizer. `whole_words`: a word that is in the vocabulary is not merged from parts."""
-    rust = Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=whole_words))
-    rust.pre_tokenizer = pre_tokenizer
-    rust.decoder = decoders.ByteLevel()
+    hf_tokenizer = Tokenizer(models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=whole_words))
+    hf_tokenizer.pre_tokenizer = pre_tokenizer
+    hf_tokenizer.decoder = decoders.ByteLevel()
     if normalizer is not None:
-        rust.normalizer = normalizer
-    return rust
+        hf_tokenizer.normalizer = normalizer
+    return hf_tokenizer

@@ -31,12 +31,12 @@ def load_cached(
     with suppress(Exception):
         settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=TokenizerSettings)
         return Tokenizer.from_file(str(folder / "tokenizer.json")), settings
-    rust, settings = create(source)
+    hf_tokenizer, settings = create(source)
     with suppress(OSError, ModelError):
-        write_cache_file(folder / "tokenizer.json", rust.to_str().encode())
+        write_cache_file(folder / "tokenizer.json", hf_tokenizer.to_str().encode())
         # Written last: its presence shows that the other file is complete.
         write_cache_file(folder / "settings.json", msgspec.json.encode(settings))
-    return rust, settings
+    return hf_tokenizer, settings
 
 
 def _folder(source: Path) -> Path | None:

@@ -26,15 +26,15 @@ TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read the vocabulary in the file or directory `path`, and the settings in the files beside it."""
     folder = path if path.is_dir() else path.parent
-    rust, settings = _vocabulary(_vocabulary_file(path))
+    hf_tokenizer, settings = _vocabulary(_vocabulary_file(path))
     config = _json(folder / "tokenizer_config.json")
-    _add_tokens(rust, config)
-    tokens = settings.tokens | _named_tokens(rust, folder, config)
+    _add_tokens(hf_tokenizer, config)
+    tokens = settings.tokens | _named_tokens(hf_tokenizer, folder, config)
     for text in tokens.values():
         # A named token is special even if no list of added tokens says so; one without an embedding stays text.
-        _make_special(rust, text)
-    eos = rust.token_to_id(tokens.get("eos_token", ""))
-    return rust, msgspec.structs.replace(
+        _make_special(hf_tokenizer, text)
+    eos = hf_tokenizer.token_to_id(tokens.get("eos_token", ""))
+    return hf_tokenizer, msgspec.structs.replace(
         settings,
         tokens=tokens,
         add_bos=_flag(config, "add_bos_token", settings.add_bos),
@@ -44,9 +44,12 @@ def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     )
 
 
-def vocab_size(rust: Tokenizer) -> int:
+def vocab_size(hf_tokenizer: Tokenizer) -> int:
     """Highest token id plus one."""
-    return max(rust.get_vocab_size(with_added_tokens=False), 1 + max(rust.get_added_tokens_decoder(), default=-1))
+    return max(
+        hf_tokenizer.get_vocab_size(with_added_tokens=False),
+        1 + max(hf_tokenizer.get_added_tokens_decoder(), default=-1),
+    )
 
 
 def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
@@ -54,13 +57,13 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
     limits.check_file(file, limits.TOKENIZER_BYTES)
     if file.suffix == ".json":
         try:
-            rust = Tokenizer.from_file(str(file))
+            hf_tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no exception class of its own
             raise ModelError(f"{file} is no tokenizer, or a damaged one: {error}") from error
         # The file may hold the truncation and padding of the training; a prompt must be neither cut nor padded.
-        rust.no_truncation()
-        rust.no_padding()
-        return rust, TokenizerSettings()
+        hf_tokenizer.no_truncation()
+        hf_tokenizer.no_padding()
+        return hf_tokenizer, TokenizerSettings()
     if file.suffix == ".model":
         return load_cached(file, spm.read_sentencepiece)
     if file.suffix == ".tiktoken":
@@ -77,42 +80,42 @@ def _vocabulary_file(path: Path) -> Path:
     raise ModelError(f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer")
 
 
-def _add_tokens(rust: Tokenizer, config: Mapping[str, Any]) -> None:
+def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
         tokens = {int(id): token for id, token in listed.items() if id.isdecimal()}
-        for id in sorted(tokens.keys() - rust.get_added_tokens_decoder().keys()):
-            _add_token(rust, id, tokens[id])
+        for id in sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys()):
+            _add_token(hf_tokenizer, id, tokens[id])
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
     for token in extra if isinstance(extra, list) else ():
         text = _token_text(token)
         if text is not None:
-            _make_special(rust, text)
+            _make_special(hf_tokenizer, text)
 
 
-def _add_token(rust: Tokenizer, id: int, token: object) -> None:
+def _add_token(hf_tokenizer: Tokenizer, id: int, token: object) -> None:
     """Add one token of added_tokens_decoder, unless the vocabulary's ids contradict its id."""
     text = _token_text(token)
     if text is None or not isinstance(token, dict):
         return
-    present_id = rust.token_to_id(text)
-    if id != (vocab_size(rust) if present_id is None else present_id):
+    present_id = hf_tokenizer.token_to_id(text)
+    if id != (vocab_size(hf_tokenizer) if present_id is None else present_id):
         log.warning(
             "token %r is left out: tokenizer_config.json gives it id %d, the vocabulary has none there", text, id
         )
         return
     flags = {name: bool(token.get(name)) for name in TOKEN_FLAGS}
-    rust.add_tokens([AddedToken(text, **flags)])
+    hf_tokenizer.add_tokens([AddedToken(text, **flags)])
 
 
-def _make_special(rust: Tokenizer, text: str) -> None:
+def _make_special(hf_tokenizer: Tokenizer, text: str) -> None:
     """Make a token special if the vocabulary has it."""
-    if rust.token_to_id(text) is not None:
-        rust.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+    if hf_tokenizer.token_to_id(text) is not None:
+        hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
 
 
-def _named_tokens(rust: Tokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
+def _named_tokens(hf_tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Texts of the named tokens ("bos_token": "<s>"); BOS and EOS also from the ids in config.json."""
     listed = _json(folder / "special_tokens_map.json") | config
     texts = {name: _token_text(token) for name, token in listed.items() if name.endswith("_token")}
@@ -120,7 +123,7 @@ def _named_tokens(rust: Tokenizer, folder: Path, config: dict[str, Any]) -> dict
     ids = _json(folder / "config.json")
     for name in ("bos_token", "eos_token"):
         id = ids.get(f"{name}_id")
-        text = rust.id_to_token(id) if name not in listed and isinstance(id, int) else None
+        text = hf_tokenizer.id_to_token(id) if name not in listed and isinstance(id, int) else None
         if text:
             named[name] = text
     return named

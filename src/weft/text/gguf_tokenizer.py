@@ -43,8 +43,8 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     if len(types) != len(tokens):
         raise ModelError(f"{path} is damaged: {len(types)} token types for {len(tokens)} tokens; fetch it again")
     create = _create_sentencepiece if kind == "llama" else _create_byte_level
-    rust, add_bos = create(header, tokens, types)
-    return rust, _settings(header, tokens, types, add_bos)
+    hf_tokenizer, add_bos = create(header, tokens, types)
+    return hf_tokenizer, _settings(header, tokens, types, add_bos)
 
 
 def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]) -> tuple[Tokenizer, bool]:
@@ -57,11 +57,13 @@ def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]
             f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer"
         )
     vocab = {token: id for id, token in enumerate(tokens)}
-    rust = byte_level.build_byte_level(
+    hf_tokenizer = byte_level.build_byte_level(
         vocab, _merges(header, vocab), spec.create_pre_tokenizer(), whole_words=spec.whole
     )
-    spm.add_tokens(rust, [(token, type) for token, type in zip(tokens, types, strict=True) if type != spm.UNKNOWN])
-    return rust, spec.bos
+    spm.add_tokens(
+        hf_tokenizer, [(token, type) for token, type in zip(tokens, types, strict=True) if type != spm.UNKNOWN]
+    )
+    return hf_tokenizer, spec.bos
 
 
 def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -81,14 +83,14 @@ def _create_sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[i
     if len(scores) != len(tokens):
         raise ModelError(f"{header.path} is damaged: {len(scores)} scores for {len(tokens)} tokens; fetch it again")
     unk = _id(header, "unknown_token_id", len(tokens))
-    rust = spm.build_sentencepiece(
+    hf_tokenizer = spm.build_sentencepiece(
         [spm.Piece(*piece) for piece in zip(tokens, scores, types, strict=True)],
         unigram=False,
         unk_id=0 if unk is None else unk,
         byte_fallback=True,
         prefix=_flag(header, "add_space_prefix", default=True),
     )
-    return rust, True
+    return hf_tokenizer, True
 
 
 def _settings(header: Gguf, tokens: Sequence[str], types: Sequence[int], add_bos: bool) -> TokenizerSettings:

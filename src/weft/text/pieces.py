@@ -30,14 +30,16 @@ codecs.register_error("weft-each-byte", _each_byte)
 
 
 class Pieces:
-    """The text or the bytes that each token of `rust` adds, according to the vocabulary's own decoder.
+    """The text or the bytes that each token of `hf_tokenizer` adds, according to the vocabulary's own decoder.
 
     `special`: ids that `skip_special_tokens` omits. `byte_fallback`: some tokens stand for single bytes, beside others
     that stand for text. Raises ModelError for a decoder of an unknown kind.
     """
 
-    def __init__(self, rust: Tokenizer) -> None:
-        steps = _decoder_steps(json.loads(rust.decoder.__getstate__())) if rust.decoder is not None else []
+    def __init__(self, hf_tokenizer: Tokenizer) -> None:
+        steps = (
+            _decoder_steps(json.loads(hf_tokenizer.decoder.__getstate__())) if hf_tokenizer.decoder is not None else []
+        )
         kinds = {step["type"] for step in steps}
         self.byte_level = "ByteLevel" in kinds
         unknown = sorted(kinds - ({"ByteLevel", "Fuse"} if self.byte_level else PER_TOKEN_DECODERS))
@@ -47,9 +49,9 @@ class Pieces:
                 f"(it can: ByteLevel, or any of {', '.join(sorted(PER_TOKEN_DECODERS))}); give another with --tokenizer"
             )
         self.byte_fallback = "ByteFallback" in kinds
-        self.special = frozenset(id for id, token in rust.get_added_tokens_decoder().items() if token.special)
-        self._rust = rust
-        self._decode = rust.decoder.decode if rust.decoder is not None else " ".join
+        self.special = frozenset(id for id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special)
+        self._hf_tokenizer = hf_tokenizer
+        self._decode = hf_tokenizer.decoder.decode if hf_tokenizer.decoder is not None else " ".join
         self._cache: dict[int, str | bytes | None] = {}
 
     def piece(self, id: int) -> str | bytes | None:
@@ -65,7 +67,7 @@ class Pieces:
         return self._compute(id, [])
 
     def _compute(self, id: int, before: Sequence[str]) -> str | bytes | None:
-        token = self._rust.id_to_token(id)
+        token = self._hf_tokenizer.id_to_token(id)
         if token is None:
             return None
         if self.byte_level:

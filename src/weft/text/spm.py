@@ -59,7 +59,7 @@ def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
     type = trainer.get(MODEL_TYPE, UNIGRAM)
     if type not in (UNIGRAM, BPE):
         raise ValueError(f"it is of type {type!r}, not {UNIGRAM} (Unigram) or {BPE} (BPE)")
-    rust = build_sentencepiece(
+    hf_tokenizer = build_sentencepiece(
         pieces,
         unigram=type == UNIGRAM,
         unk_id=named["unk_token"],
@@ -67,7 +67,7 @@ def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:
         prefix=prefix,
         normalizer_steps=_normalizers(normalizer),
     )
-    return rust, TokenizerSettings(
+    return hf_tokenizer, TokenizerSettings(
         tokens=tokens,
         add_bos="bos_token" in tokens,
         add_eos=False,
@@ -107,12 +107,12 @@ def build_sentencepiece(
     Control tokens and the unknown token become special tokens.
     """
     if unigram:
-        rust = Tokenizer(models.Unigram([(p.text, p.score) for p in pieces], unk_id, byte_fallback))
+        hf_tokenizer = Tokenizer(models.Unigram([(p.text, p.score) for p in pieces], unk_id, byte_fallback))
     else:
-        rust = Tokenizer(_create_bpe(pieces, unk_id, byte_fallback))
+        hf_tokenizer = Tokenizer(_create_bpe(pieces, unk_id, byte_fallback))
     steps = [*normalizer_steps, *([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
-    rust.normalizer = normalizers.Sequence(steps)
-    rust.decoder = decoders.Sequence(
+    hf_tokenizer.normalizer = normalizers.Sequence(steps)
+    hf_tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace(SPACE, " "),
             *([decoders.ByteFallback()] if byte_fallback else []),
@@ -120,8 +120,8 @@ def build_sentencepiece(
             *([decoders.Strip(" ", 1, 0)] if prefix else []),
         ]
     )
-    add_tokens(rust, [(piece.text, piece.type) for piece in pieces])
-    return rust
+    add_tokens(hf_tokenizer, [(piece.text, piece.type) for piece in pieces])
+    return hf_tokenizer
 
 
 def _create_bpe(pieces: Sequence[Piece], unk_id: int, byte_fallback: bool) -> models.BPE:
@@ -131,9 +131,9 @@ def _create_bpe(pieces: Sequence[Piece], unk_id: int, byte_fallback: bool) -> mo
     return models.BPE(ids, derive_merges(ranks), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
 
 
-def add_tokens(rust: Tokenizer, tokens: Sequence[tuple[str, int]]) -> None:
+def add_tokens(hf_tokenizer: Tokenizer, tokens: Sequence[tuple[str, int]]) -> None:
     """Add the control, unknown and user-defined tokens of (text, type): each is one token anywhere in a text."""
-    rust.add_tokens(
+    hf_tokenizer.add_tokens(
         [
             AddedToken(text, normalized=False, special=type != USER_DEFINED)
             for text, type in tokens

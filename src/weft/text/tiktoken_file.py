@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, normalizers
 
 from weft.errors import ModelError
-from weft.text.byte_level import build_byte_level, bytes_to_token
+from weft.text.byte_level import build_byte_level, spell_bytes
 from weft.text.merges import derive_merges
 from weft.text.pretokenizers import QWEN
 from weft.text.settings import TokenizerSettings
@@ -23,17 +23,19 @@ def read_tiktoken(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read a .tiktoken file, with Qwen's pre-tokenizer, special tokens and NFC normalization."""
     ranks = _read_ranks(path)
     pairs = derive_merges(ranks)
-    rust = build_byte_level(
-        {bytes_to_token(token): rank for token, rank in ranks.items()},
-        [(bytes_to_token(left), bytes_to_token(right)) for left, right in pairs],
+    hf_tokenizer = build_byte_level(
+        {spell_bytes(token): rank for token, rank in ranks.items()},
+        [(spell_bytes(left), spell_bytes(right)) for left, right in pairs],
         QWEN.create_pre_tokenizer(),
         whole_words=True,
         normalizer=normalizers.NFC(),
     )
-    rust.add_special_tokens([AddedToken(text, normalized=False) for text in QWEN_SPECIAL])
-    ids = (rust.token_to_id(text) for text in QWEN_SPECIAL[:NUM_ENDS])
+    hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in QWEN_SPECIAL])
+    ids = (hf_tokenizer.token_to_id(text) for text in QWEN_SPECIAL[:NUM_ENDS])
     end_ids = tuple(id for id in ids if id is not None)
-    return rust, TokenizerSettings(tokens={"eos_token": QWEN_SPECIAL[0]}, add_bos=False, add_eos=False, end_ids=end_ids)
+    return hf_tokenizer, TokenizerSettings(
+        tokens={"eos_token": QWEN_SPECIAL[0]}, add_bos=False, add_eos=False, end_ids=end_ids
+    )
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import Tokenizer as HFTokenizer
 
 from weft.errors import ModelError, RequestError
 from weft.formats.gguf import is_gguf
@@ -46,11 +46,11 @@ class Tokenizer:
     knows; generation_config.json may list more.
     """
 
-    def __init__(self, rust: RustTokenizer, settings: TokenizerSettings) -> None:
-        self._rust = rust
+    def __init__(self, hf_tokenizer: HFTokenizer, settings: TokenizerSettings) -> None:
+        self._hf_tokenizer = hf_tokenizer
         self._settings = settings
-        self.pieces = Pieces(rust)
-        self.vocab_size = folder.vocab_size(rust)
+        self.pieces = Pieces(hf_tokenizer)
+        self.vocab_size = folder.vocab_size(hf_tokenizer)
         self.special_tokens = settings.tokens
         self.special_ids = self.pieces.special
         self.bos_id = self.id(settings.tokens.get("bos_token", ""))
@@ -70,7 +70,7 @@ class Tokenizer:
         """
         post_process = add_special_tokens and self._has_post_processor
         try:
-            [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=post_process)
+            [encoding] = self._hf_tokenizer.encode_batch_fast([text], add_special_tokens=post_process)
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
         except BaseException as error:
@@ -93,7 +93,7 @@ class Tokenizer:
         """Text of token ids. Ids without a token add nothing. Raises RequestError for values that are not ids."""
         try:
             text: str
-            [text] = self._rust.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+            [text] = self._hf_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
         except BaseException as error:
@@ -110,8 +110,8 @@ class Tokenizer:
 
         A normalizer may shorten a text before it is tokenized: Unicode composition makes one of up to four characters.
         """
-        longest = max(map(len, self._rust.get_vocab(with_added_tokens=True)), default=1)
-        return longest if self._rust.normalizer is None else 4 * longest
+        longest = max(map(len, self._hf_tokenizer.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._hf_tokenizer.normalizer is None else 4 * longest
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes that token `id` adds after other tokens; b"" for an id without a token."""
@@ -124,7 +124,7 @@ class Tokenizer:
 
     def id(self, token: str) -> int | None:
         """Id of a token, given its text in the vocabulary; None if there is none."""
-        token_id: int | None = self._rust.token_to_id(token)
+        token_id: int | None = self._hf_tokenizer.token_to_id(token)
         return token_id
 
     def word_ids(self, text: str) -> list[tuple[int, ...]]:

@@ -26,7 +26,7 @@ class DummyWeights:
         """Return float32, the dtype in which values are drawn."""
         return torch.float32
 
-    def holds(self, source: str, type: str) -> bool:
+    def holds(self, source: str, scheme: str) -> bool:
         """Return False: no tensor is stored."""
         return False
 

@@ -40,8 +40,8 @@ class WeightSource(Protocol):
         """Fill `into` with source[rows, cols], converted to its dtype, on its device; cols is None for a vector."""
         ...
 
-    def holds(self, source: str, type: str) -> bool:
-        """Return True if the tensor is stored in the scheme `type` of `formats.schemes`, or in a type that this scheme
+    def holds(self, source: str, scheme: str) -> bool:
+        """Return True if the tensor is stored in a scheme, named as in `formats.schemes`, or in a type that the scheme
         can represent."""
         ...
 

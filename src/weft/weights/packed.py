@@ -37,9 +37,9 @@ class PackedWeights(StoredWeights):
             scales, group = _scales(info, chunk, cols).to(into.device).float(), _group_of(info, cols, into.device)
             into[at : at + len(chunk)].copy_(q.sub_(zeros.float()[:, group]).mul_(scales[:, group]))
 
-    def holds(self, source: str, type: str) -> bool:
+    def holds(self, source: str, scheme: str) -> bool:
         info = self.tensors[source]
-        return info.type == type if isinstance(info, Packed) else super().holds(source, type)
+        return info.type == scheme if isinstance(info, Packed) else super().holds(source, scheme)
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         info = self.tensors[source]

@@ -46,10 +46,10 @@ class StoredWeights:
         else:
             self._read_matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
 
-    def holds(self, source: str, type: str) -> bool:
-        """Return True if the tensor is quantised in the scheme `type`, or in a type that this scheme can represent."""
+    def holds(self, source: str, scheme: str) -> bool:
+        """Return True if the tensor is quantised in a scheme, or in a type that the scheme can represent."""
         stored = self.tensors[source].type
-        return stored in GGUF_SCHEMES and ALL_SCHEMES[type].holds(GGUF_SCHEMES[stored])
+        return stored in GGUF_SCHEMES and ALL_SCHEMES[scheme].holds(GGUF_SCHEMES[stored])
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """Copy source[rows, cols] to `into` and return True if `holds` says so for the scheme of `into`, else return

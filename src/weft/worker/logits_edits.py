@@ -25,7 +25,7 @@ NO_VALUES = np.zeros(0, dtype=np.float32)
 class PenalisedTokens:
     """The tokens that a request's penalties act on: its output, and its prompt too for the repetition penalty."""
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: Iterable[int], output: Sequence[int]) -> None:
         self.repetition = params.repetition_penalty
         self.presence = params.presence_penalty
         self.frequency = params.frequency_penalty

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan
+from weft.core.token_ids import TokenIds
 from weft.plan.plan import Plan
 
 # All that a sampler can be asked for at once: its most memory. PLAIN leaves logits in the model's own dtype, for which
@@ -55,7 +56,10 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
     return StepPlan(
         id=-1,
         released=[],
-        admitted=[Admission(slot, 0, params, [0] * count, []) for slot, count in zip(slots, counts, strict=True)],
+        admitted=[
+            Admission(slot, 0, params, TokenIds.pack([0] * count), [])
+            for slot, count in zip(slots, counts, strict=True)
+        ],
         slots=slots,
         starts=[0] * len(counts),
         counts=counts,

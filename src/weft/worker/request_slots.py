@@ -54,7 +54,7 @@ class RequestSlots:
         self.lengths[admission.slot] = 0
         top = admission.params.prompt_logprobs
         if top is not None:
-            self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(admission.prompt, top)
+            self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(list(admission.prompt), top)
 
     def capacity(self, slot: int) -> int:
         """Number of tokens that the slot's blocks hold."""

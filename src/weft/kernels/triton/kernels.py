@@ -26,7 +26,7 @@ from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matri
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
-from weft.quant.dense_table import DenseTable
+from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -58,7 +58,7 @@ class TritonKernels:
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
             return self._quantised_matrix(weight, None)
-        return DenseTable(weight)
+        return DenseEmbedding(weight)
 
     def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
         matrix = create_quantised_matrix(weight, bias, self._processors)

@@ -11,7 +11,7 @@ from weft.quant.dense import Product, create_product
 from weft.quant.quantised import QuantisedWeight
 
 
-class DenseTable:
+class DenseEmbedding:
     """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of kernels/base.py."""
 
     def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:

@@ -1,0 +1,167 @@
+"""RequestSets: the requests of a scheduler, by what they do: wait, run, await their turn, take part in a step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from heapq import heapify, heappush
+from typing import Literal
+
+from msgspec.structs import replace
+
+from weft.core.block_tables import BlockTables
+from weft.core.blocks import BlockPool
+from weft.core.request import Request, Stats, check_prompt_length
+from weft.core.sequence import Flight, Sequence
+from weft.core.speculation import DraftProposer
+from weft.errors import QueueFullError, RequestError
+from weft.plan.plan import Speculation
+
+
+class RequestSets:
+    """The requests that a scheduler has accepted and that have not ended, with their slots and blocks.
+
+    Parameters are those of `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_queued: int,
+        max_model_len: int,
+        stages: int,
+        policy: Literal["fcfs", "priority"],
+        lookahead: bool = False,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.pool = pool
+        self.tables = BlockTables(pool)
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_queued = max_num_queued
+        self.max_model_len = max_model_len
+        self.stages = stages
+        self.lookahead = lookahead
+        self.speculation = speculation
+        self.speculating = True
+        self._by_priority = policy == "priority"
+        self._arrivals = 0
+        self._steps = 0
+        self._unfinished: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        # Running, with something to compute, longest idle first.
+        self._ready: deque[Sequence] = deque()
+        # A heap by order.
+        self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._in_flight: deque[Flight] = deque()
+        # Ids of the requests that took part in a step for the first time in the last scheduled one.
+        self.started: list[str] = []
+        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
+        self.prompt_tokens = 0
+        self.prompt_limit = max_num_batched_tokens
+        self._counters = Stats(blocks_total=pool.num_blocks)
+
+    # Requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait."""
+        length = len(request.prompt)
+        if request.id in self._unfinished:
+            raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
+        needed_blocks = self.tables.count_blocks(length + 1)
+        check_prompt_length(length, self.max_model_len, needed_blocks, self.pool.num_blocks)
+        if self.waiting >= self.max_num_queued + len(self._slots):
+            raise QueueFullError(
+                f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
+                "try again later, or raise --max-num-queued-reqs"
+            )
+        order = (request.priority if self._by_priority else 0, self._arrivals)
+        # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
+        longest = min(self.max_model_len, self.pool.num_blocks * self.pool.block_size)
+        sequence = Sequence(request, order, longest)
+        if self.speculation and not sequence.needs_history:
+            sequence.proposer = DraftProposer(self.speculation)
+        self._arrivals += 1
+        self._unfinished[request.id] = sequence
+        heappush(self._queue, (order, sequence))
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """Forget these requests at once, and drop the tokens that steps in flight bring for them.
+
+        Unknown ids are ignored.
+        """
+        waiting = self.waiting
+        for id in ids:
+            if sequence := self._unfinished.get(id):
+                self._finish(sequence)
+        if self.waiting < waiting:
+            self._queue = [entry for entry in self._queue if not entry[1].done]
+            heapify(self._queue)
+
+    @property
+    def running(self) -> Collection[str]:
+        """Ids of the running requests."""
+        return self._running.keys()
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests."""
+        return len(self._unfinished) - len(self._running)
+
+    @property
+    def active(self) -> int:
+        """Number of requests that run, plus those waiting for which a slot is free."""
+        return len(self._running) + min(self.waiting, len(self._slots))
+
+    @property
+    def blocks_used(self) -> int:
+        """Number of KV blocks in use."""
+        return self.pool.num_blocks - self.pool.free
+
+    def stats(self) -> Stats:
+        """Return a copy of the gauges and counters."""
+        return replace(
+            self._counters,
+            running=len(self._running),
+            waiting=self.waiting,
+            blocks_used=self.blocks_used,
+            step_sizes=list(self._counters.step_sizes),
+        )
+
+    # Leaving
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        self._discard_ready(sequence)
+        self._stop_running(sequence)
+        heappush(self._queue, (sequence.order, sequence))
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.done = True
+        self._discard_ready(sequence)
+        del self._unfinished[sequence.request.id]
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        """Release a running sequence's slot and blocks."""
+        del self._running[sequence.request.id]
+        self.tables.close_table(sequence)
+        self._released.append(sequence.slot)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+
+    def _discard_ready(self, sequence: Sequence) -> None:
+        if sequence.ready:
+            sequence.ready = False
+            self._ready.remove(sequence)
+
+    def _await_turn(self, sequence: Sequence) -> None:
+        if not sequence.ready:
+            sequence.ready = True
+            self._ready.append(sequence)
