@@ -19,7 +19,7 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import ModelError
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 
 SHAPE = ModelShape(
     architecture="LlamaForCausalLM",
@@ -45,7 +45,7 @@ def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
         shape=SHAPE,
         dtype="float32",
         places=cut_places(SHAPE, [1.0] * tensor, [SHAPE.layers // stages] * stages),
-        devices=("cpu",) * ranks,
+        devices=named_devices(*("cpu",) * ranks),
         cores=(tuple(os.sched_getaffinity(0)),) * ranks,
         max_model_len=64,
         max_num_seqs=4,

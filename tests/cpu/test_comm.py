@@ -28,6 +28,7 @@ from weft.comm.threads import Meeting, ThreadGroup, Threads
 from weft.executors.base import Executor
 from weft.executors.inline import InlineExecutor
 from weft.executors.processes import ProcessExecutor
+from weft.plan.plan import named_devices
 from weft.plan.wiring import GroupFiles, Network, SharedMemory, Wiring
 
 HERE = "comm_worker:CommWorker"
@@ -210,7 +211,9 @@ def test_transport_by_devices_and_wiring(
     devices: tuple[str, ...], wiring: Wiring, peer_to_peer: bool, group: object, link: object
 ) -> None:
     """NCCL is for ranks with a GPU each; the others share memory, or have the network."""
-    plan = msgspec.structs.replace(make_plan(tensor=2, stages=2), devices=devices, peer_to_peer=peer_to_peer)
+    plan = msgspec.structs.replace(
+        make_plan(tensor=2, stages=2), devices=named_devices(*devices), peer_to_peer=peer_to_peer
+    )
     site = Site(plan, 1, wiring)
     for transports, ranks, chosen in (
         (connect.GROUP_TRANSPORTS, [0, 1], group),

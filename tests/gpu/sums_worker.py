@@ -23,7 +23,7 @@ LATE_CYCLES = 200_000  # about 0.1 ms
 
 class SumsWorker(FakeWorker):
     def execute(self, step: StepPlan) -> StepResult | None:
-        self.device = torch.device(self.plan.devices[self.rank])
+        self.device = torch.device(self.plan.devices[self.rank].name)
         comm = self.links.tensor
         if not isinstance(comm, SymmetricGroup):
             raise RuntimeError("symmetric memory is not in use: the log says why")

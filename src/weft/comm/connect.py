@@ -43,7 +43,7 @@ class Site:
         listener: socket.socket | None = None,
     ) -> None:
         self.plan, self.rank, self.wiring = plan, rank, wiring
-        self.device = torch.device(plan.devices[rank])
+        self.device = torch.device(plan.devices[rank].name)
         self._rendezvous, self._listener = rendezvous, listener
         self._store: Store | None = None
 
@@ -102,7 +102,7 @@ def create_thread_group(site: Site, partition: Sequence[Ranks]) -> Group:
 
 def create_symmetric_group(site: Site, partition: Sequence[Ranks]) -> Group:
     group, ranks, plan = site.process_group("nccl", partition), site.own(partition), site.plan
-    devices = [plan.devices[peer] for peer in ranks]
+    devices = [plan.devices[peer].name for peer in ranks]
     dtype = getattr(torch, plan.dtype)
     return connect_symmetric(group, site.device, dtype, store=site.join_world(), ranks=ranks, devices=devices)
 
@@ -166,7 +166,8 @@ def own_gpus(site: Site, ranks: Ranks) -> bool:
 
 
 def may_read_each_other(site: Site, ranks: Ranks) -> bool:
-    return site.plan.exclusive_gpus and site.plan.peer_to_peer
+    nodes = {site.plan.devices[peer].node for peer in ranks}
+    return site.plan.exclusive_gpus and site.plan.peer_to_peer and len(nodes) == 1
 
 
 def always(site: Site, ranks: Ranks) -> bool:

@@ -197,6 +197,6 @@ class RankExecutor(ABC):
 
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
-    needed = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
+    needed = plan.attention_backend in ("auto", "cpu") and plan.on_cpu
     if needed and build.native_obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
         build.build_ahead(plan.dtype)

@@ -131,7 +131,7 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
         need = -(-plan.max_model_len // plan.block_size)
         block_bytes = _largest_block_bytes(plan)
         # Advice only if it can help: a CPU has no such share, and kv_cache_bytes takes the share's place.
-        measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
+        measured = plan.kv_cache_bytes is None and not plan.on_cpu
         share = " (or a higher --gpu-memory-utilization)" if measured else ""
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
@@ -156,7 +156,7 @@ def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
     """
     length = fit_length(plan, num_blocks)
     per_request = -(-length // plan.block_size)
-    kind = "CPU" if all(device == "cpu" for device in plan.devices) else "GPU"
+    kind = "CPU" if plan.on_cpu else "GPU"
     lines = [
         f"{kind} KV cache size: {num_blocks * plan.block_size:,} tokens",
         f"Maximum concurrency for {length:,} tokens per request: {num_blocks / per_request:.2f}x",

@@ -89,7 +89,7 @@ class Worker:
         return Capacity(
             rank=self.rank,
             host=socket.gethostname(),
-            device=plan.devices[self.rank],
+            device=plan.devices[self.rank].name,
             weight_bytes=held,
             activation_bytes=activation,
             free_bytes=free_bytes(plan, self.rank, self.device, activation),
