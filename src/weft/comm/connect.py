@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed.distributed_c10d import Store
 
 from weft.comm.base import Group, Links, Solo, StageLink
 from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
@@ -73,9 +73,9 @@ class Site:
 def open_store(rendezvous: Rendezvous | None, listener: socket.socket | None, size: int) -> Store:
     """Open the store through which `size` ranks find each other. Raises RuntimeError if rank 0 is not reached."""
     if isinstance(rendezvous, File):
-        return FileStore(rendezvous.path, size)
+        return dist.FileStore(rendezvous.path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
     assert rendezvous, "threads have no process groups"
-    store = TCPStore(
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in torch's stubs
         rendezvous.host,
         rendezvous.port,
         size,
