@@ -38,7 +38,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def compare(name: str, text: str) -> None:
         file = GOLDEN / name
         if request.config.getoption("--update-golden"):
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         assert file.read_text(encoding="utf-8") == text, f"{file.name} differs; if it should, pytest --update-golden"
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
+
+from scripts.abusing.host import stolen_s
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -23,9 +26,11 @@ KEY_VARIABLE = "WEFT_NEIGHBOUR_KEY"
 @dataclass(frozen=True)
 class Lap:
     """A neighbour's stream since it was asked before: the longest time between two events of one answer, the current
-    one included; events; seconds; and answers that were refused or broke off."""
+    one included; CPU seconds of all cores that the host took away in that time; events; seconds; and answers that were
+    refused or broke off."""
 
     worst_stall_s: float
+    stolen_s: float
     events: int
     seconds: float
     failures: tuple[str, ...]
@@ -42,6 +47,10 @@ class Neighbour:
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
 
     def lap(self) -> Lap:
         """Figures since the last call."""
@@ -66,15 +75,13 @@ class _Gaps:
         self._lock = threading.Lock()
         self._began = time.perf_counter()
         self._last: float | None = None  # event of the answer that runs
-        self._worst, self._events = 0.0, 0
+        self._last_stolen_s = 0.0  # at that event
+        self._worst, self._worst_stolen_s, self._events = 0.0, 0.0, 0
         self._failures: list[str] = []
 
     def event(self) -> None:
         with self._lock:
-            now = time.perf_counter()
-            if self._last is not None:
-                self._worst = max(self._worst, now - self._last)
-            self._last = now
+            self._last, self._last_stolen_s = self._measure_gap()
             self._events += 1
 
     def end(self, failure: str | None = None) -> None:
@@ -85,13 +92,19 @@ class _Gaps:
 
     def lap(self) -> Lap:
         with self._lock:
-            now = time.perf_counter()
-            if self._last is not None:
-                self._worst = max(self._worst, now - self._last)
-            lap = Lap(self._worst, self._events, now - self._began, tuple(self._failures))
-            self._began, self._worst, self._events = now, 0.0, 0
+            now, _ = self._measure_gap()
+            seconds = now - self._began
+            lap = Lap(self._worst, self._worst_stolen_s, self._events, seconds, tuple(self._failures))
+            self._began, self._worst, self._worst_stolen_s, self._events = now, 0.0, 0.0, 0
             self._failures.clear()
             return lap
+
+    def _measure_gap(self) -> tuple[float, float]:
+        """The time, and the CPU seconds stolen up to now; the gap that ends here is kept if it is the worst."""
+        now, stolen = time.perf_counter(), stolen_s()
+        if self._last is not None and now - self._last > self._worst:
+            self._worst, self._worst_stolen_s = now - self._last, stolen - self._last_stolen_s
+        return now, stolen
 
 
 def main() -> None:

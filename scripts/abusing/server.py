@@ -79,17 +79,21 @@ class Server:
         """Proportional set size of the API's process."""
         return int(psutil.Process(self.process.pid).memory_full_info().pss)
 
+    def processes(self) -> list[psutil.Process]:
+        """The API's process and those that it has started."""
+        return [psutil.Process(self.process.pid), *self.family()]
+
     def ranks(self) -> list[psutil.Process]:
-        return [process for process in self._family() if "weft.worker" in " ".join(process.cmdline())]
+        return [process for process in self.family() if "weft.worker" in " ".join(process.cmdline())]
 
     def core(self) -> psutil.Process:
         """The process of the engine's core."""
-        (core,) = [process for process in self._family() if "weft.client" in " ".join(process.cmdline())]
+        (core,) = [process for process in self.family() if "weft.client" in " ".join(process.cmdline())]
         return core
 
     def terminate(self) -> float:
         """Seconds from SIGTERM until it has ended; END_S if it had to be killed."""
-        family, began = self._family(), time.monotonic()
+        family, began = self.family(), time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
@@ -100,11 +104,12 @@ class Server:
 
     def kill(self) -> None:
         """End it and all that it has started, at once."""
-        self._kill([*self._family(), psutil.Process(self.process.pid)] if self.process.poll() is None else [])
+        self._kill([*self.family(), psutil.Process(self.process.pid)] if self.process.poll() is None else [])
         self.process.wait()
         self._log.close()
 
-    def _family(self) -> list[psutil.Process]:
+    def family(self) -> list[psutil.Process]:
+        """The processes that it has started."""
         if self.process.poll() is not None:
             return []
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -128,7 +133,7 @@ class Stranger:
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.address = address
-        self.pid = next(
+        self.pid: int | None = next(
             (
                 connection.pid
                 for connection in psutil.net_connections("tcp")
@@ -136,6 +141,13 @@ class Stranger:
             ),
             None,
         )
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's process and those that it has started; none if it is another user's."""
+        if self.pid is None:
+            return []
+        process = psutil.Process(self.pid)
+        return [process, *process.children(recursive=True)]
 
     def memory_bytes(self) -> int | None:
         return int(psutil.Process(self.pid).memory_full_info().pss) if self.pid else None

@@ -19,6 +19,7 @@ from weft.architectures.place import Span
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.sampling import mask_words
 from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
 from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
@@ -105,6 +106,11 @@ def logits_work(a: Arguments) -> Work:
 def draw_work(a: Arguments) -> Work:
     """The greatest logit and the sum of every block of a row, and the logits of the block that won."""
     return Work(bytes=8 * a["blocks"] + a["BLOCK"] * a["logits"].itemsize)
+
+
+def mask_work(a: Arguments) -> Work:
+    """Words of a mask, and the logits of their tokens, written."""
+    return Work(bytes=a["WORDS"] * (a["masks"].itemsize + a["BITS"] * a["logits"].itemsize))
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,11 @@ def multiply(scheme: str, tokens: int) -> None:
     products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
 
 
+def mask() -> None:
+    logits, masks = torch.empty(2, VOCAB, dtype=BF16), torch.zeros(2, mask_words(VOCAB), dtype=torch.int32)
+    sampling.apply_masks(logits, torch.zeros(2, dtype=torch.int64), masks)
+
+
 def dequantise(scheme: str) -> None:
     products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS).rows(torch.zeros(16, dtype=torch.int64))
 
@@ -248,6 +259,7 @@ CASES = (
     Case("_survey", "128256", logits_work, choose),
     Case("_filter", "128256", logits_work, choose),
     Case("_draw", "128256", draw_work, choose),
+    Case("_mask", "128256", mask_work, mask),
     Case("_multiply", "Q4_1, 1-16 tokens", multiply_work, partial(multiply, "Q4_1", 1)),
     Case("_multiply", "Q4_1, 64 tokens", multiply_work, partial(multiply, "Q4_1", 64)),
     Case("_multiply", "INT8, 1-16 tokens", multiply_work, partial(multiply, "INT8", 1)),

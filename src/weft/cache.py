@@ -34,7 +34,9 @@ def cache_dir() -> Path:
         make_private(folder)
     except OSError as error:
         raise ModelError(
-            f"cannot make the cache directory {folder}: {error.strerror}; set XDG_CACHE_HOME to one that can be written"
+            f"cannot make the cache directory {folder}: {error.strerror}; "
+            "set XDG_CACHE_HOME to one that can be written",
+            code="cannot-write-cache",
         ) from error
     return folder
 

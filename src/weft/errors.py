@@ -84,18 +84,18 @@ def error_reason(error: Exception) -> str:
 CORE = -1  # the core's number, in place of a rank
 
 
-class Cause(msgspec.Struct, frozen=True):
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of a failure of a rank or the core. It crosses the socket instead of a stack trace.
 
-    `rank` may be CORE. `phase` is what the rank was doing: start, load, allocate, warm-up or step. `code` is that of
-    the WeftError that the rank raised.
+    `rank` may be CORE. `phase` is what the rank was doing: start, load, allocate, warm-up or step. `code` is a short
+    name of the fault, as of a WeftError, such as "out-of-memory".
     """
 
     rank: int
     phase: str
+    code: str
     cause: str
     hint: str = ""
-    code: str = ""
 
     def __str__(self) -> str:
         if self.phase == "shutdown":

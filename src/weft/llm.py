@@ -156,7 +156,7 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError with skip_tokenizer_init."""
         if self._frontend.tokenizer is None:
-            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)")
+            raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init)", code="tokenizer-missing")
         return self._frontend.tokenizer
 
     def shutdown(self) -> None:
@@ -182,7 +182,7 @@ class LLM:
     def _running(self) -> LocalEngine:
         engine = self._engine  # read once: another thread may shut it down meanwhile
         if engine is None:
-            raise RequestError("this LLM has been shut down; make another")
+            raise RequestError("this LLM has been shut down; make another", code="engine-closed")
         return engine
 
     def _answer_all(
@@ -197,7 +197,9 @@ class LLM:
         priorities = [0] * count if priority is None else priority
         for name, values in (("sampling_params", each), ("priority", priorities)):
             if len(values) != count:
-                raise RequestError(f"{len(values)} {name} for {count} prompts; give one each", param=name)
+                raise RequestError(
+                    f"{len(values)} {name} for {count} prompts; give one each", param=name, code="not-one-per-prompt"
+                )
         for one in each:
             check_params(one)
         now = time.monotonic()
@@ -215,7 +217,7 @@ class LLM:
         with closing(self._run_requests([collector])) as updates:
             for updated in updates:
                 if updated.error:
-                    raise OutputError(updated.error)
+                    raise OutputError(updated.error.reason, code=updated.error.code)
                 yield updated.output
 
     def _run_requests(self, collectors: Sequence[Collector]) -> Generator[Collector, None, None]:

@@ -22,6 +22,14 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 
 
@@ -33,12 +41,17 @@ class Recipe:
     config: dict[str, Any] = field(default_factory=dict)
     style: int = 5  # config.json as Transformers 4 or 5 writes it
     shards: bool = False
+    config_class: str = ""  # if it is not the model's name and Config
+    vision: bool = False  # the model lies inside one that sees as well
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "tie_word_embeddings": False}
+FULL, SLIDING = "full_attention", ["sliding_attention"] * 2
+GEMMA3 = {"sliding_window": 9, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
 RECIPES = {
     "llama": Recipe("Llama", {"tie_word_embeddings": False}),
     "llama-biased": Recipe("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, style=4),
@@ -68,19 +81,49 @@ RECIPES = {
     "qwen2-window": Recipe("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "qwen3": Recipe("Qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
     "qwen3-biased": Recipe("Qwen3", {"attention_bias": True, "tie_word_embeddings": False}, style=4),
+    "qwen3-moe": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1, 3]}),
+    "qwen3-moe-biased": Recipe("Qwen3Moe", MIXTURE | {"attention_bias": True, "decoder_sparse_step": 2}, style=4),
+    "gemma3": Recipe("Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig"),
+    "gemma3-scaled": Recipe(
+        "Gemma3",
+        GEMMA3
+        | {"layer_types": [*SLIDING, FULL, *SLIDING]}
+        | {
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                SLIDING[0]: {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+        style=4,
+        config_class="Gemma3TextConfig",
+    ),
+    "gemma3-vision": Recipe(
+        "Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig", vision=True
+    ),
+}
+# As GGUF files can describe them: experts in every layer, and five layers with a window to one without.
+GGUF_RECIPES = {
+    "qwen3-moe-gguf": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True}),
+    "gemma3-gguf": Recipe(
+        "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
+    ),
 }
 
 
 def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
-    recipe = RECIPES[name]
+    recipe = (RECIPES | GGUF_RECIPES)[name]
     values = {**SIZES, **HEADS, **recipe.config}
     if recipe.model == "Qwen2":
         values.pop("head_dim")
         values["hidden_size"] = 96
-    config = getattr(transformers, f"{recipe.model}Config")(**values)
+    config = getattr(transformers, recipe.config_class or f"{recipe.model}Config")(**values)
     torch.manual_seed(len(name))
-    model = getattr(transformers, f"{recipe.model}ForCausalLM")(config).float()
+    kind = "ForCausalLM"
+    if recipe.vision:
+        config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)
+        kind = "ForConditionalGeneration"
+    model = getattr(transformers, recipe.model + kind)(config).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -103,9 +146,14 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     """The same config in the words of Transformers 4."""
     scaling = config.pop("rope_parameters", None) or {}
     config["torch_dtype"] = config.pop("dtype", "float32")
+    if FULL in scaling:
+        config["rope_local_base_freq"] = scaling[SLIDING[0]]["rope_theta"]
+        config["sliding_window_pattern"] = config["layer_types"].index(FULL) + 1
+        scaling = scaling[FULL]
     config["rope_theta"] = scaling.pop("rope_theta", 10000.0)
     kind = scaling.pop("rope_type", "default")
-    config["rope_scaling"] = None if kind == "default" else {"type": kind, **scaling}
+    key = "rope_type" if "rope_local_base_freq" in config else "type"
+    config["rope_scaling"] = None if kind == "default" else {key: kind, **scaling}
     config.pop("layer_types", None)
     return config
 

@@ -7,19 +7,15 @@ import math
 import numpy as np
 import torch
 
-from tests.cpu.kernels import native
+from tests.cpu.kernels import native, triton_kernels
 from weft.core.params import SamplingParams
-from weft.worker.filters import weigh
-from weft.worker.logprobs import Scorer, score
-from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
+from weft.kernels.plain import PlainSampling
+from weft.kernels.plain.filters import weigh
+from weft.kernels.random import block_sums, exponentials, seeds
+from weft.kernels.sampling import Sampling, SlotSettings
+from weft.kernels.streams import SAMPLING_BLOCK
 from weft.worker.sample_arrays import SampleArrays
-from weft.worker.token_sampler import (
-    NativeTokenSampler,
-    SamplingSettings,
-    TokenSampler,
-    TorchTokenSampler,
-    TritonTokenSampler,
-)
+from weft.worker.sampler import sampling_settings
 
 CPU = torch.device("cpu")
 MASK = 2**64 - 1
@@ -45,16 +41,11 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float((((counts[reached] - hoped) ** 2 / hoped).sum() - degrees) / math.sqrt(2 * degrees))
 
 
-def token_sampler_of(
-    kind: str, slots: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
-) -> TokenSampler:
-    """The one of Triton, or that of the compiled CPU kernels for a model of this dtype."""
-    return NativeTokenSampler(slots, native(dtype)) if kind == "native" else TritonTokenSampler(slots, device)
-
-
-def scorer_of(kind: str, dtype: torch.dtype = torch.float32) -> Scorer:
-    """The one that goes with a token sampler."""
-    return native(dtype).score if kind == "native" else score
+def sampling_of(kind: str, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Sampling:
+    """The sampling of a kind of kernels, for a model of this dtype."""
+    if kind == "torch":
+        return PlainSampling()
+    return (native(dtype) if kind == "native" else triton_kernels(device=device)).sampling
 
 
 def chosen(
@@ -67,12 +58,10 @@ def chosen(
     """What a token sampler draws for rows with these parameters, in turn, and what torch does on a CPU."""
     rows = len(logits)
     slots, found = np.arange(rows)[::-1].copy(), []
-    for token_sampler, there in (
-        (token_sampler_of(kind, rows, logits.dtype, device), device),
-        (TorchTokenSampler(rows), CPU),
-    ):
+    for sampling, there in ((sampling_of(kind, logits.dtype, device), device), (PlainSampling(), CPU)):
+        token_sampler = sampling.create_token_sampler(rows)
         for row, slot in enumerate(slots):
-            token_sampler.admit(int(slot), params[row % len(params)], key_of(row))
+            token_sampler.admit(int(slot), sampling_settings(params[row % len(params)]), key_of(row))
         arrays = SampleArrays(np.arange(rows), slots, positions, settings=token_sampler.take_settings_update())
         tensors = arrays.with_tensors(torch.from_numpy(array).to(there) for array in arrays.flatten())
         found.append(token_sampler.sample_tokens(logits.to(there), arrays, tensors).cpu())
@@ -89,8 +78,8 @@ def far_apart(
     """Rows whose tokens differ, though not by the rounding of two times that are almost the same."""
     rows = []
     for row in (got != want).nonzero().flatten().tolist():
-        it = SamplingSettings(1)
-        it.admit(0, params[row % len(params)], key_of(row))
+        it = SlotSettings(1)
+        it.admit(0, sampling_settings(params[row % len(params)]), key_of(row))
         weights = weigh(logits[row : row + 1].float(), it.columns)
         sums = block_sums(weights)[0].double()
         times = exponentials(torch.from_numpy(seeds(it.keys, positions[row : row + 1])), len(sums) + SAMPLING_BLOCK)[0]

@@ -7,6 +7,7 @@ workspace, and `run` reads the rows from where they are then.
 from __future__ import annotations
 
 import itertools
+import math
 import types
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -51,14 +52,21 @@ class _Paged:
         self._int[:8].view(torch.int64).fill_(self._plan)
 
     def _mixed(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, starts: list[int]
-    ) -> torch.Tensor:
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+        starts: list[int],
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         q_heads, kv_heads, head_dim, page_size = self._heads
         keys, values = paged_kv_cache
         assert int(self._int[:8].view(torch.int64)) == self._plan, "another plan lies there"
         assert q.shape == (starts[-1], q_heads, head_dim) and (q.dtype, keys.dtype) == self._dtypes
         assert keys.shape[1:] == values.shape[1:] == (page_size, kv_heads, head_dim)
-        assert out.shape == q.shape and out.dtype == q.dtype
+        assert out.shape == q.shape and out.dtype == q.dtype and return_lse == (lse is not None)
+        assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32)
         indptr, indices, last_page_len = self._rows
         scale = head_dim**-0.5 if self._scale is None else self._scale
         for row in range(len(starts) - 1):
@@ -74,9 +82,11 @@ class _Paged:
             if self._window >= 0:
                 seen &= torch.arange(length) >= position - self._window
             scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            out[starts[row] : starts[row + 1]] = torch.einsum("hqk,khd->qhd", weights, value)
-        return out
+            scores.masked_fill_(~seen, float("-inf"))
+            out[starts[row] : starts[row + 1]] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+            if lse is not None:
+                lse[starts[row] : starts[row + 1]] = scores.logsumexp(-1).T / math.log(2)
+        return out if lse is None else (out, lse)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Paged):
@@ -122,9 +132,15 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             buffer[: len(given)].copy_(given)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
-    ) -> torch.Tensor:
-        return self._mixed(q, paged_kv_cache, out, list(range(len(self._rows[2]) + 1)))
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return self._mixed(q, paged_kv_cache, out, lse, return_lse, list(range(len(self._rows[2]) + 1)))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Paged):
@@ -149,9 +165,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         self._rows, self._starts = rows, qo_indptr.tolist()
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor
-    ) -> torch.Tensor:
-        return self._mixed(q, paged_kv_cache, out, self._starts)
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        return self._mixed(q, paged_kv_cache, out, lse, return_lse, self._starts)
 
 
 def module() -> types.ModuleType:

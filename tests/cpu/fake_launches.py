@@ -14,15 +14,15 @@ import torch
 from tests.cpu.fake_cuda import CardError, OnCard, card
 from weft.formats.schemes import ALL_SCHEMES, Scheme
 from weft.kernels.base import HeadNorm, KVCache
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
+from weft.kernels.plain.sampling import PlainTokenSampler
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import round_into
 from weft.worker.sample_arrays import SampleArrays
-from weft.worker.token_sampler import TorchTokenSampler
 
 LOG2_E = 1.4426950408889634
 MOST = (2**31 - 1, 65535, 65535)  # programs, by the dims of a grid
-PLAIN = PlainKernels()
+PLAIN = create_plain_kernels()
 NO_PICKS = np.zeros(0, dtype=np.int64)
 
 
@@ -54,11 +54,11 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
 
 def _norm(x: Any, residual: Any, weight: Any, out: Any, width: int, eps: float, *, ADD: bool, **_: Any) -> None:
     value = residual.add_(x) if ADD else x
-    out.copy_(PLAIN.norm(value, weight, eps))
+    out.copy_(PLAIN.pointwise.norm(value, weight, eps))
 
 
 def _silu(gate_up: torch.Tensor, out: torch.Tensor, *_: Any, **__: Any) -> None:
-    out.copy_(PLAIN.silu_mul(gate_up))
+    out.copy_(PLAIN.pointwise.silu_mul(gate_up))
 
 
 def _rotate(
@@ -71,7 +71,7 @@ def _rotate(
     batch: Any = SimpleNamespace(positions=positions[real], slots=slots[real])
     wide = KVCache(*(torch.zeros(cache.shape, dtype=qkv.dtype) for cache in (keys, values)))
     q.zero_()
-    q[real] = PLAIN.rotate_and_store(qkv[real], q_heads, rope, wide, batch, norm)
+    q[real] = PLAIN.pointwise.rotate_and_store(qkv[real], q_heads, rope, wide, batch, norm)
     for cache, written in ((keys, wide.keys), (values, wide.values)):
         rows = written.flatten(0, 1)[batch.slots]
         kept = rows.clamp(-448, 448).to(cache.dtype) if cache.itemsize == 1 else rows
@@ -80,16 +80,16 @@ def _rotate(
 
 
 def _prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, row_starts: torch.Tensor,
-    tables: torch.Tensor, context: torch.Tensor, first: int, rows: int, width: int, q_heads: int, kv_heads: int,
-    head_dim: int, scale: float, window: int, *, WINDOWED: bool, **_: Any,
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    row_starts: torch.Tensor, tables: torch.Tensor, context: torch.Tensor, first: int, rows: int, width: int,
+    q_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, *, WINDOWED: bool, LSE: bool, **_: Any,
 ) -> None:  # fmt: skip
     begin, tables = int(row_starts[first]), tables[first:]
     assert tables.stride(0) == width and len(tables) == rows
     some: Any = SimpleNamespace(row_starts=row_starts[first:] - begin, context=context[first:], tables=tables)
     seen = window if WINDOWED else None
     cache = KVCache(keys.to(q.dtype), values.to(q.dtype))
-    out[begin:] = PLAIN.attend(q[begin:], cache, some, scale / LOG2_E, seen)
+    out[begin:] = PLAIN.attention.attend(q[begin:], cache, some, scale / LOG2_E, seen, lse[begin:] if LSE else None)
 
 
 def _draw(
@@ -98,7 +98,7 @@ def _draw(
     **_: Any,
 ) -> None:  # fmt: skip
     assert logits.shape[1] == vocab and logits.stride(0) == stride
-    torchs: Any = TorchTokenSampler(len(settings))
+    torchs: Any = PlainTokenSampler(len(settings))
     torchs._settings.columns[:], torchs._settings.keys[:] = settings.numpy(), keys.numpy().view(np.uint64)
     arrays = SampleArrays(NO_PICKS, slots.numpy(), positions.numpy())
     chosen.copy_(torchs.sample_tokens(logits, arrays, arrays))

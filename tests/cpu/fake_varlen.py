@@ -3,6 +3,8 @@ numbers in plain torch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -15,14 +17,14 @@ def varlen_attn(
     max_q: int,
     max_k: int,
     *,
-    return_aux: object = None,
+    return_aux: Any = None,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     paged = block_table is not None
     q_heads, kv_heads = query.shape[1], key.shape[2 if paged else 1]
     assert query.dtype == key.dtype == value.dtype and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
@@ -38,7 +40,7 @@ def varlen_attn(
         assert cu_seq_k[0] == 0 and cu_seq_k[-1] == len(key) == len(value)
         lengths = cu_seq_k.diff().tolist()
     assert max(counts) == max_q and max(lengths) == max_k
-    out = torch.empty_like(query)
+    out, lse = torch.empty_like(query), torch.empty(q_heads, len(query))
     for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         if paged:
             kept = [it[block_table[row].long()].flatten(0, 1)[:length] for it in (key, value)]
@@ -53,9 +55,10 @@ def varlen_attn(
             seen &= torch.arange(length) >= position - window_size[0]
         scores = torch.einsum("qhd,khd->hqk", query[begin : begin + count].float(), keys)
         scores *= query.shape[-1] ** -0.5 if scale is None else scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[begin : begin + count] = torch.einsum("hqk,khd->qhd", weights, values)
-    return out
+        scores.masked_fill_(~seen, float("-inf"))
+        out[begin : begin + count] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        lse[:, begin : begin + count] = scores.logsumexp(-1)
+    return (out, lse) if return_aux and return_aux.lse else out
 
 
 def varlen_attn_of_2_11(
@@ -67,11 +70,21 @@ def varlen_attn_of_2_11(
     max_q: int,
     max_k: int,
     *,
-    return_aux: object = None,
+    return_aux: Any = None,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Before there were blocks, and a word for grouped heads, which it did not refuse."""
     return varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=True
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        return_aux=return_aux,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=True,
     )

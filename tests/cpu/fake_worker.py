@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from weft.architectures.shape import ModelShape
+from tests.pure.shapes import dense_shape
 from weft.comm import Links
 from weft.core.step import StepPlan, StepResult
 from weft.errors import ModelError
@@ -21,7 +21,7 @@ from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
     layers=4,
     hidden=8,
@@ -44,7 +44,7 @@ def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
         load_format="dummy",
         shape=SHAPE,
         dtype="float32",
-        places=cut_places(SHAPE, [1.0] * tensor, [SHAPE.layers // stages] * stages),
+        places=cut_places(SHAPE, [1.0] * tensor, [len(SHAPE.layers) // stages] * stages),
         devices=named_devices(*("cpu",) * ranks),
         cores=(tuple(os.sched_getaffinity(0)),) * ranks,
         max_model_len=64,
@@ -119,7 +119,7 @@ class FakeWorker:
             case "raise":
                 raise ValueError(f"rank {self.rank} does not like to {phase}")
             case "refuse":
-                raise ModelError("model.safetensors is cut off")
+                raise ModelError("model.safetensors is cut off", code="short-tensor")
             case "exhaust":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
             case "exit":

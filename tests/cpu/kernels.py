@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, for tests."""
+"""Kernels of each kind, for tests."""
 
 from __future__ import annotations
 
@@ -7,18 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.kernels.native import NativeKernels
+from tests.cpu.attention import shaped
+from weft.kernels.base import Kernels
+from weft.kernels.native import complete_kernels, create_attention
 from weft.native.build import build_library
+
+CPU = torch.device("cpu")
 
 
 def built(dtype: str) -> Path:
-    """Their library; a test is skipped where there is no compiler."""
+    """The library of the CPU kernels; a test is skipped if there is no compiler."""
     try:
         return build_library(dtype)
     except FileNotFoundError as error:
         pytest.skip(str(error))
 
 
-def native(dtype: torch.dtype) -> NativeKernels:
+def native(dtype: torch.dtype) -> Kernels:
+    """The compiled CPU kernels."""
     built(str(dtype).removeprefix("torch."))
-    return NativeKernels(dtype)
+    shape = shaped(dtype)
+    return complete_kernels(create_attention(CPU, shape), CPU, shape)
+
+
+def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:
+    """The Triton kernels, as on a GPU with this number of multiprocessors."""
+    from weft.kernels.triton.attention import TritonAttention
+    from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+
+    return Kernels(
+        attention=TritonAttention(processors),
+        pointwise=TritonPointwise(),
+        matrices=TritonMatrices(processors),
+        sampling=TritonSampling(device),
+    )

@@ -60,4 +60,4 @@ if __name__ == "__main__":
             case "engine":
                 asyncio.run(engine(plan, worker))
     except EngineError as error:
-        print("failed:", error, flush=True)
+        print(f"failed: {error.code}: {error}", flush=True)

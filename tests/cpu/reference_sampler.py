@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,9 @@ from tests.cpu.draws import MASK
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.core.token_ids import TokenIds
-from weft.worker.random import SAMPLING_BLOCK
+from weft.kernels.sampling import mask_words
+from weft.kernels.streams import NOT_FINITE, SAMPLING_BLOCK
+from weft.native.structures import MASK_BITS
 from weft.worker.sampler import SampledTokens, Sampler
 
 EOS = 1
@@ -95,9 +98,13 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def expected(row: Row, logits: list[float]) -> int:
-    """The token of a row, from its logits in float32."""
+def expected(row: Row, logits: list[float], allowed: Collection[int] | None = None) -> int:
+    """The token of a row, from its logits in float32. `allowed` are the tokens that its mask allows, if it has one."""
     logits = shaped(row, logits)
+    if allowed is not None:
+        logits = [x if token in allowed else -math.inf for token, x in enumerate(logits)]
+    if max(logits) == -math.inf:
+        return NOT_FINITE
     if row.params.temperature == 0 or row.params.top_k == 1:
         return logits.index(max(logits))
     weights = distribution(row, logits)
@@ -161,10 +168,23 @@ def grid(vocab: int, rows: int, seed: int) -> torch.Tensor:
     return (torch.randn(rows, vocab, generator=generator) * spread).mul_(8).round_().div_(8)
 
 
-def sampled(sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]) -> SampledTokens:
-    batch = sampler.prepare_batch([*range(len(slots))], slots, positions)
+def sampled(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    slots: list[int],
+    positions: list[int],
+    masks: Mapping[int, bytes] | None = None,
+) -> SampledTokens:
+    batch = sampler.prepare_batch([*range(len(slots))], slots, positions, masks or {})
     tensors = (torch.from_numpy(array).to(logits.device) for array in batch.arrays.flatten())
     return sampler.sample(logits.clone(), batch, batch.arrays.with_tensors(tensors))
+
+
+def mask_of(allowed: Collection[int], vocab: int) -> bytes:
+    """The mask of a token of which only these ids may be sampled."""
+    bits = np.zeros(mask_words(vocab) * MASK_BITS, dtype=np.uint8)
+    bits[[*allowed]] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def check_logprobs(found: object, logits: list[float], token: int, top: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -50,16 +51,16 @@ def test_both_sides_are_the_same(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "difference"),
     [
-        ("Layer", swapped, r"Layer\.eps is 408 in the library and 404 in Python"),
-        ("Layer", lambda fields: fields[:-1], r"Layer\.eps is 408 in the library and missing in Python"),
+        ("Layer", swapped, r"\bLayer\.eps .*\b408 .*\b404 "),
+        ("Layer", lambda fields: fields[:-1], r"\bLayer\.eps .*\b408 .*\bmissing "),
         (
             "Layer",
             lambda fields: (*fields, ("extra", ctypes.c_float)),
-            r"Layer\.extra is missing in the library and 412",
+            r"\bLayer\.extra .*\bmissing .*\b412 ",
         ),
-        ("Step", lambda fields: fields[1:], r"Step\.angles is 8 in the library and 0 in Python"),
-        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"Matrix\. is missing in the library and 80"),
-        ("Rounding", swapped, r"Rounding\.cols is 56 in the library and 48 in Python"),
+        ("Step", lambda fields: fields[1:], r"\bStep\.angles .*\b8 .*\b0 "),
+        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b80 "),
+        ("Rounding", swapped, r"\bRounding\.cols .*\b56 .*\b48 "),
     ],
 )
 def test_a_structure_that_differs_is_refused_in_one_line(
@@ -70,18 +71,18 @@ def test_a_structure_that_differs_is_refused_in_one_line(
     with pytest.raises(OSError, match=difference) as error:
         open_library(path)
     assert "\n" not in str(error.value)
-    assert str(path) in str(error.value) and "delete that file to have it built again" in str(error.value)
+    assert str(path) in str(error.value)
 
 
 def test_a_constant_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     path = built("bfloat16")
     monkeypatch.setitem(CONSTANTS, "PANEL", 64)
-    with pytest.raises(OSError, match="PANEL is 32 in the library and 64 in Python"):
+    with pytest.raises(OSError, match=r"\bPANEL .*\b32 .*\b64 "):
         open_library(path)
 
 
 def test_another_library_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="it has no weft_abi"):
+    with pytest.raises(OSError, match="weft_abi"):
         check_abi(ctypes.CDLL(None), tmp_path)
 
 
@@ -91,8 +92,8 @@ def test_torch_takes_the_place_of_a_library_that_differs(
     built("float32")
     change(monkeypatch, "Layer", swapped(tuple(LayerDescriptor._fields_)))  # type: ignore[arg-type]
     with caplog.at_level("WARNING", "weft"):
-        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
-    assert "Layer.eps is 408" in caplog.text and "slower torch kernels" in caplog.text
+        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).attention.name == "torch"
+    assert "Layer.eps" in caplog.text and "408" in caplog.text
 
 
 def test_no_structure_is_declared_elsewhere() -> None:
@@ -118,7 +119,7 @@ def test_fields_that_change_places_in_c_are_found(tmp_path: Path) -> None:
     done = altered(tmp_path, "rounding.h", "int64_t lacking, cols;", "int64_t cols, lacking;")
     assert done.returncode == 0, done.stderr
     theirs = read_abi(ctypes.CDLL(str(tmp_path / "abi.so")))
-    assert find_mismatch(theirs) == "Rounding.cols is 48 in the library and 56 in Python"
+    assert re.match(r"Rounding\.cols .*\b48 .*\b56 ", str(find_mismatch(theirs)))
     assert RoundingDescriptor.cols.offset == 56
 
 

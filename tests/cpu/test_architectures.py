@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from tests.pure.shapes import windows
 from weft.architectures.parameters import parameter_count
 from weft.formats import config_json
 from weft.formats.checkpoint import expected_tensors
@@ -84,7 +85,7 @@ def test_as_transformers_has_them(tmp_path: Path, architecture: str, config: dic
         assert {name: tuple(value.shape) for name, value in named.items() if name not in tied} == stored
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "sliding_window", None)
-    windows = tuple(window if kind == "sliding_attention" else None for kind in types)
-    assert shape.windows == (windows if any(windows) else ())
+    expected = tuple(window if kind == "sliding_attention" else None for kind in types)
+    assert windows(shape) == (expected if any(expected) else ())
     assert shape.max_positions == theirs.max_position_embeddings
     assert shape.bos == theirs.bos_token_id

@@ -3,8 +3,7 @@ and give, which computes in plain torch. tests/gpu has the real ones."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
+import importlib
 import inspect
 import logging
 import os
@@ -13,18 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.cpu import checkpoints, fake_flashinfer, fake_varlen
 from tests.cpu.attention import ragged, shaped
+from tests.refusals import refuses
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
 from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
 from weft.kernels.triton import attention, tuning
 from weft.plan import backends
 from weft.probes.on_gpu import trials
@@ -36,20 +37,33 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
-PLAIN = PlainKernels()
+PLAIN = PlainAttention()
+FLASHINFER = "0.6.12.post1"
+RIVALS = ("flashinfer", "triton")
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both are here, and the CPU is a card that computes in fp32 too: what is compared then is exact."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.module())
-    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12.post1")
-    monkeypatch.setattr(backends, "FLASHINFER_HEADS", (16, 64, 128))
+    packages_are(monkeypatch, FLASHINFER)
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1 << 10)
-    monkeypatch.setattr(backends, "FLASH_DTYPES", ("float32", "float16"))
-    monkeypatch.setattr(usable, "gpu_obstacle", lambda device: None)
+    limits(monkeypatch, "flashinfer", interpreted=True, dtypes=("float32", "float16"), head_dims=(16, 64, 128))
+    limits(monkeypatch, "varlen", interpreted=True, dtypes=("float32", "float16"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use(monkeypatch, fake_varlen.varlen_attn)
+
+
+def packages_are(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """Triton is installed, and FlashInfer of this version, or not at all."""
+    installed = {"triton": "3.6.0"} | ({} if version is None else {backends.FLASHINFER: version})
+    monkeypatch.setattr(usable, "kernel_packages", lambda: installed)
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, backend: str, **others: Any) -> None:
+    """The backend with other limits."""
+    changed = replace(backends.ATTENTION_BACKENDS[backend], **others)
+    monkeypatch.setitem(backends.ATTENTION_BACKENDS, backend, changed)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, function: Callable[..., torch.Tensor]) -> None:
@@ -86,8 +100,12 @@ def test_attention_is_the_plain_one(kind: str, case: tuple) -> None:
         q = torch.randn(sum(counts), q_heads, head_dim)
         attention.prepare(batch)
         for seen in (window, None):  # layers of both kinds
-            got = attention.attend(q, cache, batch, head_dim**-0.5, seen)
-            torch.testing.assert_close(got, PLAIN.attend(q, cache, batch, head_dim**-0.5, seen), atol=2e-4, rtol=2e-4)
+            sums, want_sums = (torch.full((sum(counts), q_heads), torch.nan) for _ in range(2))
+            got = attention.attend(q, cache, batch, head_dim**-0.5, seen, sums)
+            want = PLAIN.attend(q, cache, batch, head_dim**-0.5, seen, want_sums)
+            torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+            torch.testing.assert_close(sums, want_sums, atol=2e-4, rtol=2e-4)
+            assert torch.equal(attention.attend(q, cache, batch, head_dim**-0.5, seen), got)
         contexts = contexts[::-1] if counts == counts[::-1] else contexts
 
 
@@ -184,22 +202,22 @@ def plain(checkpoint: Path) -> list[list[int]]:
     return answers(checkpoint, attention_backend="torch")
 
 
-class Composed(PlainKernels):
-    """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
-
-    capturable = True
-
-    def __init__(self, device: torch.device, attention: Attention) -> None:
-        self.prepare, self.attend = attention.prepare, attention.attend  # type: ignore[method-assign]
+class PaddedPointwise(PlainPointwise):
+    """Skips the rows that fill a graph up."""
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
-        real = batch.slots >= 0  # the others fill a graph up
+        real = batch.slots >= 0
         part = replace(batch, positions=batch.positions[real], slots=batch.slots[real])
         q = qkv.new_zeros(len(qkv), q_heads, cache.keys.shape[-1])
         q[real] = super().rotate_and_store(qkv[real], q_heads, rope, cache, part, norm)
         return q
+
+
+def composed_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+    """Attention of another kind beside the plain kernels: Triton's would take minutes in its interpreter."""
+    return replace(create_plain_kernels(), attention=attention, pointwise=PaddedPointwise())
 
 
 def decode(
@@ -221,10 +239,9 @@ def decode(
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        kernels.triton, "create_triton_kernels", lambda device, attention=None: Composed(device, attention)
-    )
+    monkeypatch.setattr(triton, "complete_kernels", composed_kernels)
     monkeypatch.setattr(attention, "decode", decode)
+    monkeypatch.setattr(attention.TritonAttention, "launches", lambda *_: [])
 
 
 @pytest.mark.usefixtures("composed")
@@ -259,31 +276,28 @@ def test_graphs_give_the_same_tokens(
 
 def refused(backend: str, *words: str, **others: object) -> None:
     shape = shaped(torch.float16, **{"head_dim": 64, **others})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, "attention-backend-not-usable") as caught:
         create_kernels(backend, CPU, shape)
     message = str(caught.value)
-    assert "\n" not in message and "--attention-backend torch" in message
-    assert all(word in message for word in words), message
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def test_flashinfer_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     refused("flashinfer", "80", "64, 128", head_dim=80)
-    monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
+    limits(monkeypatch, "flashinfer", dtypes=("bfloat16",))
     refused("flashinfer", "float16")
-    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.4.1")
+    packages_are(monkeypatch, "0.4.1")
     refused("flashinfer", "flashinfer-python 0.4.1", "0.5")
-    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
+    packages_are(monkeypatch, None)
     refused("flashinfer", "pip install weft[cuda]")
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "varlen"])
 def test_neither_runs_on_a_cpu(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(flashinfer, "installed_version", lambda: "0.6.12")
-    monkeypatch.setattr(varlen, "varlen_function", lambda: (fake_varlen.varlen_attn, frozenset()))
-    refused(backend, "GPUs", "cpu")
+    limits(monkeypatch, backend, interpreted=False)
+    refused(backend, "GPUs", "CPU")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    refused(backend, "GPUs", "cpu", "TRITON_INTERPRET=1")  # by Triton's, which the rest is
+    refused(backend, "GPUs", "CPU", "TRITON_INTERPRET=1")  # by Triton's, which the rest is
 
 
 def test_flashinfer_whose_kernels_cannot_be_built_says_so(
@@ -295,40 +309,49 @@ def test_flashinfer_whose_kernels_cannot_be_built_says_so(
     monkeypatch.setattr(sys.modules["flashinfer"], "BatchDecodeWithPagedKVCacheWrapper", broken)
     refused("flashinfer", "cannot be built", "nvcc: not found")
     with caplog.at_level("INFO", "weft"):
-        assert flashinfer.create_flashinfer_attention(CPU, shaped(torch.float16), required=False) is None
-    assert "Triton's take their place" in caplog.text
+        assert fastest(shaped(torch.float16)).name == "triton"
+    assert "the Triton kernels take their place" in caplog.text
 
 
-def test_triton_refuses_in_the_planner_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_refuses_what_the_planner_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head wider than its tiles, on any device, and a GPU that Triton compiles nothing for."""
     for backend in ("triton", "flashinfer", "varlen"):
-        refused(backend, backends.no_triton(320, []) or "", head_dim=320)
-    monkeypatch.setattr(triton, "gpu_cards", lambda device: [("Tesla V100", (7, 0))])
-    refused("triton", backends.no_triton(64, [("Tesla V100", (7, 0))]) or "", "7.5")
+        refused(backend, "256", "320", head_dim=320)
+    monkeypatch.setattr(usable, "gpu_cards", lambda device: [("Tesla V100", (7, 0))])
+    refused("triton", "Tesla V100", "7.0", "7.5")
 
 
 def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits(monkeypatch, "triton", widest_head=None)
     refused("varlen", "260", "256", head_dim=260)
     refused("varlen", "FP8", cache_dtype=FP8)
-    monkeypatch.setattr(backends, "FLASH_DTYPES", ("bfloat16",))
+    limits(monkeypatch, "varlen", dtypes=("bfloat16",))
     refused("varlen", "float16")
+    limits(monkeypatch, "varlen", dtypes=None)
     monkeypatch.setattr(varlen, "varlen_function", lambda: None)
     refused("varlen", torch.__version__, "2.11")
 
 
-def test_the_version_is_the_package_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    try:
-        assert flashinfer.installed_version() == importlib.metadata.version("flashinfer-python")
-    except importlib.metadata.PackageNotFoundError:
-        assert flashinfer.installed_version() is None
+@pytest.mark.parametrize("backend", backends.ATTENTION_BACKENDS)
+def test_every_row_has_its_module(backend: str) -> None:
+    """Which no import and no type checker sees."""
+    row = backends.ATTENTION_BACKENDS[backend]
+    assert callable(importlib.import_module(row.module).create_attention)
+    rest = importlib.import_module(backends.ATTENTION_BACKENDS[row.rest].module)
+    assert callable(rest.complete_kernels) and callable(rest.create_rounding)
 
 
 # --- the faster of two ---
 
 
-def both(shape: AttentionShape) -> list[Kernels]:
-    return [create_kernels(backend, CPU, shape) for backend in ("flashinfer", "triton")]
+def fastest(shape: AttentionShape) -> Attention:
+    """What "auto" takes on a GPU."""
+    own = create_kernels("triton", CPU, shape).attention
+    return kernels._winner(own, CPU, shape)
+
+
+def both(shape: AttentionShape) -> list[Attention]:
+    return [create_kernels(backend, CPU, shape).attention for backend in ("flashinfer", "triton")]
 
 
 @pytest.mark.parametrize(("times", "won"), [((2e-6, 3e-6), "flashinfer"), ((3e-6, 2e-6), "triton")])
@@ -358,7 +381,7 @@ def test_what_cannot_be_measured_is_not_kept(caplog: pytest.LogCaptureFixture) -
     assert contest.measure_fastest(both(shape), CPU, shape, clock) is None
     assert "(CUDA out of memory)" in caplog.text
     contest.save_winner(contest.winner_path(CPU, shape, "0.6"), None)
-    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6")) is None
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6"), RIVALS) is None
 
 
 @pytest.mark.parametrize("won", ["flashinfer", "triton"])
@@ -366,34 +389,34 @@ def test_the_winner_is_known_at_the_next_start(won: str, monkeypatch: pytest.Mon
     """Then a library that has lost is not even imported; another version of it, or other heads, are another contest."""
     shape, held = shaped(torch.float32), []
 
-    def measured(found: Sequence[Kernels], *given: object) -> str:
+    def measured(found: Sequence[Attention], *given: object) -> str:
         held.append(1)
         return won
 
     monkeypatch.setattr(contest, "measure_fastest", measured)
-    assert kernels._on_gpu("auto", CPU, shape).name == won
+    assert fastest(shape).name == won
     if won == "triton":
-        monkeypatch.setattr(flashinfer, "create_flashinfer_attention", None)
-    assert kernels._on_gpu("auto", CPU, shape).name == won
+        monkeypatch.setattr(flashinfer, "create_attention", None)
+    assert fastest(shape).name == won
     assert len(held) == 1
-    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13")) is None
-    assert contest.load_winner(contest.winner_path(CPU, replace(shape, kv_heads=1), "0.6.12.post1")) is None
+    assert contest.load_winner(contest.winner_path(CPU, shape, "0.6.13"), RIVALS) is None
+    assert contest.load_winner(contest.winner_path(CPU, replace(shape, kv_heads=1), "0.6.12.post1"), RIVALS) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"torch", b"\xff\xfe", b"{}"])
 def test_a_damaged_note_is_none(content: bytes) -> None:
     note = contest.winner_path(CPU, shaped(torch.float32), "0.6")
     contest.save_winner(note, "triton")
-    assert note and contest.load_winner(note) == "triton"
+    assert note and contest.load_winner(note, RIVALS) == "triton"
     note.write_bytes(content)
-    assert contest.load_winner(note) is None
+    assert contest.load_winner(note, RIVALS) is None
 
 
 def test_auto_says_nothing_where_it_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(flashinfer, "installed_version", lambda: None)
-    assert kernels._on_gpu("auto", CPU, shaped(torch.float32)).name == "triton"
+    packages_are(monkeypatch, None)
+    assert fastest(shaped(torch.float32)).name == "triton"
     assert not caplog.records
 
 

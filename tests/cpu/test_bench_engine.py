@@ -42,7 +42,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixt
     model = tiny.write(tmp_path / "tiny")
     assert main.main(["bench", "serve", str(model), "--load-format", "dummy", "--max-model-len", "9000"]) == 1
     told = capsys.readouterr().err.splitlines()[-1]
-    assert "ended: max_model_len is 9000; this model goes up to 512 tokens" in told
+    assert "max_model_len" in told and "9000" in told and "512 tokens" in told
 
 
 def test_calibrate_then_plan(

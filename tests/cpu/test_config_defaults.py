@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from tests.pure.shapes import figures
 from weft.architectures.shape import ModelShape
 from weft.formats import config_json
 
@@ -61,7 +62,8 @@ def test_defaults(tmp_path: Path, family: str, variant: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written))
     ours = config_json.read_shape(tmp_path, "bfloat16")
     theirs = getattr(transformers, f"{family}Config").from_pretrained(tmp_path)
-    assert {key: getattr(ours, key) for key in expected(theirs)} == expected(theirs)
+    known = {"tied": ours.tied, "bos": ours.bos, "eos": ours.eos, **figures(ours)}
+    assert {key: known[key] for key in expected(theirs)} == expected(theirs)
     agrees_on_rope(ours, theirs)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
@@ -70,18 +72,18 @@ def test_defaults(tmp_path: Path, family: str, variant: dict[str, Any]) -> None:
 
 def agrees_on_rope(ours: ModelShape, theirs: PretrainedConfig) -> None:
     rope = theirs.rope_parameters
-    assert ours.rope.theta == rope["rope_theta"]
-    assert ours.rope.kind == rope["rope_type"]
-    assert ours.rope.factor == rope.get("factor", 1.0)
-    assert ours.rope.original_max_positions == rope.get("original_max_position_embeddings")
-    if ours.rope.kind != "yarn":
+    assert ours.mixer.rope.theta == rope["rope_theta"]
+    assert ours.mixer.rope.kind == rope["rope_type"]
+    assert ours.mixer.rope.factor == rope.get("factor", 1.0)
+    assert ours.mixer.rope.original_max_positions == rope.get("original_max_position_embeddings")
+    if ours.mixer.rope.kind != "yarn":
         assert ours.max_positions == theirs.max_position_embeddings
 
 
 def agrees_on_biases(ours: ModelShape, names: set[str]) -> None:
-    layer = "model.layers.0."
-    assert ours.qkv_bias == (layer + "self_attn.q_proj.bias" in names) == (layer + "self_attn.v_proj.bias" in names)
-    assert ours.out_bias == (layer + "self_attn.o_proj.bias" in names)
-    assert ours.mlp_bias == (layer + "mlp.up_proj.bias" in names) == (layer + "mlp.down_proj.bias" in names)
-    assert ours.qk_norm == (layer + "self_attn.q_norm.weight" in names)
+    layer, known = "model.layers.0.", figures(ours)
+    assert known["qkv_bias"] == (layer + "self_attn.q_proj.bias" in names) == (layer + "self_attn.v_proj.bias" in names)
+    assert known["out_bias"] == (layer + "self_attn.o_proj.bias" in names)
+    assert known["mlp_bias"] == (layer + "mlp.up_proj.bias" in names) == (layer + "mlp.down_proj.bias" in names)
+    assert known["qk_norm"] == (layer + "self_attn.q_norm.weight" in names)
     assert ours.tied == ("lm_head.weight" not in names)

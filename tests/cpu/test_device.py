@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from fake_worker import HERE, make_plan
 
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.executors.inline import InlineExecutor
 from weft.worker.device import check_gpu_number
@@ -18,8 +20,9 @@ def test_the_number_is_that_of_the_same_gpu() -> None:
     check_gpu_number(1, "GPU-00112233-4455", PLAIN)
     # A driver that has other names for them says nothing of their order.
     check_gpu_number(1, "GPU-virtual", PLAIN)
-    with pytest.raises(ConfigError, match=r"GPU 0 is cuda:1 in this process.* set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+    with refuses(ConfigError, "wrong-device-order") as refused:
         check_gpu_number(0, "GPU-00112233-4455", PLAIN)
+    assert re.search(r"\bGPU 0 .*\bcuda:1 .*\bCUDA_DEVICE_ORDER=PCI_BUS_ID\b", str(refused.value))
 
 
 def test_threads_count_along_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:

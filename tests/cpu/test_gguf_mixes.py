@@ -11,6 +11,7 @@ import pytest
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
+from tests.pure.shapes import repeated, with_attention, with_ffn
 from weft import LLM, SamplingParams
 from weft.architectures.parameters import model_parameters
 from weft.architectures.shape import ModelShape
@@ -20,8 +21,10 @@ from weft.formats.precision import held_precision, sum_by_kind
 
 PROMPT = list(range(3, 60))
 # Whose rows are whole super-blocks, which layouts cut, and whose are not.
-WIDE = msgspec.structs.replace(SHAPE, layers=3, qkv_bias=False, out_bias=False, mlp_bias=False)
-NARROW = msgspec.structs.replace(WIDE, hidden=192, ffn=320, q_heads=6, kv_heads=3, head_dim=32)
+WIDE = repeated(with_ffn(with_attention(SHAPE, bias=False, out_bias=False), bias=False), 3)
+NARROW = msgspec.structs.replace(
+    with_ffn(with_attention(WIDE, heads=6, kv_heads=3, head_dim=32), width=320), hidden=192
+)
 LAYOUTS = {
     "whole": {},
     "tp2": {"tensor_parallel_size": 2},
@@ -33,10 +36,9 @@ LAYOUTS = {
 
 def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
     return {
-        part.source.format(layer=layer): gguf_type(shape, mix, parameter, part, layer)
-        for parameter in model_parameters(shape)
+        part.source.format(layer=layer): gguf_type(shape, mix, parameter, part, layer or 0)
+        for parameter, layer in model_parameters(shape)
         for part in parameter.parts
-        for layer in (range(shape.layers) if parameter.where == "layer" else [0])
     }
 
 

@@ -14,7 +14,7 @@ from weft import LLM, SamplingParams
 from weft.core.step import Admission, StepPlan
 from weft.core.token_ids import TokenIds
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.worker import graphs, worker
 from weft.worker.graphs import Capture, Graphs, Prepare, graph_sizes
 from weft.worker.request_slots import RequestSlots
@@ -76,7 +76,7 @@ def made(
 def replayed(graph: Graphs, it: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
     staged = as_staged(it)
     laid = graph.captured_batch(staged) or staged.eager()
-    PlainKernels().fill_batch(staged, laid)
+    create_plain_kernels().pointwise.fill_batch(staged, laid)
     return graph.run_batch(laid, incoming)
 
 
@@ -182,13 +182,13 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     )
     staged, _ = rows.stage(step)
     it = staged.eager()
-    PlainKernels().fill_batch(staged, it)
+    create_plain_kernels().pointwise.fill_batch(staged, it)
     assert it.host is not None and it.lengths() is it.host
     assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
     assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
     staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[], []]), singly=True)
     apart = staged.eager()
-    PlainKernels().fill_batch(staged, apart)
+    create_plain_kernels().pointwise.fill_batch(staged, apart)
     assert apart.host is not None and apart.decodes == apart.rows == 6
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]

@@ -75,7 +75,7 @@ def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkey
             torch.testing.assert_close(got, relative_importance(want), rtol=1e-3, atol=1e-3)
         assert len(found) == 4 * len(plan.places[rank].layers)
         seen += len(found)
-    assert seen >= 4 * plan.shape.layers
+    assert seen >= 4 * len(plan.shape.layers)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def shuffled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(made, path / "model.safetensors")
     config = {
         "architectures": [shape.architecture],
-        "num_hidden_layers": shape.layers,
+        "num_hidden_layers": len(shape.layers),
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.q_heads,
         "num_key_value_heads": shape.kv_heads,
         "intermediate_size": shape.ffn,
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope.theta,
+        "rms_norm_eps": shape.norm.eps,
+        "rope_theta": shape.mixer.rope.theta,
         "tie_word_embeddings": shape.tied,
         "torch_dtype": "bfloat16",
     }

@@ -13,10 +13,11 @@ from tests.cpu.attention import ragged, shaped
 from tests.cpu.kernels import native
 from tests.cpu.programs import has_no_warnings, passes
 from weft.kernels import create_kernels
-from weft.kernels.base import HeadNorm, Kernels, KVCache
+from weft.kernels.base import HeadNorm, Kernels, KVCache, apply_sinks
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
-from weft.native.build import CPP_TYPES, build_library, load_library
+from weft.kernels.plain import PlainPointwise, create_plain_kernels
+from weft.native.build import build_library, load_library
+from weft.native.library import CPP_TYPES
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -30,11 +31,13 @@ def written(kernels: Kernels, cache: KVCache) -> KVCache:
     batch = Batch(index, index * 0, index.long(), index, index, index[None], index[:0], 0)
     angles = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), 1)
     out = KVCache(*(torch.zeros_like(cache.keys) for _ in range(2)))
-    kernels.rotate_and_store(torch.cat(row, 1), kv_heads, angles, out, batch, None)
+    kernels.pointwise.rotate_and_store(torch.cat(row, 1), kv_heads, angles, out, batch, None)
     return out
 
 
-def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+def attend_by_loop(
+    q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None, lse: torch.Tensor | None = None
+) -> torch.Tensor:
     """One query and one head at a time, in float64."""
     group = q.shape[1] // cache.keys.shape[2]
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -50,8 +53,10 @@ def attend_by_loop(q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, 
             for head in range(q.shape[1]):
                 keys = torch.stack([cache.keys[b, o, head // group] for b, o in blocks]).double()
                 values = torch.stack([cache.values[b, o, head // group] for b, o in blocks]).double()
-                weights = (keys @ q[token, head].double() * scale).softmax(0)
-                out[token, head] = weights @ values
+                scores = keys @ q[token, head].double() * scale
+                out[token, head] = scores.softmax(0) @ values
+                if lse is not None:
+                    lse[token, head] = scores.logsumexp(0)
     return out.flatten(1)
 
 
@@ -75,14 +80,54 @@ CASES = [
 @pytest.mark.parametrize("kind", ["native", "plain"])
 def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.dtype) -> None:
     counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
-    kernels: Kernels = native(dtype) if kind == "native" else PlainKernels()
+    kernels: Kernels = native(dtype) if kind == "native" else create_plain_kernels()
     batch, blocks = ragged(counts, contexts, block_size, seed=len(counts))
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
-    got = kernels.attend(q, written(kernels, cache), batch, head_dim**-0.5, window)
-    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    sums, want_sums = (torch.full((sum(counts), q_heads), torch.nan) for _ in range(2))
+    got = kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window, sums)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window), got)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_two_parts_of_a_context_are_joined_to_one(kind: str) -> None:
+    kernels = native(torch.float32) if kind == "native" else create_plain_kernels()
+    joined_is_whole(kernels)
+
+
+def joined_is_whole(kernels: Kernels) -> None:
+    """Rows of one token: attention over the first blocks, and over the others, joined by the sums of their weights."""
+    contexts, block_size, q_heads, kv_heads, head_dim, first = [200, 130, 70], 16, 6, 2, 64, 4
+    batch, blocks = ragged([1, 1, 1], contexts, block_size, seed=1)
+    torch.manual_seed(2)
+    cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim) for _ in range(2)))
+    stored, q = written(kernels, cache), torch.randn(3, q_heads, head_dim) * 3
+    before = replace(batch, context=torch.full_like(batch.context, first * block_size))
+    after = replace(batch, context=batch.context - first * block_size, tables=batch.tables[:, first:].contiguous())
+    parts = []
+    for part in (before, after):
+        lse = torch.empty(3, q_heads)
+        kernels.attention.prepare(part)
+        out = kernels.attention.attend(q, stored, part, head_dim**-0.5, None, lse)
+        parts.append((out.unflatten(1, (q_heads, head_dim)), lse))
+    weights = torch.stack([lse for _, lse in parts]).softmax(0).unsqueeze(-1)
+    joined = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    kernels.attention.prepare(batch)
+    whole = kernels.attention.attend(q, stored, batch, head_dim**-0.5, None)
+    torch.testing.assert_close(joined, whole.unflatten(1, (q_heads, head_dim)), atol=2e-5, rtol=2e-5)
+
+
+def test_sinks_take_their_share_of_the_softmax() -> None:
+    torch.manual_seed(3)
+    scores, values, sinks = torch.randn(5, 4, 9) * 3, torch.randn(4, 9, 16), torch.randn(4) * 3
+    without = torch.einsum("thk,hkd->thd", scores.softmax(-1), values).flatten(1)
+    wide = torch.cat((scores, sinks.expand(5, 4).unsqueeze(-1)), -1)
+    want = torch.einsum("thk,hkd->thd", wide.softmax(-1)[..., :-1], values).flatten(1)
+    torch.testing.assert_close(apply_sinks(without, scores.logsumexp(-1), sinks), want)
 
 
 def test_rows_that_begin_alike_are_read_together_and_everything_once(tmp_path: Path) -> None:
@@ -126,8 +171,8 @@ def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) / 2  # so that many keys count
     for threads in (1, 2):  # with few, more rows are read together
         torch.set_num_threads(threads)
-        got = kernels.attend(q, written(kernels, cache), together, head_dim**-0.5, window)
-        want = kernels.attend(q, written(kernels, copies), apart, head_dim**-0.5, window)
+        got = kernels.attention.attend(q, written(kernels, cache), together, head_dim**-0.5, window)
+        want = kernels.attention.attend(q, written(kernels, copies), apart, head_dim**-0.5, window)
         assert torch.equal(got, want)
     exact = attend_by_loop(q, cache, together, head_dim**-0.5, window)
     torch.testing.assert_close(got.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -136,7 +181,7 @@ def test_rows_that_share_blocks_get_what_rows_with_copies_of_them_get(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_native_rows_agree_with_plain_ones(dtype: torch.dtype, tokens: int) -> None:
-    fast, plain = native(dtype), PlainKernels()
+    fast, plain = native(dtype).pointwise, PlainPointwise()
     torch.manual_seed(2)
     x, residual, weight = (torch.randn(*dims).to(dtype) for dims in ((tokens, 50), (tokens, 50), (50,)))
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
@@ -162,11 +207,11 @@ def test_native_rotation_writes_what_the_plain_one_writes(
     table = torch.cat((angles.cos(), angles.sin()), 1)
     norm = HeadNorm(torch.rand(head_dim).to(dtype), torch.rand(head_dim).to(dtype), 1e-6) if normed else None
     results = []
-    for kernels in (native(dtype), PlainKernels()):
+    for kernels in (native(dtype), create_plain_kernels()):
         cache = KVCache(*(torch.zeros(blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)))
-        q = kernels.rotate_and_store(qkv, q_heads, table, cache, batch, norm)
+        q = kernels.pointwise.rotate_and_store(qkv, q_heads, table, cache, batch, norm)
         # The same numbers somewhere, and each where its own attention finds it.
-        results.append((q, cache.keys.flatten().sort()[0], kernels.attend(q, cache, batch, 0.2, None)))
+        results.append((q, cache.keys.flatten().sort()[0], kernels.attention.attend(q, cache, batch, 0.2, None)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -178,7 +223,7 @@ def test_a_product_is_that_of_the_unpacked_weight(dtype: torch.dtype, rows: int,
     torch.manual_seed(rows)
     weight, bias = torch.randn(rows, cols).to(dtype), torch.randn(rows).to(dtype)
     for biased in (None, bias):
-        product = native(dtype).matrix(weight, biased)
+        product = native(dtype).matrices.matrix(weight, biased)
         for tokens in (*range(1, 15), 29, 100):
             x = torch.randn(tokens, cols).to(dtype)
             want = x.double() @ weight.double().T + (0 if biased is None else biased.double())
@@ -192,9 +237,9 @@ def test_extreme_scores_stay_finite() -> None:
     batch, blocks = ragged([1], [100], 16, seed=0)
     cache = KVCache(torch.full((blocks, 16, 1, 16), 50.0), torch.ones(blocks, 16, 1, 16))
     for sign in (1, -1):
-        out = kernels.attend(torch.full((1, 1, 16), sign * 50.0), cache, batch, 1.0, None)
+        out = kernels.attention.attend(torch.full((1, 1, 16), sign * 50.0), cache, batch, 1.0, None)
         torch.testing.assert_close(out, torch.ones(1, 16))
-    assert math.isfinite(float(kernels.silu_mul(torch.tensor([[-1e4, 1.0]]))[0, 0]))
+    assert math.isfinite(float(kernels.pointwise.silu_mul(torch.tensor([[-1e4, 1.0]]))[0, 0]))
 
 
 @pytest.mark.parametrize(
@@ -208,7 +253,7 @@ def test_without_compiler_or_cache_it_falls_back_with_the_advice_that_helps(
     monkeypatch.setenv(variable, value)
     try:
         with caplog.at_level("WARNING", "weft"):
-            assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).name == "torch"
+            assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).attention.name == "torch"
         assert advice in caplog.text and ("g++" in advice) == ("g++" in caplog.text)
     finally:
         forget_the_library()
@@ -227,7 +272,7 @@ def test_the_compiler_has_nothing_to_warn_of(dtype: str) -> None:
 
 def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "weft"):
-        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float16)).name == "torch"
+        assert create_kernels("auto", torch.device("cpu"), shaped(torch.float16)).attention.name == "torch"
     assert "float16" in caplog.text
 
 
@@ -235,7 +280,7 @@ def test_fp16_falls_back_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kind", ["native", "plain"])
 def test_a_row_is_not_touched_by_what_lies_past_its_end(kind: str, dtype: torch.dtype) -> None:
     """Nor by the other rows: their values may have overflowed."""
-    kernels: Kernels = native(dtype) if kind == "native" else PlainKernels()
+    kernels: Kernels = native(dtype) if kind == "native" else create_plain_kernels()
     batch, blocks = ragged([1, 1, 20], [5, 90, 33], 16, seed=5)
     torch.manual_seed(6)
     cache = KVCache(*(torch.full((blocks, 16, 1, 16), torch.nan, dtype=dtype) for _ in range(2)))
@@ -243,6 +288,6 @@ def test_a_row_is_not_touched_by_what_lies_past_its_end(kind: str, dtype: torch.
         for position in range(context):
             block = int(batch.tables[row, position // 16])
             cache.keys[block, position % 16], cache.values[block, position % 16] = torch.randn(2, 1, 16)
-    got = kernels.attend(torch.randn(22, 1, 16).to(dtype), written(kernels, cache), batch, 0.25, None)
+    got = kernels.attention.attend(torch.randn(22, 1, 16).to(dtype), written(kernels, cache), batch, 0.25, None)
     assert got[[0, *range(2, 22)]].isfinite().all()
     assert got[1].isnan().all()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cpu import tiny
-from tests.cpu.draws import scorer_of
+from tests.cpu.draws import sampling_of
 from tests.cpu.reference_sampler import check_logprobs, grid
 from weft import LLM, SamplingParams
-from weft.kernels.native import NativeKernels
-from weft.worker.logprobs import score, unpack_logprobs
+from weft.kernels.native.sampling import NativeSampling
+from weft.kernels.plain.sampling import score
+from weft.worker.logprobs import unpack_logprobs
 
 KINDS = ["native", "torch"]
 DTYPES = [torch.bfloat16, torch.float32]
@@ -46,7 +47,7 @@ def test_native_says_what_torch_says(dtype: torch.dtype, vocab: int, top: int, h
     if holes:
         logits[1:, seed % vocab :: holes] = -math.inf
     logits, targets, top = logits.to(dtype), targets_of(logits, seed), min(top, vocab)
-    got, want = scorer_of("native", dtype)(logits, targets, top), score(logits, targets, top)
+    got, want = sampling_of("native", dtype).score(logits, targets, top), score(logits, targets, top)
     assert torch.equal(got[:, 1 : 2 + top], want[:, 1 : 2 + top])  # ranks and ids
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5, equal_nan=True)
 
@@ -57,7 +58,7 @@ def test_native_says_what_torch_says(dtype: torch.dtype, vocab: int, top: int, h
 def test_logprobs_are_as_exact_as_sums_in_float32_can_be(spread: float, shift: float, dtype: torch.dtype) -> None:
     logits = (random(4, 10_007, spread) + shift).to(dtype)
     targets = targets_of(logits)
-    got = scorer_of("native", dtype)(logits, targets, 20)
+    got = sampling_of("native", dtype).score(logits, targets, 20)
     true = logits.double().log_softmax(-1)
     ids = got[:, 2:22].long()
     for found, token in ((got[:, :1], targets[:, None]), (got[:, 22:], ids)):
@@ -72,7 +73,7 @@ def test_the_lower_id_comes_first_among_equals(kind: str) -> None:
     logits[2] = -math.inf
     logits[2, [999, 600]] = -7.0
     for dtype in DTYPES:
-        got = scorer_of(kind, dtype)(logits.to(dtype), torch.tensor([270, 1, 5]), 6)
+        got = sampling_of(kind, dtype).score(logits.to(dtype), torch.tensor([270, 1, 5]), 6)
         assert got[:, 1].tolist() == [2, 1, 3]
         assert got[:, 2:8].tolist() == [[999, 3, 270, 700, 0, 1], [0, 1, 2, 3, 4, 5], [600, 999, 0, 1, 2, 3]]
         assert got[2, 8:].tolist() == pytest.approx([-math.log(2)] * 2 + [-math.inf] * 4)
@@ -89,7 +90,7 @@ def test_rows_that_are_no_distribution(kind: str, dtype: torch.dtype) -> None:
     logits[4] = -math.nan
     logits = logits.to(dtype)
     targets = torch.tensor([7, 300, 5, 400, 0, 9])
-    figures = scorer_of(kind, dtype)(logits, targets, 3)
+    figures = sampling_of(kind, dtype).score(logits, targets, 3)
     found = [unpack_logprobs(row, 3) for row in figures.tolist()]
     for row in (0, 5):
         check_logprobs(found[row], logits[row].tolist(), int(targets[row]), 3)
@@ -103,7 +104,7 @@ def test_rows_that_are_no_distribution(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_may_lie_apart_and_stay_as_they_are(dtype: torch.dtype) -> None:
-    native, wide = scorer_of("native", dtype), random(9, 700).to(dtype)
+    native, wide = sampling_of("native", dtype).score, random(9, 700).to(dtype)
     for view in (wide[:, :600], wide[::2, 1:], wide.T.contiguous().T):
         before, targets = view.clone(), targets_of(view)
         assert torch.equal(native(view, targets, 5), native(before, targets, 5))
@@ -111,7 +112,7 @@ def test_logits_may_lie_apart_and_stay_as_they_are(dtype: torch.dtype) -> None:
 
 
 def test_a_row_is_scored_as_it_is_alone_by_any_number_of_threads() -> None:
-    native, logits = scorer_of("native"), random(9, 3000)
+    native, logits = sampling_of("native").score, random(9, 3000)
     targets = targets_of(logits)
     alone = torch.cat([native(logits[row : row + 1], targets[row : row + 1], 5) for row in range(9)])
     before = torch.get_num_threads()
@@ -134,7 +135,7 @@ def test_native_makes_nothing_of_the_logits_width() -> None:
             return out
 
     logits = random(8, 5000).bfloat16()
-    native, targets = scorer_of("native", torch.bfloat16), targets_of(logits)
+    native, targets = sampling_of("native", torch.bfloat16).score, targets_of(logits)
     with Watch():
         native(logits, targets, 20)
     assert made == [8 * 42 * 8]
@@ -144,13 +145,13 @@ def test_native_makes_nothing_of_the_logits_width() -> None:
 def test_an_engine_scores_natively_the_rows_that_ask_for_it(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native, scored = scorer_of("native", dtype), []
+    native, scored = sampling_of("native", dtype).score, []
 
-    def spy(kernels: NativeKernels, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+    def spy(sampling: NativeSampling, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
         scored.append(len(logits))
         return native(logits, targets, top)
 
-    monkeypatch.setattr(NativeKernels, "score", spy)
+    monkeypatch.setattr(NativeSampling, "score", spy)
     params = [
         SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={9: 5.0}, **wishes)  # type: ignore[arg-type]
         for wishes in ({"logprobs": 3}, {}, {"prompt_logprobs": 2}, {"logprobs": 0})

@@ -21,7 +21,7 @@ from weft.client.outputs import RequestOutput
 from weft.comm import threads
 from weft.core import block_tables
 from weft.core.step import StepPlan
-from weft.kernels import contest, triton
+from weft.kernels import contest
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.models.decoder import DecoderModel
@@ -132,11 +132,6 @@ def test_captures_are_counted() -> None:
         CudaGraphs()(lambda: None)
     CudaGraphs()(lambda: None)
     assert len(captured) == 1
-
-
-@pytest.mark.usefixtures("card")
-def test_kernels_without_a_shape_have_their_own_attention() -> None:
-    assert triton.create_triton_kernels(CUDA).name == "triton"
 
 
 def test_attention_by_torch_runs_without_graphs(path: str, card: Card, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,6 +33,13 @@ def truth(checkpoint: Path) -> list[list[int]]:
     return [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
+def reference_logits(checkpoint: Path, dtype: torch.dtype, prompt: list[int]) -> torch.Tensor:
+    """Transformers' logits [len(prompt), vocab] float32, computed in `dtype`."""
+    with torch.inference_mode():
+        logits: torch.Tensor = checkpoints.reference(checkpoint, dtype)(torch.tensor([prompt])).logits[0]
+    return logits.float()
+
+
 def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
     ids = torch.tensor([prompt])
     model.generation_config.eos_token_id = None
@@ -43,14 +50,14 @@ def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_agree_in_every_layout(checkpoint: Path, layout: str) -> None:
     prompt = PROMPTS[1]
-    for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.08)):
-        model = checkpoints.reference(checkpoint, getattr(torch, dtype))
-        with torch.inference_mode():
-            want = model(torch.tensor([prompt])).logits[0].float()
-        got = logits_of(plan_for(checkpoint, layout, dtype=dtype), prompt)
-        # Relative to the spread of the logits: bf16 has 8 bits of mantissa, and five layers add up.
-        assert (got - want).abs().max() <= tolerance * want.std() * (1 if dtype == "float32" else 4)
-        assert (got - want).abs().mean() <= tolerance * want.std()
+    exact, rounded = (reference_logits(checkpoint, dtype, prompt) for dtype in (torch.float32, torch.bfloat16))
+    got = logits_of(plan_for(checkpoint, layout, dtype="float32"), prompt)
+    assert (got - exact).abs().max() <= 1e-4 * exact.std()
+    # In bfloat16 as close to the exact logits as Transformers: layers multiply what a rounding changes. Where it
+    # changes the choice of an expert, one position differs by far more than the others.
+    ours = (logits_of(plan_for(checkpoint, layout, dtype="bfloat16"), prompt) - exact).abs()
+    theirs = (rounded - exact).abs()
+    assert ours.mean() <= 2 * theirs.mean() and ours.median() <= 1.5 * theirs.median()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

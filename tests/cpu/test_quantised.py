@@ -15,13 +15,14 @@ from tests.cpu.kernels import native
 from tests.cpu.matrices import KINDS, random
 from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
+from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
@@ -161,7 +162,7 @@ def test_a_scale_beyond_16_bits_is_refused() -> None:
     into = QuantisedWeight.empty("Q4_1", 1, Span(0, 256), torch.bfloat16, CPU)
     unpack_blocks(block, "Q4_K", 0, into)
     block[0, 4] = 2
-    with pytest.raises(ModelError, match="beyond the 65,504"):
+    with refuses(ModelError, "scale-beyond-float16", "65,504"):
         unpack_blocks(block, "Q4_K", 0, into)
 
 
@@ -200,7 +201,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
     weight = random(type, rows, cols, width, dtype=dtype)
     bias = torch.randn(rows).to(dtype)
-    product, plain = native(dtype).matrix(weight, bias), PlainKernels().matrix(weight, bias)
+    product, plain = native(dtype).matrices.matrix(weight, bias), create_plain_kernels().matrices.matrix(weight, bias)
     exact, generator = weight.dequantise(), torch.Generator().manual_seed(2)
     for tokens in (1, 2, 3, 4, 7, 12, 13, 25, 40):
         x = torch.randn(tokens, len(cols), generator=generator).mul_(4).to(dtype)
@@ -221,11 +222,11 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 def test_rows_of_a_table(type: str) -> None:
     weight, numbers = random(type, 70, Span(0, 96), 96), torch.tensor([0, 69, 31, 32, 33, 0])
     want = weight.dequantise(torch.bfloat16)[numbers]
-    assert torch.equal(PlainKernels().embedding_table(weight).rows(numbers), want)
-    got = native(torch.bfloat16).embedding_table(weight).rows(numbers)
+    assert torch.equal(create_plain_kernels().matrices.embedding_table(weight).rows(numbers), want)
+    got = native(torch.bfloat16).matrices.embedding_table(weight).rows(numbers)
     assert torch.allclose(got.float(), want.float(), rtol=1e-2, atol=1e-3)
     dense = torch.randn(70, 95).bfloat16()
-    assert torch.equal(native(torch.bfloat16).embedding_table(dense).rows(numbers), dense[numbers])
+    assert torch.equal(native(torch.bfloat16).matrices.embedding_table(dense).rows(numbers), dense[numbers])
 
 
 # --- the real model ---

@@ -19,19 +19,19 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from tests.cpu import checkpoints
+from tests.cpu.kernels import triton_kernels
 from weft import LLM, SamplingParams
 from weft.comm.parts import TURNS, Parts
 from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
 from weft.comm.threads import Meeting, ThreadGroup
 from weft.comm.trial import all_add_up
 from weft.kernels.base import Kernels
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainPointwise, create_plain_kernels
 from weft.kernels.triton import reduce
-from weft.kernels.triton.kernels import TritonKernels
 
 T = TypeVar("T")
 
-PLAIN, CPU = PlainKernels(), torch.device("cpu")
+PLAIN, CPU = create_plain_kernels(), torch.device("cpu")
 DTYPES = [torch.float32, torch.float16]  # the interpreter does not round to bfloat16: tests/gpu has that
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 WAIT_S = 60.0
@@ -101,13 +101,13 @@ def test_it_is_the_sum_and_the_norm(size: int, dims: tuple[int, int], dtype: tor
             comm, residual = Here(group, rank), brought(99, 0, dims, dtype)
             for turn in range(3):
                 x = brought(rank, turn, dims, dtype)
-                out = kernels.sum_add_norm(x, residual, weight, eps, comm)
+                out = kernels.pointwise.sum_add_norm(x, residual, weight, eps, comm)
                 assert torch.equal(x, brought(rank, turn, dims, dtype)) or kernels is PLAIN
             return residual, out
 
         return group.run(job)
 
-    got, want = ran(TritonKernels(1)), ran(PLAIN)
+    got, want = ran(triton_kernels(1)), ran(PLAIN)
     for residual, out in got:
         assert torch.equal(residual, want[0][0])
         assert torch.equal(out, got[0][1])
@@ -140,13 +140,13 @@ def test_ranks_that_are_late_change_no_bit(seed: int) -> None:
                 residual = comm.sum(part())
                 for _ in range(sums):
                     wait()
-                    kept.append(kernels.sum_add_norm(part(), residual, weight, 1e-6, comm))
+                    kept.append(kernels.pointwise.sum_add_norm(part(), residual, weight, 1e-6, comm))
                 kept.append(residual.add_(comm.sum(part())))
             return torch.stack(kept)
 
         return group.run(job)
 
-    calm, wild = ran(TritonKernels(1), late=False), ran(TritonKernels(1), late=True)
+    calm, wild = ran(triton_kernels(1), late=False), ran(triton_kernels(1), late=True)
     assert all(torch.equal(calm[0], other) for other in calm + wild)
     torch.testing.assert_close(calm[0], ran(PLAIN, late=False)[0])
 
@@ -165,9 +165,9 @@ def test_a_rank_that_is_far_ahead_overwrites_nothing_that_another_still_reads() 
                     time.sleep(0.001)
 
         comm, residual = Here(group, rank, late), torch.zeros(dims)
-        kernels = TritonKernels(1)
+        kernels = triton_kernels(1)
         for turn in range(2):
-            kernels.sum_add_norm(torch.full(dims, 10.0**turn), residual, weight, 1e-6, comm)
+            kernels.pointwise.sum_add_norm(torch.full(dims, 10.0**turn), residual, weight, 1e-6, comm)
         return residual
 
     assert [residual.tolist() for residual in group.run(job)] == [[[22.0] * 8]] * 2
@@ -182,7 +182,7 @@ def test_what_is_large_or_of_another_dtype_is_summed_as_ever() -> None:
     for x in (torch.ones(1, most + 1, dtype=torch.bfloat16), torch.ones(1, 8)):
         assert comm.publish_part(x) is None
         residual, weight = torch.ones_like(x), torch.ones(x.shape[1], dtype=x.dtype)
-        out = TritonKernels(1).sum_add_norm(x, residual, weight, 0.0, comm)
+        out = triton_kernels(1).pointwise.sum_add_norm(x, residual, weight, 0.0, comm)
         assert residual.unique().item() == 2 and out.unique().item() == 1
 
 
@@ -210,14 +210,14 @@ def test_every_layer_sums_so_and_each_step_ends_with_a_sum_of_its_own(
 ) -> None:
     """On which the turns of captured steps rest."""
     path, events = checkpoints.make("llama", tmp_path), defaultdict(list)
-    add_up, fused = ThreadGroup.sum, PlainKernels.sum_add_norm
+    add_up, fused = ThreadGroup.sum, PlainPointwise.sum_add_norm
 
     def count_sum(self: ThreadGroup, x: torch.Tensor) -> torch.Tensor:
         events[self].append("sum")
         return add_up(self, x)
 
     def count_fused(
-        self: PlainKernels, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Any
+        self: PlainPointwise, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Any
     ) -> torch.Tensor:
         out = fused(self, x, residual, weight, eps, comm)
         events[comm][-1] = "fused"
@@ -226,7 +226,7 @@ def test_every_layer_sums_so_and_each_step_ends_with_a_sum_of_its_own(
     config = {"executor": "inline", "attention_backend": "torch", "skip_tokenizer_init": True}
     with LLM(str(path), tensor_parallel_size=2, pipeline_split=(2, checkpoints.LAYERS - 2), **config) as llm:
         monkeypatch.setattr(ThreadGroup, "sum", count_sum)
-        monkeypatch.setattr(PlainKernels, "sum_add_norm", count_fused)
+        monkeypatch.setattr(PlainPointwise, "sum_add_norm", count_fused)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
     per_step = (
         ["sum", *["fused"] * (2 * 2 - 1), "sum"],  # the embedding, two layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from weft.formats.catalogue import find
 from weft.formats.schemes import ALL_SCHEMES, SCHEMES, Scheme
 from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
-from weft.kernels.native.rounding import NativeRounding, create_native_rounding, supports_scheme
-from weft.native import build
+from weft.kernels.native.rounding import NativeRounding, supports_scheme
 from weft.plan.fills import rank_fills
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
@@ -225,6 +225,5 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_who_rounds() -> None:
     assert isinstance(create_rounding("auto", CPU, SHAPE), NativeRounding)
     assert create_rounding("torch", CPU, SHAPE) is round_into
-    assert create_rounding("auto", torch.device("meta"), SHAPE) is round_into
-    assert build.native_obstacle("float16", 64, 2) and create_native_rounding(torch.float16, 64, 2) is round_into
+    assert create_rounding("auto", CPU, replace(SHAPE, dtype=torch.float16)) is round_into
     assert supports_scheme(SCHEMES["INT8"]) and not supports_scheme(Scheme(bits=4, group=256, lowest="zero"))

@@ -18,11 +18,11 @@ from tests.cpu.reference_sampler import EOS, Row, check_logprobs, distribution, 
 from weft.core.params import SamplingParams
 from weft.core.step import Admission
 from weft.core.token_ids import TokenIds
+from weft.kernels import rows as kernel_rows
+from weft.kernels.plain.filters import weigh
+from weft.kernels.random import SAMPLING_BLOCK, exponentials, race, seeds
 from weft.kernels.streams import NOT_FINITE
-from weft.worker import chunks
 from weft.worker import sampler as sampler_module
-from weft.worker.filters import weigh
-from weft.worker.random import SAMPLING_BLOCK, exponentials, race, seeds
 from weft.worker.sampler import Sampler
 
 
@@ -98,7 +98,7 @@ def test_chunks_do_not_change_tokens_or_logprobs(monkeypatch: pytest.MonkeyPatch
     logits = grid(300, 40, 0)
     positions = [1] * 40
     at_once = sampled(sampler_of(300, rows), logits, list(range(40)), positions).result()
-    monkeypatch.setattr(chunks, "CPU_ELEMENTS", 0)
+    monkeypatch.setattr(kernel_rows, "CPU_ELEMENTS", 0)
     assert sampled(sampler_of(300, rows), logits, list(range(40)), positions).result() == at_once
 
 

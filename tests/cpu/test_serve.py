@@ -163,8 +163,9 @@ def test_the_openai_client_understands_refusals(server: Server) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**{"model": "tiny", "messages": HI, **bad})  # type: ignore[call-overload]
         assert refused.value.param == next(iter(bad)) and refused.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 512"):
+    with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="tiny", prompt="x" * 600)
+    assert refused.value.param == "prompt" and "512" in str(refused.value)
 
 
 def test_64_streams_at_once(server: Server) -> None:
@@ -274,8 +275,9 @@ def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) ->
             next(chunks)
             server.process.send_signal(number)
             eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
-            with pytest.raises(openai.InternalServerError, match="shutting down"):
+            with pytest.raises(openai.InternalServerError) as refused:
                 server.client.completions.create(model="tiny", prompt="a")
+            assert refused.value.code == "shutting_down"
             assert list(chunks)[-1].choices[0].finish_reason == "length"
         assert server.ended() == 0, "\n".join(server.lines)
 
@@ -286,8 +288,9 @@ def test_requests_that_take_too_long_are_cut_off_visibly(words: list[str]) -> No
             chunks = iter(stream)
             next(chunks)
             server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError, match="shutting down"):
+            with pytest.raises(openai.APIError) as cut_off:
                 list(chunks)
+            assert cut_off.value.code == "shutting_down"
         assert server.ended() == 0, "\n".join(server.lines)
         assert any(line.endswith("requests cut off: 1") for line in server.lines)
 
@@ -315,10 +318,10 @@ def test_a_killed_rank_fails_the_requests_and_the_server_with_the_cause(words: l
             chunks = iter(stream)
             next(chunks)
             os.kill(ranks[1].pid, signal.SIGKILL)
-            with pytest.raises(openai.APIError, match="SIGKILL"):
+            with pytest.raises(openai.APIError, match="SIGKILL") as failed:
                 list(chunks)
-        assert server.ended() == 1
-        assert re.fullmatch(r"weft: error: rank 1 failed during step: .*SIGKILL.*", server.lines[-1]), server.lines
+        assert failed.value.code == "engine_dead" and server.ended() == 1
+        assert re.fullmatch(r"weft: error: rank 1 .*\bstep\b.*SIGKILL.*", server.lines[-1]), server.lines
         eventually(lambda: not any(process.is_running() for process in ranks))
 
 

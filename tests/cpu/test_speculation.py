@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.cpu import checkpoints
+from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.comm import Links
 from weft.config import EngineConfig
@@ -232,28 +233,28 @@ def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "code", "value"),
     [
-        ({"method": "medusa"}, "none of ngram, draft_model"),
-        ({"method": "draft_model"}, "needs model"),
-        ({"method": "ngram", "model": "x"}, "has no model"),
-        ({"metod": "ngram"}, "has no 'metod'"),
-        ({"method": "ngram", "num_speculative_tokens": 0}, "must be 1 to 16"),
-        ({"method": "ngram", "num_speculative_tokens": True}, "must be 1 to 16"),
-        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "is above prompt_lookup_max"),
-        ({"method": "ngram", "prompt_lookup_min": "5"}, "must be 1 to 32"),
+        ({"method": "medusa"}, "unknown-speculative-method", "ngram, draft_model"),
+        ({"method": "draft_model"}, "speculative-model-mismatch", "draft_model needs"),
+        ({"method": "ngram", "model": "x"}, "speculative-model-mismatch", "ngram has no"),
+        ({"metod": "ngram"}, "unknown-speculative-field", "'metod'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "speculative-value-out-of-range", "1 to 16"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "speculative-value-out-of-range", "1 to 16"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "lookup-min-above-max", "5"),
+        ({"method": "ngram", "prompt_lookup_min": "5"}, "speculative-value-out-of-range", "1 to 32"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_starts(model: str, config: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_is_refused_before_anything_starts(model: str, config: dict, code: str, value: str) -> None:
+    with refuses(ConfigError, code, value):
         LLM(model, skip_tokenizer_init=True, speculative_config=config)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(model: str, tmp_path: Path) -> None:
     config = json.loads((Path(model) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
-    with pytest.raises(ConfigError, match="share its model's tokeniser"):
+    with refuses(ConfigError, "draft-of-other-vocabulary", tmp_path):
         LLM(model, load_format="dummy", skip_tokenizer_init=True, speculative_config={"model": str(tmp_path)})
 
 
@@ -284,5 +285,7 @@ def test_the_draft_s_gpu_is_that_of_the_output_rank(model: str) -> None:
 
 def test_the_memory_that_a_length_needs_counts_the_draft(model: str) -> None:
     plan = drafted(model, max_model_len=100)
-    with pytest.raises(PlanError, match=f"--kv-cache-memory-bytes {7 * 2 * plan.block_bytes(0)} per rank"):
+    with refuses(
+        PlanError, "context-exceeds-kv-cache", f"--kv-cache-memory-bytes {7 * 2 * plan.block_bytes(0)} per rank"
+    ):
         fit_length(plan, 3)

@@ -30,8 +30,8 @@ def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
     results = []
     for count in (1, 2, 3, 7):
         torch.set_num_threads(count)
-        product = kernels.matrix(weight)(x)
-        results.append((product, kernels.silu_mul(product), kernels.norm(x, weight[0], 1e-5)))
+        product = kernels.matrices.matrix(weight, None)(x)
+        results.append((product, kernels.pointwise.silu_mul(product), kernels.pointwise.norm(x, weight[0], 1e-5)))
     for others in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
 
@@ -50,9 +50,8 @@ def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list
     torch.manual_seed(6)
 
     def matrix(rows: int, cols: int) -> NativeMatrix:
-        return kernels.matrix(
-            torch.randn(rows, cols).to(dtype) if type is None else random(type, rows, Span(0, cols), cols)
-        )
+        weight = torch.randn(rows, cols).to(dtype) if type is None else random(type, rows, Span(0, cols), cols)
+        return kernels.matrices.matrix(weight, None)
 
     layers = [
         DenseLayer(

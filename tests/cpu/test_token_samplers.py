@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart, key_of, scorer_of, token_sampler_of
+from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart, key_of, sampling_of
 from tests.cpu.reference_sampler import EOS, FILTERS, check_logprobs, expected, grid, row_of, sampled
 from weft.core.params import SamplingParams
+from weft.kernels.random import SAMPLING_BLOCK, race
 from weft.kernels.streams import NOT_FINITE
-from weft.worker.random import SAMPLING_BLOCK, race
 from weft.worker.sample_arrays import SampleArrays
-from weft.worker.sampler import Sampler
+from weft.worker.sampler import Sampler, sampling_settings
 
 # Masked logits over a low temperature are beyond float32: -inf is right, and numpy says so all the same.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -110,7 +110,7 @@ def test_frequencies_are_those_of_the_distribution(kind: str) -> None:
 @settings(max_examples=15)
 def test_a_sampler_gives_the_tokens_of_the_reference(kind: str, data: st.DataObject, vocab: int, seed: int) -> None:
     """All that can be asked for, and new requests in slots that had others."""
-    sampler = Sampler(vocab, 3, (EOS,), token_sampler_of(kind, 3), scorer_of(kind))
+    sampler = Sampler(vocab, 3, (EOS,), sampling_of(kind))
     for step in range(2):
         rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=3))
         slots = data.draw(st.permutations(range(3)))[: len(rows)]
@@ -167,9 +167,9 @@ def test_a_row_is_chosen_for_as_it_is_alone() -> None:
     logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3)).bfloat16()
     positions = np.arange(9)
     together = chosen(logits, PARAMS[:1], positions, kind="native")[0]
-    token_sampler = token_sampler_of("native", 9, torch.bfloat16)
+    token_sampler = sampling_of("native", torch.bfloat16).create_token_sampler(9)
     for row in range(9):
-        token_sampler.admit(row, PARAMS[0], key_of(row))
+        token_sampler.admit(row, sampling_settings(PARAMS[0]), key_of(row))
         arrays = SampleArrays(np.array([0]), np.array([row]), positions[row : row + 1])
         tensors = arrays.with_tensors(map(torch.from_numpy, arrays.flatten()))
         alone = token_sampler.sample_tokens(logits[row : row + 1], arrays, tensors)

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from tests.cpu.attention import ragged
-from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop
+from tests.cpu.kernels import triton_kernels
+from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch, Lengths
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.kernels.staged import StagedStep
 
 pytest.importorskip("triton", reason="needs triton")
 
-from weft.kernels.triton.kernels import TritonKernels
 from weft.worker.graphs import blank_batch
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]
 TOLERANCE = {**TOLERANCE, torch.float16: 4e-3}
-PLAIN = PlainKernels()
+PLAIN = create_plain_kernels()
 FP8 = torch.float8_e4m3fn
 
 MIXED = [
@@ -46,9 +46,17 @@ def test_attention_over_paged_kv_is_exact(case: tuple, processors: int, dtype: t
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype) * 3
-    got = TritonKernels(processors).attend(q, cache, batch, head_dim**-0.5, window)
-    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+    sums, want_sums = (torch.full((sum(counts), q_heads), torch.nan) for _ in range(2))
+    attention = triton_kernels(processors).attention
+    got = attention.attend(q, cache, batch, head_dim**-0.5, window, sums)
+    want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("processors", [1, 24])
+def test_two_parts_of_a_context_are_joined_to_one(processors: int) -> None:
+    joined_is_whole(triton_kernels(processors))
 
 
 def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
@@ -69,13 +77,14 @@ def test_rows_that_fill_up_a_captured_batch_read_and_write_nothing() -> None:
     caches.append(KVCache(caches[0].keys.clone(), caches[0].values.clone()))
     qkv, rope = torch.randn(2 + more, 8 * 16), torch.randn(50, 16)
     for processors in (1, 24):
-        kernels = TritonKernels(processors)
-        q = kernels.rotate_and_store(qkv, 4, rope, caches[0], filled, None)
-        out = kernels.attend(q, caches[0], filled, 0.25, None)
-        few = PLAIN.rotate_and_store(qkv[:2], 4, rope, caches[1], batch, None)
+        kernels = triton_kernels(processors)
+        q = kernels.pointwise.rotate_and_store(qkv, 4, rope, caches[0], filled, None)
+        lse = torch.zeros(2 + more, 4)
+        out = kernels.attention.attend(q, caches[0], filled, 0.25, None, lse)
+        few = PLAIN.pointwise.rotate_and_store(qkv[:2], 4, rope, caches[1], batch, None)
         torch.testing.assert_close(caches[0].keys, caches[1].keys)
-        torch.testing.assert_close(out[:2], PLAIN.attend(few, caches[1], batch, 0.25, None))
-        assert not out[2:].any()
+        torch.testing.assert_close(out[:2], PLAIN.attention.attend(few, caches[1], batch, 0.25, None))
+        assert not out[2:].any() and lse[2:].eq(-torch.inf).all() and lse[:2].isfinite().all()
 
 
 @pytest.mark.parametrize("room", [0, 6], ids=["eager", "graph"])
@@ -107,11 +116,11 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
         host=Lengths(np.array([0, *counts]).cumsum(), contexts.numpy()),
     )
     laid = []
-    for kernels in (PLAIN, TritonKernels(1)):
+    for kernels in (PLAIN, triton_kernels(1)):
         staged = replace(step, tokens=tokens.clone(), tables=tables.clone())
         batch = blank_batch(room, 1100, torch.device("cpu")) if room else staged.eager()
         batch.slots[5:] = 7
-        kernels.fill_batch(staged, batch)
+        kernels.pointwise.fill_batch(staged, batch)
         assert batch.tokens[:2].tolist() == [706, 702] and batch.slots[5:room].eq(-1).all()
         laid.append((batch, staged.tables))
     (want, want_tables), (got, got_tables) = laid
@@ -126,16 +135,16 @@ def test_a_step_is_laid_out_as_torch_lays_it(room: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "width"), [(1, 50), (13, 576), (3, 2048)])
 def test_norms_and_silu_agree_with_the_plain_ones(dtype: torch.dtype, tokens: int, width: int) -> None:
-    fast = TritonKernels(1)
+    fast, plain = triton_kernels(1).pointwise, PLAIN.pointwise
     torch.manual_seed(2)
     x, residual, weight = (torch.randn(*dims).to(dtype) for dims in ((tokens, width), (tokens, width), (width,)))
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(fast.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5), **close)
+    torch.testing.assert_close(fast.norm(x, weight, 1e-5), plain.norm(x, weight, 1e-5), **close)
     ours, theirs = residual.clone(), residual.clone()
-    torch.testing.assert_close(fast.add_norm(x, ours, weight, 1e-5), PLAIN.add_norm(x, theirs, weight, 1e-5), **close)
+    torch.testing.assert_close(fast.add_norm(x, ours, weight, 1e-5), plain.add_norm(x, theirs, weight, 1e-5), **close)
     torch.testing.assert_close(ours, theirs, **close)
     wide = torch.randn(tokens, 2 * width).to(dtype) * 8
-    torch.testing.assert_close(fast.silu_mul(wide), PLAIN.silu_mul(wide), **close)
+    torch.testing.assert_close(fast.silu_mul(wide), plain.silu_mul(wide), **close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -149,8 +158,8 @@ def test_rotation_writes_what_the_plain_one_writes(dtype: torch.dtype, normed: b
     norm = HeadNorm(torch.randn(head_dim).to(dtype), torch.randn(head_dim).to(dtype), 1e-6) if normed else None
     caches = [KVCache(*(torch.zeros(blocks, 4, kv_heads, head_dim, dtype=dtype) for _ in range(2))) for _ in range(2)]
     queries = [
-        kernels.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
-        for kernels, cache in zip((TritonKernels(1), PLAIN), caches, strict=True)
+        kernels.pointwise.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
+        for kernels, cache in zip((triton_kernels(1), PLAIN), caches, strict=True)
     ]
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(*queries, **close)
@@ -163,7 +172,7 @@ def test_a_cache_in_fp8_is_read_as_it_was_rounded() -> None:
     batch, blocks = ragged([1, 20, 1], [40, 30, 9], 8, seed=3)
     batch = replace(batch, decodes=1)
     torch.manual_seed(4)
-    kernels = TritonKernels(4)
+    kernels = triton_kernels(4)
     qkv = torch.randn(22, 10 * 16).to(dtype)
     qkv[0, 7 * 16 + 3] = 1000.0  # a key that e4m3 has no number for
     rope = torch.zeros(64, 16)
@@ -173,7 +182,7 @@ def test_a_cache_in_fp8_is_read_as_it_was_rounded() -> None:
         fill = torch.Generator().manual_seed(5)
         for tensor in (cache.keys, cache.values):
             tensor.copy_(torch.randn(tensor.shape, generator=fill).to(FP8).to(tensor.dtype))
-    queries = [kernels.rotate_and_store(qkv, 6, rope, cache, batch, None) for cache in caches]
+    queries = [kernels.pointwise.rotate_and_store(qkv, 6, rope, cache, batch, None) for cache in caches]
     slots = batch.slots
     for small, wide in ((caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)):
         rounded = wide.flatten(0, 1)[slots].float().clamp(-448, 448).to(FP8).float()
@@ -181,5 +190,5 @@ def test_a_cache_in_fp8_is_read_as_it_was_rounded() -> None:
         wrong = (small.flatten(0, 1)[slots].float() - rounded).abs() > 0.125 * rounded.abs() + 2e-3
         assert wrong.float().mean() < 0.03
         wide.copy_(small.to(dtype))
-    got, want = (kernels.attend(q, c, batch, 0.25, None) for q, c in zip(queries, caches, strict=True))
+    got, want = (kernels.attention.attend(q, c, batch, 0.25, None) for q, c in zip(queries, caches, strict=True))
     torch.testing.assert_close(got, want, atol=4e-3, rtol=4e-3)

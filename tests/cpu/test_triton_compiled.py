@@ -60,7 +60,9 @@ def launch_all():
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)
     settings = torch.zeros(2, 4, dtype=torch.float64)
-    sampling.sample_tokens(torch.zeros(2, 151936, dtype=dtype), longs, longs, settings, longs, filtered=True)
+    logits = torch.zeros(2, 151936, dtype=dtype)
+    sampling.sample_tokens(logits, longs, longs, settings, longs, filtered=True)
+    sampling.apply_masks(logits, longs, torch.zeros(2, 151936 // 32, dtype=torch.int32))
 """
     + COMPILED
 )
@@ -109,7 +111,7 @@ def test_they_compile_and_fit(capability: int, head_dims: str, dtype: str, kept:
     if capability >= 80:
         expected |= {"_rotate_and_store"}
     if capability >= 80 and kept == dtype:
-        expected |= {"_lay", "_sum_add_norm", "_survey", "_filter", "_draw"}
+        expected |= {"_lay", "_sum_add_norm", "_survey", "_filter", "_draw", "_mask"}
     assert shared.keys() == expected
     assert max(shared.values()) <= most_shared(capability), shared
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests.cpu import tiny
+from tests.cpu.kernels import triton_kernels
 from tests.cpu.matrices import KINDS, random
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.formats.schemes import ALL_SCHEMES
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import create_plain_kernels
 from weft.quant.quantised import unpack_nibbles
 from weft.worker import worker
 
@@ -24,7 +25,6 @@ pytest.importorskip("triton", reason="needs triton")
 from triton.runtime.interpreter import GridExecutor
 
 from weft.kernels.triton import products
-from weft.kernels.triton.kernels import TritonKernels
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]
@@ -47,7 +47,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
     bias = torch.randn(rows, generator=generator).to(dtype)
     exact = weight.dequantise(dtype).float()
     for processors, lengths in LOADS[dtype]:
-        product = TritonKernels(processors).matrix(weight, bias)
+        product = triton_kernels(processors).matrices.matrix(weight, bias)
         for tokens in lengths:
             x = torch.randn(tokens, len(cols), generator=generator).to(dtype)
             got = product(x)
@@ -55,14 +55,14 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
             torch.testing.assert_close(got.float(), x.float() @ exact.T + bias.float(), **CLOSE[dtype])
         assert torch.equal(product(x), got), "equal batches give equal bits"
         assert not product.through.any(), "the next product counts from nothing"
-        plain = TritonKernels(processors).matrix(weight, None)(x)
+        plain = triton_kernels(processors).matrices.matrix(weight, None)(x)
         torch.testing.assert_close(plain.float(), x.float() @ exact.T, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("type", ["Q4_1", "INT8"])
 def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = random(type, 70, Span(160, 448), 576, dtype=torch.float32), torch.randn(70)
-    product, x = TritonKernels(4).matrix(weight, bias), torch.randn(products.MANY, 288)
+    product, x = triton_kernels(4).matrices.matrix(weight, bias), torch.randn(products.MANY, 288)
     want = x @ weight.dequantise().T + bias
     whole = product(x)
     torch.testing.assert_close(whole, want, **CLOSE[torch.float32])
@@ -76,7 +76,7 @@ def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypat
 def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
     """To the last bit what the whole table would have, for what is asked of it alone; and the head of the same."""
     weight = random(type, 70, Span(0, 576), 576, dtype=dtype)
-    table, numbers = TritonKernels(4).embedding_table(weight), torch.tensor([0, 69, 31, 32, 33, 0])
+    table, numbers = triton_kernels(4).matrices.embedding_table(weight), torch.tensor([0, 69, 31, 32, 33, 0])
     got = table.rows(numbers)
     torch.testing.assert_close(got, weight.dequantise(dtype)[numbers], rtol=0, atol=0)
     assert table.rows(numbers[:0]).shape == (0, 576)
@@ -146,7 +146,7 @@ def test_an_engine_gives_what_the_dequantised_weights_give(
         one_at_a_time(patched)
         got = answers(tmp_path, **how, quantization=quantization, tensor_parallel_size=ranks)
     # The worker's other kernels dequantise what they get.
-    monkeypatch.setattr(worker, "create_kernels", lambda *_: PlainKernels())
+    monkeypatch.setattr(worker, "create_kernels", lambda *_: create_plain_kernels())
     want = answers(tmp_path, **how, quantization=quantization)
     assert want != answers(tmp_path, **how), "nothing was quantised"
     for (tokens, scores), (their_tokens, their_scores) in zip(got, want, strict=True):

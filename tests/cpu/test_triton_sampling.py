@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cpu import checkpoints
-from tests.cpu.draws import MASK, token_sampler_of
+from tests.cpu.draws import MASK, sampling_of
 from tests.cpu.reference_sampler import EOS, FILTERS, Row, grid
 from weft import LLM
 from weft.core.params import SamplingParams
-from weft.worker import chunks, filters, token_sampler
-from weft.worker.filters import weigh
-from weft.worker.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
+from weft.kernels import rows
+from weft.kernels.plain import filters
+from weft.kernels.plain import sampling as plain_sampling
+from weft.kernels.plain.filters import weigh
+from weft.kernels.random import SAMPLING_BLOCK, block_sums, exponentials, seeds
 from weft.worker.request_slots import RequestSlots
 from weft.worker.sampler import Sampler
 from weft.worker.staging import Staging
@@ -101,7 +103,7 @@ def test_what_its_filters_leave_is_what_torchs_leave(
 
 
 def test_a_steady_step_tells_the_device_of_nothing_but_slots_and_positions() -> None:
-    sampler = Sampler(50, 4, (EOS,), token_sampler_of("triton", 4))
+    sampler = Sampler(50, 4, (EOS,), sampling_of("triton"))
     for slot in range(4):
         sampler.admit(Row(slot, SamplingParams(top_p=0.5), [1], []).admission(slot))
     sizes = []
@@ -128,7 +130,7 @@ def test_a_step_has_one_copy_to_the_device(tmp_path: Path, monkeypatch: pytest.M
 
     counted(Staging, "put")
     counted(RequestSlots, "stage")
-    for module in (token_sampler, chunks, filters):
+    for module in (plain_sampling, rows, filters):
         monkeypatch.setattr(module, "copy_to_device", alone)
     path = checkpoints.make("llama", tmp_path)
     wishes = [{"logprobs": 2}, {"temperature": 0.0}, {"top_p": 0.9, "logprobs": 0}, {"repetition_penalty": 1.2}]

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.pure.gguf_files import ggml_name, interleave, write_model
-from tests.pure.shapes import layouts
+from tests.pure.shapes import dense_shape, layouts
+from tests.refusals import refuses
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import DTYPE_BYTES, ModelShape
@@ -33,7 +34,7 @@ from weft.weights import stored
 from weft.weights.blocks import BLOCKS
 from weft.weights.load import load_weights
 
-SHAPE = ModelShape(
+SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
     layers=2,
     hidden=256,
@@ -233,13 +234,13 @@ def test_a_checkpoint_that_changed_since_it_was_planned(tmp_path: Path) -> None:
     plan = plan_for(SHAPE, tmp_path, "safetensors")
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ModelError, match="is cut short"):
+    with refuses(ModelError, "short-tensor", path):
         loaded(plan, plan.places[0])
     path.unlink()
-    with pytest.raises(ModelError, match="holds no weights"):
+    with refuses(ModelError, "no-weights", tmp_path):
         loaded(plan, plan.places[0])
     name = "model.norm.weight"
-    with pytest.raises(ModelError, match=r"cannot read .*model.safetensors: .*No such file"):
+    with refuses(ModelError, "cannot-read-model", path, "No such file"):
         stored.StoredWeights(infos).read_range(name, Span(0, 256), None, torch.empty(256))
 
 
@@ -264,7 +265,7 @@ def test_a_fill_with_a_field_that_the_loader_does_not_read_is_refused(
 def test_dummies_are_the_same_in_any_layout(layout: tuple[Any, Any, Any], dtype: str) -> None:
     shape, weights, stages = layout
     truth: dict[str, torch.Tensor] = {}
-    for name, rows, _, values in pieces(plan_for(shape, None, "dummy", ((1.0,), (shape.layers,)))):
+    for name, rows, _, values in pieces(plan_for(shape, None, "dummy", ((1.0,), (len(shape.layers),)))):
         assert rows.start == 0
         truth[name] = values
     agrees(plan_for(shape, None, "dummy", (weights, stages), dtype), truth)

@@ -20,7 +20,7 @@ from weft.config import EngineConfig
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
 from weft.kernels import create_kernels
-from weft.kernels.base import Kernels, Product
+from weft.kernels.base import Matrices, Product
 from weft.layers import rope
 from weft.models.decoder import DecoderModel
 from weft.plan import memory
@@ -69,18 +69,18 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     originals: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def spy(kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    def spy(matrices: Matrices, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
         alive.append(sum(original() is not None for original in originals))
         originals.append(weakref.ref(weight))
-        return product(kernels, weight, bias)
+        return product(matrices, weight, bias)
 
-    kernels = type(create_kernels("auto", torch.device("cpu"), shaped(torch.bfloat16)))
-    product = kernels.matrix
-    monkeypatch.setattr(kernels, "matrix", spy)
+    kind = type(create_kernels("auto", torch.device("cpu"), shaped(torch.bfloat16)).matrices)
+    product = kind.matrix
+    monkeypatch.setattr(kind, "matrix", spy)
     with alone(plan) as worker:
         worker.load()
     # Four to a layer, the embedding and the head.
-    assert len(alive) == 4 * plan.shape.layers + 2 and not any(alive)
+    assert len(alive) == 4 * len(plan.shape.layers) + 2 and not any(alive)
 
 
 def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from fake_worker import FakeWorker
 from weft.comm.base import add_up
 from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
 from weft.core.step import StepPlan, StepResult
-from weft.kernels.plain import PlainKernels
-from weft.kernels.triton.kernels import TritonKernels
+from weft.kernels.plain import PlainPointwise
+from weft.kernels.triton.kernels import TritonPointwise
 from weft.worker.graphs import CudaGraphs
 
 WIDTH, EPS, BF16 = 4096, 1e-6, torch.bfloat16
@@ -27,7 +27,7 @@ class SumsWorker(FakeWorker):
         comm = self.links.tensor
         if not isinstance(comm, SymmetricGroup):
             raise RuntimeError("symmetric memory is not in use: the log says why")
-        self.comm, self.kernels = comm, TritonKernels(100)
+        self.comm, self.pointwise = comm, TritonPointwise()
         self.weight = torch.rand(WIDTH, device=self.device, dtype=BF16)
         with torch.inference_mode():
             (self.bits, self.graphs, self.speed, self.operations)[step.tokens[0]]()
@@ -49,9 +49,11 @@ class SumsWorker(FakeWorker):
             for turn in range(5):
                 if turn % self.comm.size == self.rank:
                     self.late()
-                out = self.kernels.sum_add_norm(self.brought(self.rank, turn, rows), ours, self.weight, EPS, self.comm)
+                out = self.pointwise.sum_add_norm(
+                    self.brought(self.rank, turn, rows), ours, self.weight, EPS, self.comm
+                )
                 parts = [self.brought(rank, turn, rows) for rank in range(self.comm.size)]
-                want = PlainKernels().add_norm(add_up(parts, torch.empty_like(out)), theirs, self.weight, EPS)
+                want = PlainPointwise().add_norm(add_up(parts, torch.empty_like(out)), theirs, self.weight, EPS)
                 if rows * WIDTH * 2 <= PUBLISHED_BYTES:
                     assert torch.equal(ours, theirs), (rows, turn)
                 torch.testing.assert_close(out, want, atol=0.05, rtol=0.05)
@@ -70,7 +72,7 @@ class SumsWorker(FakeWorker):
             def run(count: int = count, kept: torch.Tensor = kept) -> None:
                 residual, x = self.comm.sum(given.clone()), given
                 for _ in range(count):
-                    x = self.kernels.sum_add_norm(x, residual, self.weight, EPS, self.comm)
+                    x = self.pointwise.sum_add_norm(x, residual, self.weight, EPS, self.comm)
                 kept.copy_(residual.add_(self.comm.sum(x.clone())))
 
             run()
@@ -99,10 +101,10 @@ class SumsWorker(FakeWorker):
         nccl = super(SymmetricGroup, self.comm).sum
 
         def by(add: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-            return lambda x, residual: self.kernels.add_norm(add(x), residual, self.weight, EPS)
+            return lambda x, residual: self.pointwise.add_norm(add(x), residual, self.weight, EPS)
 
         def laid(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-            return self.kernels.sum_add_norm(x, residual, self.weight, EPS, self.comm)
+            return self.pointwise.sum_add_norm(x, residual, self.weight, EPS, self.comm)
 
         for rows in SPEED_ROWS:
             told = []

@@ -15,35 +15,39 @@ from tests.cpu.attention import as_staged, ragged, shaped
 from tests.cpu.test_attention_backends import CASES
 from tests.gpu.test_triton_cuda import CUDA, LONG, TOLERANCE, there
 from weft import LLM, SamplingParams
-from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, varlen
-from weft.kernels.base import Kernels, KVCache
+from weft.kernels import attention_inputs, attention_obstacle, contest, create_kernels
+from weft.kernels.base import Attention, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainAttention
 from weft.worker.graphs import CudaGraphs, blank_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
-PLAIN = PlainKernels()
+PLAIN = PlainAttention()
 FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(params=["flashinfer", "varlen"])
 def backend(request: pytest.FixtureRequest) -> str:
-    obstacle = {"flashinfer": flashinfer.flashinfer_obstacle, "varlen": varlen.varlen_obstacle}[request.param]
-    reason = obstacle(CUDA, shaped(torch.float16))
+    reason = attention_obstacle(request.param, CUDA, shaped(torch.float16))
     if reason is not None:
         pytest.skip(f"needs {request.param}: {reason}")
     return request.param
 
 
-def exact(kernels: Kernels, batch: Batch, q: torch.Tensor, cache: KVCache, windows: tuple, dtype: torch.dtype) -> None:
-    kernels.prepare(there(batch))
+def exact(
+    attention: Attention, batch: Batch, q: torch.Tensor, cache: KVCache, windows: tuple, dtype: torch.dtype
+) -> None:
+    attention.prepare(there(batch))
     on_card = KVCache(cache.keys.to(CUDA), cache.values.to(CUDA))
     wide = KVCache(cache.keys.float(), cache.values.float())
     scale, close = q.shape[-1] ** -0.5, TOLERANCE[dtype]
     for window in windows:
-        got = kernels.attend(q.to(CUDA), on_card, there(batch), scale, window).cpu().float()
-        torch.testing.assert_close(got, PLAIN.attend(q.float(), wide, batch, scale, window), atol=close, rtol=close)
+        sums, want_sums = torch.empty(q.shape[:2], device=CUDA), torch.empty(q.shape[:2])
+        got = attention.attend(q.to(CUDA), on_card, there(batch), scale, window, sums).cpu().float()
+        want = PLAIN.attend(q.float(), wide, batch, scale, window, want_sums)
+        torch.testing.assert_close(got, want, atol=close, rtol=close)
+        torch.testing.assert_close(sums.cpu(), want_sums, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -52,22 +56,22 @@ def test_attention_over_paged_kv_is_exact(backend: str, case: tuple, dtype: torc
     counts, contexts, q_heads, kv_heads, head_dim, block_size, window = case
     windows = tuple({None, window})
     others = {"windows": windows, "block_size": block_size, "length": 8192, "tokens": 2048}
-    kernels = create_kernels(backend, CUDA, shaped(dtype, head_dim, q_heads, kv_heads, **others))
+    attention = create_kernels(backend, CUDA, shaped(dtype, head_dim, q_heads, kv_heads, **others)).attention
     batch, blocks = ragged(counts, contexts, block_size, seed=1)
     torch.manual_seed(1)
     cache = KVCache(*(torch.randn(blocks, block_size, kv_heads, head_dim).to(dtype) for _ in range(2)))
-    exact(kernels, batch, torch.randn(sum(counts), q_heads, head_dim).to(dtype), cache, windows, dtype)
+    exact(attention, batch, torch.randn(sum(counts), q_heads, head_dim).to(dtype), cache, windows, dtype)
 
 
 def test_flashinfer_reads_an_fp8_cache() -> None:
     shape = shaped(torch.bfloat16, 128, 8, 2, cache_dtype=FP8)
-    if flashinfer.flashinfer_obstacle(CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
+    if attention_obstacle("flashinfer", CUDA, shape) is not None or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs flashinfer and a card with FP8")
     batch, blocks = ragged([1, 1, 40], [130, 7, 90], 16, seed=3)
     torch.manual_seed(3)
     cache = KVCache(*(torch.randn(blocks, 16, 2, 128).to(FP8) for _ in range(2)))
     q = torch.randn(42, 8, 128).to(torch.bfloat16)
-    exact(create_kernels("flashinfer", CUDA, shape), batch, q, cache, (None,), torch.bfloat16)
+    exact(create_kernels("flashinfer", CUDA, shape).attention, batch, q, cache, (None,), torch.bfloat16)
 
 
 def test_a_graph_is_told_of_other_rows(backend: str) -> None:
@@ -85,15 +89,15 @@ def test_a_graph_is_told_of_other_rows(backend: str) -> None:
     outs: list[torch.Tensor] = []
 
     def run() -> None:
-        outs[:] = [kernels.attend(q, cache, batch, shape.scale, window) for window in shape.windows]
+        outs[:] = [kernels.attention.attend(q, cache, batch, shape.scale, window) for window in shape.windows]
 
-    kernels.prepare(batch)
+    kernels.attention.prepare(batch)
     run()
     replay = CudaGraphs()(run)
     found = []
     for step, _ in steps * 3:
-        kernels.fill_batch(as_staged(there(step)), batch)
-        kernels.prepare(replace(batch, host=step.lengths().padded(rows)))
+        kernels.pointwise.fill_batch(as_staged(there(step)), batch)
+        kernels.attention.prepare(replace(batch, host=step.lengths().padded(rows)))
         replay()
         found.append([out[: step.rows].clone() for out in outs])
     wide = KVCache(cache.keys.float().cpu(), cache.values.float().cpu())
@@ -124,11 +128,11 @@ def test_an_engine_gives_the_tokens_of_triton_s(backend: str, tmp_path: Path) ->
 
 def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=256, length=4096, tokens=2048)
-    others, ours = (create_kernels(name, CUDA, shape) for name in (backend, "triton"))
+    others, ours = (create_kernels(name, CUDA, shape).attention for name in (backend, "triton"))
     lines = []
     for rows, context in ((1, 4096), (32, 1024), (256, 1024)):
         given = attention_inputs.decode_inputs(shape, CUDA, [context] * rows)
-        times = [contest.attention_seconds(kernels, shape, given) for kernels in (others, ours)]
+        times = [contest.attention_seconds(attention, shape, given) for attention in (others, ours)]
         lines.append(f"{rows} x {context}: {others.name} {times[0] * 1e6:.1f} us, triton {times[1] * 1e6:.1f} us")
     with capsys.disabled():
         print("\n" + "\n".join(lines))

@@ -9,7 +9,9 @@ import torch
 
 from tests.cpu.matrices import KINDS, random
 from weft.architectures.place import Span
-from weft.kernels.triton import create_triton_kernels, products
+from weft.kernels.triton import products
+from weft.kernels.triton.kernels import TritonMatrices
+from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
@@ -38,8 +40,8 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
         weight = there(random(type, rows, cols, width, dtype=dtype))
     bias = torch.randn(rows, device=CUDA).to(dtype)
     exact = weight.dequantise().double()
-    kernels = create_triton_kernels(CUDA)
-    product, table = kernels.matrix(weight, bias), kernels.embedding_table(weight)
+    matrices = TritonMatrices(multiprocessor_count(CUDA))
+    product, table = matrices.matrix(weight, bias), matrices.embedding_table(weight)
     for tokens in (1, 2, 16, 17, 33, 100, 256, 257, 700):
         x = torch.randn(tokens, len(cols), device=CUDA).to(dtype)
         want = x.double() @ exact.T + bias.double()
@@ -53,7 +55,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
 
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_a_product_is_captured(tokens: int) -> None:
-    product = create_triton_kernels(CUDA).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
+    product = TritonMatrices(multiprocessor_count(CUDA)).matrix(there(random("Q4_1", 4096, Span(0, 4096), 4096)), None)
     x = torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16)
     product(x)
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +78,7 @@ def made_up(type: str, rows: int, cols: int) -> QuantisedWeight:
 
 def test_the_scratch_is_bounded() -> None:
     weight = made_up("Q4_0", 65536, 8192)
-    product = create_triton_kernels(CUDA).matrix(weight, None)
+    product = TritonMatrices(multiprocessor_count(CUDA)).matrix(weight, None)
     x = torch.randn(products.MANY, 8192, device=CUDA, dtype=torch.bfloat16)
     product(x)
     torch.cuda.reset_peak_memory_stats()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cpu import checkpoints
-from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart
+from tests.cpu.draws import PARAMS, chi_square, chosen, far_apart, sampling_of
 from weft import LLM, SamplingParams
 from weft.kernels.streams import NOT_FINITE
 
@@ -53,6 +53,16 @@ def test_frequencies_are_those_of_the_distribution() -> None:
     logits = weights.log().expand(30_000, -1).contiguous()
     counts = np.bincount(chosen(logits, [SamplingParams()], np.arange(30_000), CUDA)[0].numpy(), minlength=700)
     assert abs(chi_square(counts, (weights.double() / weights.double().sum()).numpy())) < 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks(dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 151_936, generator=torch.Generator().manual_seed(3)).to(dtype)
+    masks = torch.randint(-(2**31), 2**31, (3, 151_936 // 32), generator=torch.Generator().manual_seed(4)).int()
+    rows, on_card = torch.tensor([4, 0, 2]), logits.to(CUDA)
+    sampling_of("triton", device=CUDA).apply_masks(on_card, rows.to(CUDA), masks.to(CUDA))
+    sampling_of("torch").apply_masks(logits, rows, masks)
+    assert torch.equal(on_card.cpu(), logits)
 
 
 def test_steps_wait_for_nothing_and_copy_from_pinned_memory_only(tmp_path: Path) -> None:

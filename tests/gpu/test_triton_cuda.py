@@ -20,7 +20,7 @@ from weft import LLM, SamplingParams
 from weft.kernels import create_kernels
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.plain import PlainKernels
+from weft.kernels.plain import PlainAttention, PlainPointwise
 from weft.worker import worker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
@@ -46,20 +46,22 @@ def test_attention_over_paged_kv_is_exact(case: tuple, dtype: torch.dtype) -> No
     q = torch.randn(sum(counts), q_heads, head_dim).to(dtype)
     kernels = create_kernels("triton", CUDA, shaped(dtype, head_dim, q_heads, kv_heads))
     on_card = KVCache(cache.keys.to(CUDA), cache.values.to(CUDA))
-    got = kernels.attend(q.to(CUDA), on_card, there(batch), head_dim**-0.5, window).cpu()
+    sums, want_sums = torch.empty(q.shape[:2], device=CUDA), torch.empty(q.shape[:2])
+    got = kernels.attention.attend(q.to(CUDA), on_card, there(batch), head_dim**-0.5, window, sums).cpu()
     if case is LONG:
-        want = PlainKernels().attend(
-            q.float(), KVCache(cache.keys.float(), cache.values.float()), batch, head_dim**-0.5, None
+        want = PlainAttention().attend(
+            q.float(), KVCache(cache.keys.float(), cache.values.float()), batch, head_dim**-0.5, None, want_sums
         )
     else:
-        want = attend_by_loop(q, cache, batch, head_dim**-0.5, window)
+        want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(sums.cpu(), want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [50, 576, 5120])
 def test_what_lies_between_the_products(dtype: torch.dtype, width: int) -> None:
-    fast, plain = create_kernels("triton", CUDA, shaped(dtype)), PlainKernels()
+    fast, plain = create_kernels("triton", CUDA, shaped(dtype)).pointwise, PlainPointwise()
     torch.manual_seed(2)
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     x, residual = (torch.randn(37, width, device=CUDA).to(dtype) for _ in range(2))
@@ -75,8 +77,8 @@ def test_what_lies_between_the_products(dtype: torch.dtype, width: int) -> None:
     rope = torch.randn(64, 64, device=CUDA)
     caches = [KVCache(*(torch.zeros(blocks, 4, 2, 64, dtype=dtype, device=CUDA) for _ in range(2))) for _ in range(2)]
     queries = [
-        kernels.rotate_and_store(heads, 6, rope, cache, there(batch), norm)
-        for kernels, cache in zip((fast, plain), caches, strict=True)
+        pointwise.rotate_and_store(heads, 6, rope, cache, there(batch), norm)
+        for pointwise, cache in zip((fast, plain), caches, strict=True)
     ]
     torch.testing.assert_close(*queries, **close)
     torch.testing.assert_close(caches[0].keys, caches[1].keys, **close)
@@ -93,12 +95,14 @@ def test_a_cache_in_fp8_rounds_what_it_keeps() -> None:
     fast, cases = create_kernels("triton", CUDA, shaped(dtype)), []
     for kept in (kind, dtype):
         cache = KVCache(*(torch.zeros(blocks, 4, 2, 64, dtype=kept, device=CUDA) for _ in range(2)))
-        q = fast.rotate_and_store(heads, 6, rope, cache, there(batch), None)
+        q = fast.pointwise.rotate_and_store(heads, 6, rope, cache, there(batch), None)
         cases.append((cache, q))
     assert torch.equal(cases[0][0].keys.float(), cases[1][0].keys.to(kind).float())
     assert torch.equal(cases[0][0].values.float(), cases[1][0].values.to(kind).float())
     rounded = KVCache(cases[0][0].keys.to(dtype), cases[0][0].values.to(dtype))
-    got, want = (fast.attend(cases[0][1], cache, there(batch), 0.125, None) for cache in (cases[0][0], rounded))
+    got, want = (
+        fast.attention.attend(cases[0][1], cache, there(batch), 0.125, None) for cache in (cases[0][0], rounded)
+    )
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 

@@ -78,6 +78,6 @@ def test_sizes_are_measured_kept_and_used(
     assert len(ran) == 5 and min(ran) >= 3 and [*found.decode] == [1, 8, 64]
     saved_tunings.save_tunings(CUDA, shape, found)
     with caplog.at_level(logging.INFO, "weft"):
-        kernels = create_kernels("triton", CUDA, shape)
+        attention = create_kernels("triton", CUDA, shape).attention
     assert "the fastest when they were measured" in caplog.text
-    assert kernels._attention.tunings == found  # type: ignore[attr-defined]
+    assert attention.tunings == found  # type: ignore[attr-defined]

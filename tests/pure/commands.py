@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from weft import logs
-from weft.cli import main
+from weft.cli import dispatch, main
 from weft.cli.parser import find_command, parse_command
 
 # For a process that shall find this package, installed or not.
@@ -26,6 +27,21 @@ def weft(*words: str) -> tuple[int, str, str]:
     with redirect_stdout(out), redirect_stderr(err), logging_as_it_was():
         status = main.main(words)
     return status, out.getvalue(), err.getvalue()
+
+
+def refused_line(words: str | Sequence[str], status: int, code: str, values: str = "") -> str:
+    """Assert that weft WORDS ends with this status and one line, the error of this code, that has all of the values.
+
+    A text is split at its blanks. Returns the entry of a golden file.
+    """
+    words = words.split() if isinstance(words, str) else words
+    with patch.object(dispatch, "report", wraps=dispatch.report) as report:
+        found, out, err = weft(*words)
+    (error,) = report.call_args.args
+    assert (found, out, error.code) == (status, "", code), (words, err)
+    assert err.startswith("weft: error: ") and err.count("\n") == 1, (words, err)
+    assert all(value in err for value in values.split()), (words, err)
+    return f"$ weft {' '.join(words)}\n  {code} ({status}): {err.removeprefix('weft: error: ')}"
 
 
 def weft_json(*words: str) -> tuple[int, dict[str, Any]]:

@@ -20,7 +20,7 @@ def cut(
     precision: str = "bf16",
     experts: bool = False,
 ) -> DeploymentLayout:
-    each, rest = divmod(shape.layers, stages)
+    each, rest = divmod(len(shape.layers), stages)
     return deploy(
         shape,
         tensor_weights=[1.0] * tensor,

@@ -1,4 +1,4 @@
-"""What weft plan --emit writes for a few plans: `python -m tests.pure.exports` writes the golden files anew."""
+"""What weft plan --emit writes for a few plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ tensor-parallel-size pipeline-parallel-size distributed-executor-backend max-mod
 max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
 """
 VLLM = {*vllm_arguments(), *SHARED.split()}
-FOLDER = Path(__file__).parent / "golden"
 PLANS = {
     "one-gpu": "Llama-3.1-8B-Instruct --gpus 1xRTX4090 --max-model-len 8192",
     "tensor": "Llama-3.3-70B-Instruct --gpus 4xA100 -tp 4 --served-model-name llama llama-70b",
@@ -80,8 +79,9 @@ def parts(target: str, plan: str) -> dict[str, str]:
     return dict(zip(found[1::2], found[2::2], strict=True)) if len(found) > 1 else {target: out}
 
 
-def path(target: str, plan: str) -> Path:
-    return FOLDER / target / f"{plan}.txt"
+def golden_name(target: str, plan: str) -> str:
+    """The name of the golden text."""
+    return f"emit/{target}/{plan}.txt"
 
 
 def plans(target: str) -> list[str]:
@@ -129,9 +129,3 @@ def flags(words: list[str]) -> dict[str, list[str]]:
         elif name:
             found[name].append(word)
     return found
-
-
-if __name__ == "__main__":
-    for target, plan in CASES:
-        path(target, plan).parent.mkdir(parents=True, exist_ok=True)
-        path(target, plan).write_text(text(target, plan), encoding="utf-8")

@@ -9,13 +9,15 @@ from typing import Any
 import gguf
 import numpy as np
 
+from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import ModelShape
 from weft.formats.checkpoint import expected_tensors
-from weft.formats.gguf_names import LAYER_MODULES, MODULES
+from weft.formats.gguf_names import layer_modules, outer_modules
 from weft.formats.tensor import ENCODINGS
 
-GGML = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-OWN_NAMES = {theirs: own for own, theirs in (MODULES | LAYER_MODULES).items()}
+GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}
+LLAMA_NAMES = find_architecture("LlamaForCausalLM").names
+OWN_NAMES = {theirs: own for own, theirs in (outer_modules(LLAMA_NAMES) | layer_modules(LLAMA_NAMES)).items()}
 
 
 class Stored:
@@ -65,7 +67,7 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
     """What llama.cpp's converter writes for a shape."""
     arch = GGML[shape.architecture]
     values = {
-        "block_count": shape.layers,
+        "block_count": len(shape.layers),
         "context_length": shape.max_positions,
         "embedding_length": shape.hidden,
         "feed_forward_length": shape.ffn,
@@ -73,8 +75,8 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        "attention.layer_norm_rms_epsilon": shape.norm_eps,
-        "rope.freq_base": shape.rope.theta,
+        "attention.layer_norm_rms_epsilon": shape.norm.eps,
+        "rope.freq_base": shape.mixer.rope.theta,
         "rope.dimension_count": shape.head_dim,
     }
     return {f"{arch}.{key}": value for key, value in values.items()} | {

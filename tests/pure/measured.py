@@ -72,7 +72,7 @@ def case(row: Mapping[str, str]) -> Case:
     precision = canonical(row["precision"])
     count, tensor, stages = int(row["n_gpu"]), int(row["tp"]), int(row["pp"])
     shared = row["other_parallel"].startswith(("DEP", "attention-dp"))
-    layers = [len(part) for part in split(model.shape.layers, [1.0] * stages, minimum=1)]
+    layers = [len(part) for part in split(len(model.shape.layers), [1.0] * stages, minimum=1)]
     concurrency = None if row["concurrency"] == "max" else int(row["concurrency"])
     layout = deploy(
         model.shape,

@@ -24,7 +24,7 @@ from weft.simulate.simulation import SimulationResult, simulate
 def steps(model: str = "Llama-3.1-8B", gpus: str = "1xH100", stages: int = 1, engine: str = "vllm") -> StepPredictor:
     """The costs of one replica."""
     shape, cluster = find(model).shape, parse_gpus(gpus)
-    each, rest = divmod(shape.layers, stages)
+    each, rest = divmod(len(shape.layers), stages)
     layout = deploy(
         shape,
         tensor_weights=[1.0] * (len(cluster.gpus) // stages),

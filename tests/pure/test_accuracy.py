@@ -62,7 +62,7 @@ def llama_70b(gpus: str, tensor: int, stages: int, prompt: int = 1000, answer: i
     layout = deploy(
         shape,
         tensor_weights=[1.0] * tensor,
-        stage_layers=[shape.layers // stages] * stages,
+        stage_layers=[len(shape.layers) // stages] * stages,
         gpus=range(len(cluster.gpus)),
         precision="fp8",
         kv_dtype="fp8",

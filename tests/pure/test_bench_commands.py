@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pure.commands import parsed, weft
+from tests.pure.commands import parsed, refused_line, weft
 from tests.pure.servers import Exchange, good, serving
+from tests.refusals import refuses
 from weft.bench.compare import Change, figure_changes, read_result
 from weft.cli import bench_compare, bench_serve
 from weft.cli.bench_view import aligned, number
@@ -73,29 +74,38 @@ def test_serve(url: str, tmp_path: Path) -> None:
     assert result["task"] == "serve"
 
 
-def test_what_is_wrong_is_said_before_the_load(url: str) -> None:
-    where = ["serve", "--base-url", url]
-    for words, status, what in [
-        ([*where, "--served-model-name", "n"], 1, "does not answer: HTTP 400: not n"),
-        (["serve"], 2, "which server?"),
-        ([*where, "--goodput", "itl:3"], 1, "--goodput 'itl:3' is not a limit"),
-        ([*where, "--request-rate", "-1"], 2, "must be above 0"),
-        ([*where, "--burstiness", "inf"], 2, "must be finite"),
-        ([*where, "--random-range-ratio", "1"], 2, "below 1"),
-        ([*where, "--header", "nonsense"], 2, "is not a header"),
-        ([*where, "--save-result", "/nowhere/at/all"], 2, "does not exist"),
-        (["serve", "--base-url", "http://127.0.0.1:1"], 1, "is the server running?"),
-        ([*where, "--port", "9"], 2, "give one of them"),
-        ([*where, "--dataset-name", "sharegpt"], 2, "name it with --dataset-path"),
-        ([*where, "--dataset-name", "random", "--dataset-path", "x"], 2, "leave --dataset-path out"),
-        ([*where, "--metric-percentiles", "101"], 2, "from 0 to 100"),
-        (["serve", "/no/such/model"], 1, "/no/such/model"),
-        (["sweep", "--base-url", url], 2, "which loads?"),
-        (["sweep", "--base-url", url, "--request-rate", "1,2", "--max-concurrency", "1,2"], 2, "vary one of them"),
-    ]:
-        got, out, err = said(*words)
-        assert (got, out) == (status, ""), err
-        assert what in err and len(err.splitlines()) == 1
+# The words after weft bench, with the address of a server for URL; the status, the code and the values of the error.
+WRONG_LINES = [
+    ("serve --base-url URL --served-model-name n", 1, "server-not-answering", "URL 400 not n"),
+    ("serve", 2, "server-missing", "MODEL --base-url"),
+    ("serve --base-url URL --goodput itl:3", 1, "bad-goodput-limit", "--goodput 'itl:3'"),
+    ("serve --base-url URL --request-rate -1", 2, "invalid-flag-value", "--request-rate '-1' 0"),
+    ("serve --base-url URL --burstiness inf", 2, "invalid-flag-value", "--burstiness 'inf'"),
+    ("serve --base-url URL --random-range-ratio 1", 2, "invalid-flag-value", "--random-range-ratio '1'"),
+    ("serve --base-url URL --header nonsense", 2, "invalid-flag-value", "--header 'nonsense'"),
+    ("serve --base-url URL --save-result /nowhere/at/all", 2, "folder-missing", "--save-result /nowhere/at"),
+    ("serve --base-url http://127.0.0.1:1", 1, "server-unreachable", "http://127.0.0.1:1"),
+    ("serve --base-url URL --port 9", 2, "server-address-twice", "--base-url --port"),
+    ("serve --base-url URL --dataset-name sharegpt", 2, "dataset-path-missing", "sharegpt --dataset-path"),
+    ("serve --base-url URL --dataset-name random --dataset-path x", 2, "dataset-path-unused", "--dataset-path"),
+    ("serve --base-url URL --metric-percentiles 101", 2, "invalid-flag-value", "'101' 0 100"),
+    ("serve /no/such/model", 1, "no-such-model", "/no/such/model"),
+    ("sweep --base-url URL", 2, "load-missing", "--request-rate --max-concurrency"),
+    (
+        "sweep --base-url URL --request-rate 1,2 --max-concurrency 1,2",
+        2,
+        "two-varied-loads",
+        "--request-rate --max-concurrency",
+    ),
+]
+
+
+def test_what_is_wrong_is_said_before_the_load(url: str, golden: Callable[[str, str], None]) -> None:
+    entries = [
+        refused_line(f"bench {words.replace('URL', url)}", status, code, values.replace("URL", url))
+        for words, status, code, values in WRONG_LINES
+    ]
+    golden("errors/bench_serve.txt", "".join(entries).replace(url, "URL"))
 
 
 def test_nobody_was_answered(url: str) -> None:
@@ -125,7 +135,7 @@ def test_sweep(url: str, tmp_path: Path) -> None:
     result = json.loads(out)
     assert [point["request_rate"] for point in result["points"]] == [500, "inf"]
     assert json.loads((tmp_path / "b.json").read_text()) == result
-    with pytest.raises(ConfigError, match="no result"):
+    with refuses(ConfigError, "no-result-in-file"):
         read_result(str(Path(__file__)))
     old, new = read_result(str(tmp_path / "a.json")), read_result(str(tmp_path / "a.json"))
     found = figure_changes(old, new)
@@ -140,9 +150,9 @@ def test_a_plot_in_a_file(tmp_path: Path) -> None:
     panels = [Panel(curves, x="x", y="y", lines=lines), Panel([], x="x", y="y")]
     write_image(str(path), panels, title="t")
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match="cannot write the plot"):
+    with refuses(ConfigError, "cannot-write-output"):
         write_image(str(tmp_path / "none" / "plot.png"), panels, title="t")
-    with pytest.raises(ConfigError, match="cannot write the plot"):
+    with refuses(ConfigError, "cannot-write-output"):
         write_image(str(tmp_path / "plot.nonsense"), panels, title="t")
 
 
@@ -172,7 +182,7 @@ def test_a_plot_in_a_terminal() -> None:
     assert [line.split("|")[0].strip() for line in powers[1:4]] == ["1e+03", "31.6", "1"]
 
 
-def test_compare(tmp_path: Path) -> None:
+def test_compare(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     def write(name: str, **figures: Any) -> str:
         (tmp_path / name).write_text("a line before\n" + json.dumps({"task": "latency", **figures}) + "\n")
         return str(tmp_path / name)
@@ -194,13 +204,12 @@ def test_compare(tmp_path: Path) -> None:
     got = json.loads(out)
     assert {it["name"]: it["ratio"] for it in got["figures"]}["decode_tok_s"] == 1.2
     empty = write("empty", runs=3)
-    for words, code, what in [
-        ([old], 2, "takes two files"),
-        ([old, str(tmp_path / "none")], 1, "cannot read"),
-        ([old, empty], 1, "no figure in common"),
-    ]:
-        status, _, err = said("compare", *words)
-        assert status == code and what in err
+    entries = [
+        refused_line(["bench", "compare", old], 2, "needs-two-results"),
+        refused_line(["bench", "compare", old, f"{tmp_path}/none"], 1, "cannot-read-result", f"{tmp_path}/none"),
+        refused_line(["bench", "compare", old, empty], 1, "no-common-figure", f"{old} {empty}"),
+    ]
+    golden("errors/bench_compare.txt", "".join(entries).replace(str(tmp_path), "FOLDER"))
 
 
 def test_a_change_has_a_direction() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refuses
 from weft.bench.arrivals import arrival_times
 from weft.bench.prompts import Prompt, length_range, random_prompts, read_prompts
 from weft.errors import ConfigError
@@ -77,25 +78,25 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "code", "values"),
     [
-        ("", "holds no prompts"),
-        ("[]", "holds no prompts"),
-        ("{nonsense", "line 1 is not JSON"),
-        ('{"prompt": "a"}\n[1]', "line 2 holds no prompt"),
-        ('{"prompt": ""}', "line 1 holds no prompt"),
-        ('{"prompt": []}', "line 1 holds no prompt"),
-        ('{"prompt": [1, "a"]}', "line 1 holds no prompt"),
-        ('{"prompt": [-1]}', "line 1 holds no prompt"),
-        ('{"prompt": [true]}', "line 1 holds no prompt"),
-        ('{"prompt": "a", "output_tokens": 0}', "asks for 0 tokens"),
-        ('{"prompt": "a", "output_tokens": "9"}', "asks for '9' tokens"),
+        ("", "dataset-without-prompts", ()),
+        ("[]", "dataset-without-prompts", ()),
+        ("{nonsense", "dataset-not-json", ("line 1",)),
+        ('{"prompt": "a"}\n[1]', "dataset-line-without-prompt", ("line 2",)),
+        ('{"prompt": ""}', "dataset-line-without-prompt", ("line 1",)),
+        ('{"prompt": []}', "dataset-line-without-prompt", ("line 1",)),
+        ('{"prompt": [1, "a"]}', "dataset-line-without-prompt", ("line 1",)),
+        ('{"prompt": [-1]}', "dataset-line-without-prompt", ("line 1",)),
+        ('{"prompt": [true]}', "dataset-line-without-prompt", ("line 1",)),
+        ('{"prompt": "a", "output_tokens": 0}', "bad-output-length", ("0",)),
+        ('{"prompt": "a", "output_tokens": "9"}', "bad-output-length", ("'9'",)),
     ],
 )
-def test_files_that_hold_no_prompts(tmp_path: Path, text: str, what: str) -> None:
+def test_files_that_hold_no_prompts(tmp_path: Path, text: str, code: str, values: tuple[str, ...]) -> None:
     path = tmp_path / "it.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=what):
+    with refuses(ConfigError, code, *values):
         read_prompts(str(path), output_len=4)
-    with pytest.raises(ConfigError, match="cannot read"):
+    with refuses(ConfigError, "cannot-read-dataset"):
         read_prompts(str(tmp_path / "none"), output_len=4)

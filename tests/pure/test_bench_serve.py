@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.servers import Answering, Exchange, good, serving
+from tests.refusals import has_values, refuses
 from weft.bench.http import HttpClient, HttpFailure, HttpRefusal, ServerAddress
 from weft.bench.load import LoadResult, RequestOptions, RequestRecord, error_text, run_open_loop, send_request
 from weft.bench.prompts import Prompt
@@ -153,21 +154,21 @@ async def forever(exchange: Exchange) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answering", "what"),
+    ("answering", "values"),
     [
-        (refused, "HTTP 503: the queue is full"),
-        (cut_off, "the server closed the connection in the middle of its response"),
-        (torso, "the stream ended before the answer"),
-        (in_the_stream, "in the stream: a rank has died"),
-        (nonsense, "an event that is not in OpenAI's format"),
-        (no_http, "the response is not HTTP"),
-        (mute, "the server closed the connection before it answered"),
-        (forever, "not complete after 0.2 s"),
+        (refused, ("HTTP 503", "the queue is full")),
+        (cut_off, ("closed", "in the middle")),
+        (torso, ("stream ended",)),
+        (in_the_stream, ("in the stream", "a rank has died")),
+        (nonsense, ("event", "OpenAI")),
+        (no_http, ("not HTTP",)),
+        (mute, ("closed", "before")),
+        (forever, ("0.2 s",)),
     ],
 )
-async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, what: str) -> None:
+async def test_a_bad_answer_is_a_failure_with_its_reason(answering: Answering, values: tuple[str, ...]) -> None:
     record = await one(answering, RequestOptions(timeout_s=0.2 if answering is forever else 600))
-    assert record.error is not None and record.error.startswith(what)
+    has_values(record.error or "", *values)
 
 
 async def test_nobody_there() -> None:
@@ -210,7 +211,7 @@ async def test_get_and_refusals() -> None:
     async with serving(listing) as server:
         client = HttpClient(server)
         assert await client.get("/v1/models") == b'{"data": []}'
-        with pytest.raises(HttpRefusal) as told:
+        with refuses(HttpRefusal, "http-status") as told:
             await client.get("/else")
         assert told.value.status == 401 and error_text(told.value.body) == "who are you?"
         client.close()
@@ -393,13 +394,13 @@ def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: i
     "word", ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:inf", "ttft:nan", "itl:5", ":3"]
 )
 def test_limits_that_are_none(word: str) -> None:
-    with pytest.raises(ConfigError, match="as in ttft:1000 tpot:50"):
+    with refuses(ConfigError, "bad-goodput-limit", "1000", "50"):
         parse_limits([word])
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x:99999"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises(ConfigError, match="not the address of a server"):
+    with refuses(ConfigError, "not-a-server-address"):
         ServerAddress(url)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from math import exp, log
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.pure import machines
 from tests.pure.commands import parsed
 from tests.pure.shapes import SMOLLM2
+from tests.refusals import has_values, refuses
 from weft.architectures.place import Span
 from weft.architectures.shape import ModelShape
 from weft.bench import fit
@@ -154,7 +156,7 @@ def test_one_wild_point_does_not_move_the_others() -> None:
 def test_a_synthetic_model_has_its_size(size: float, layers: int, vocab: int) -> None:
     model = synthetic_of_size("m", size, layers=layers, vocab=vocab)
     made = shape(model)
-    assert made.layers == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
+    assert len(made.layers) == layers and made.vocab == vocab and made.q_heads % made.kv_heads == 0
     if model.hidden >= 1024:  # widths come in steps
         assert weight_bytes(made, "bf16") == pytest.approx(size, rel=0.2)
 
@@ -163,7 +165,7 @@ def test_the_models_differ_in_what_a_layer_streams() -> None:
     for spec in (cpu(), find_gpu("H200")):
         whole = [subject for subject in engine_speed.subjects(spec) if subject.quantization == "none"]
         tiny, thin, wide = (shape(subject.model) for subject in whole)
-        assert weight_bytes(wide, "bf16") / wide.layers > 4 * weight_bytes(thin, "bf16") / thin.layers
+        assert weight_bytes(wide, "bf16") / len(wide.layers) > 4 * weight_bytes(thin, "bf16") / len(thin.layers)
         assert weight_bytes(wide, "bf16") < spec.memory_bytes / 4
         assert weight_bytes(tiny, "bf16") < 1e6
 
@@ -380,7 +382,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(cache: Path, caplog: pytest.
 
 def test_a_cache_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.parent.joinpath("weft").write_text("a file in the folder's place")
-    with pytest.raises(WeftError):
+    with refuses(WeftError, "cannot-write-cache"):
         calibration.store_calibration("m", made())
 
 
@@ -400,8 +402,8 @@ def test_the_planner_reckons_with_what_was_measured_here() -> None:
     assert plain and slow
     assert slow.predicted.single_tok_s < plain.predicted.single_tok_s / 5
     told = engine_profile(ask(machine(made()))).provenance()
-    assert told["layer_us"] == "45: measured here on 2026-11-20 by weft bench calibrate"
-    assert told["kernels on AMD EPYC (2 cores)"].endswith("measured here on 2026-11-20 by weft bench calibrate")
+    has_values(told["layer_us"], "45: ", "2026-11-20", "weft bench calibrate")
+    has_values(told["kernels on AMD EPYC (2 cores)"], "2026-11-20", "weft bench calibrate")
     # The error that is told is the fit's, with something for other models.
     assert engine_profile(ask(machine(made(error=0.1)))).error.value == pytest.approx(0.2)
     assert engine_profile(ask(machine(made(error=0.01)))).error.value == LEAST_ERROR
@@ -414,10 +416,8 @@ def test_quantised_weights_have_rates_of_their_own() -> None:
     assert quantised.byte_s == pytest.approx(whole.byte_s / 0.7)
     assert quantised.flop_s == pytest.approx(whole.flop_s / 0.8)
     assert other.byte_s == whole.byte_s  # never measured
-    assert (
-        found.provenance()["weights q2_k q4_1 q4_1+q8_0 q4_k_s q4_k_m"]
-        == "0.7: measured here on 2026-11-20 by weft bench calibrate"
-    )
+    told = found.provenance()["weights q2_k q4_1 q4_1+q8_0 q4_k_s q4_k_m"]
+    has_values(told, "0.7: ", "2026-11-20", "weft bench calibrate")
     # Of a model in 16 bits nothing changes.
     assert quantised.wide_byte_s == whole.byte_s
 
@@ -464,12 +464,15 @@ def test_the_command_measures_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_calibrate.measured_config(said("")).model == "synthetic"
     assert bench_calibrate.measured_config(said("m --dtype half")).dtype == "half"
     for words in ("-tp 2", "-pp 2", "--tensor-split 2,1"):
-        with pytest.raises(UsageError, match="one rank is measured"):
+        with refuses(UsageError, "several-ranks-to-calibrate"):
             bench_calibrate.measured_config(said(words))
 
 
 def test_the_command_prints_keeps_and_doubts(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    golden: Callable[[str, str], None],
 ) -> None:
     monkeypatch.setattr(host, "probe_host", lambda: HOST)
     monkeypatch.setattr(speeds, "known_cpu_speed", lambda *_: SPEED)
@@ -483,9 +486,11 @@ def test_the_command_prints_keeps_and_doubts(
     monkeypatch.setattr(bench_calibrate, "calibrate_device", one)
     assert main.main(["bench", "calibrate"]) == 0
     captured = capsys.readouterr()
-    assert "AMD EPYC (2 cores), bf16, measured here on 2026-11-20" in captured.out
+    has_values(captured.out, "AMD EPYC (2 cores), bf16, ", "2026-11-20")
     assert "       34 GB/s of weights in decode" in captured.out and "mean error 2.0 %" in captured.out
-    assert "weft plan uses it from now on" in captured.err
+    assert "weft plan" in captured.err
+    figures = captured.out.index("mean error")  # below the table of measurements
+    golden("bench_calibrate.txt", captured.out[figures:])
     assert calibration.load_calibrations(speeds.calibrated_machine(HOST)) == (made(error=0.02),)
     worst = 0.6
     assert main.main(["bench", "calibrate", "--json"]) == 1
@@ -527,7 +532,10 @@ def test_sizes_of_attention_are_kept_if_the_figures_are(
 
 
 def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    golden: Callable[[str, str], None],
 ) -> None:
     plan: Any = FakeLLM().plan  # 9 query and 3 KV heads
     wide = msgspec.structs.replace(plan, places=(msgspec.structs.replace(plan.places[0], kv_heads=Span(0, 4)),))
@@ -552,17 +560,19 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
     fitted = fit.fit_constants(cpu(), points(cpu(), TRUE))
     whole = bench_calibrate.DeviceResult(made(), points(cpu(), TRUE), fitted, tuned=found)
     lines = bench_calibrate.device_lines(whole)
-    assert lines[-5:-3] == ["attention of 9 query and 3 KV heads, the fastest sizes:", "1 row     tile 64"]
-    assert lines[-2:] == ["prompts  tile 128", "kept in /c/t.json: engines use them from now on"]
+    has_values(lines[-5], "9 query and 3 KV heads")
+    assert lines[-4] == "1 row     tile 64" and lines[-2] == "prompts  tile 128"
+    has_values(lines[-1], "/c/t.json")
+    golden("bench_calibrate_gpu.txt", "\n".join(lines) + "\n")
     told_json = json.loads(json.dumps(bench_calibrate.device_json(whole)))
     assert told_json["attention"][0]["decode"] == {"1": "tile 64", "8": "fast"}
 
     def broken(*_: object, **__: object) -> list[TunedSizes]:
-        raise ConfigError("the sizes of attention cannot be measured: it is hot")
+        raise ConfigError("it is hot", code="cannot-measure-attention")
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", broken)
     assert bench_calibrate.tune_on_gpu(plan, 1, keep=True) == []
-    assert "it is hot; engines use the default sizes" in caplog.text
+    assert "it is hot" in caplog.text
 
 
 def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,7 +587,7 @@ def test_one_of_each_kind_of_device(cache: Path, monkeypatch: pytest.MonkeyPatch
     found = bench_calibrate.devices(there, config)
     assert [index for index, _ in found] == [0] and found[0][1].kind == "gpu"
     assert bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 2")))[0][0] == 2
-    with pytest.raises(ConfigError, match="visible here are 0 to 2"):
+    with refuses(ConfigError, "device-ids-beyond-gpus", "7", "0 to 2"):
         bench_calibrate.devices(there, bench_calibrate.measured_config(said("--device-ids 7")))
 
 

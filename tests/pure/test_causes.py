@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from weft.errors import Cause, EngineError, ModelError
 from weft.executors.causes import cause_of, describe_exit, lost_peer
+from weft.executors.ranks import CLOSED
 
 
 def test_advice_is_passed_on_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cause_of(ModelError("no such model"), 2, "load") == Cause(2, "load", "no such model")
+    error = ModelError("no such model", code="no-such-model")
+    cause = Cause(rank=2, phase="load", code="no-such-model", cause="no such model")
+    assert cause_of(error, 2, "load") == cause and EngineError(cause).code == "no-such-model"
     assert capsys.readouterr().err == ""
 
 
 def test_a_bug_is_one_line_and_its_trace_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert cause_of(KeyError("a\nb"), 0, "step").cause == r"KeyError: 'a\nb'"
     assert cause_of(RuntimeError("one\n  two"), 0, "step").cause == "RuntimeError: one two"
-    assert cause_of(NotImplementedError(), 0, "step").cause == "NotImplementedError"
+    cause = cause_of(NotImplementedError(), 0, "step")
+    assert (cause.code, cause.cause) == ("internal-error", "NotImplementedError")
     assert "RuntimeError: one" in capsys.readouterr().err
 
 
 def test_a_cause_from_below_stays_as_it_is() -> None:
-    below = Cause(3, "load", "cut off")
+    below = Cause(rank=3, phase="load", code="short-tensor", cause="cut off")
     assert cause_of(EngineError(below), -1, "start") is below
 
 
@@ -35,15 +41,16 @@ def test_a_cause_from_below_stays_as_it_is() -> None:
     ],
 )
 def test_out_of_memory_has_a_way_out_in_each_phase(error: Exception, phase: str) -> None:
-    assert "--" in cause_of(error, 0, phase).hint
-    assert cause_of(error, 0, phase).cause
+    cause = cause_of(error, 0, phase)
+    assert cause.code == "out-of-memory" and "--" in cause.hint and cause.cause
 
 
 def test_a_lost_peer_is_told_from_a_fault_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     error = ConnectionAbortedError("lost another rank")
     assert lost_peer(error)
     assert not lost_peer(ValueError("no"))
-    assert cause_of(error, 0, "step").cause == "ConnectionAbortedError: lost another rank"
+    cause = cause_of(error, 0, "step")
+    assert (cause.code, cause.cause) == ("peer-lost", "ConnectionAbortedError: lost another rank")
     assert capsys.readouterr().err == ""
 
 
@@ -67,19 +74,28 @@ Thread 0x00007fd6729d0b80 (most recent call first):
 """
 
 
-@pytest.mark.parametrize(
-    ("returncode", "words", "cause"),
-    [
-        (1, TRACE, "ended with status 1: ModuleNotFoundError: No module named 'torch'"),
-        (0, "", "ended with status 0"),
-        (-11, FATAL, "killed by SIGSEGV: Fatal Python error: Segmentation fault"),
-        (-9, "some progress", "killed by SIGKILL"),
-        (-200, "", "killed by signal 200"),
-        (1, STUCK, "was stuck and ended itself"),
-        (None, "", "closed its connection"),
-    ],
-)
-def test_an_end_without_a_word(returncode: int | None, words: str, cause: str) -> None:
-    text, hint = describe_exit(returncode, words)
-    assert text == cause
-    assert ("dmesg" in hint) == (returncode == -9)
+EXITS: list[tuple[int | None, str, str]] = [
+    (1, TRACE, "process-ended"),
+    (0, "", "process-ended"),
+    (-11, FATAL, "process-killed"),
+    (-9, "some progress", "process-killed"),
+    (-200, "", "process-killed"),
+    (1, STUCK, "process-stuck"),
+    (None, "", "connection-closed"),
+]
+
+
+@pytest.mark.parametrize(("returncode", "words", "code"), EXITS)
+def test_an_end_without_a_word(returncode: int | None, words: str, code: str) -> None:
+    reason = describe_exit(returncode, words)
+    assert reason.code == code
+    assert ("dmesg" in reason.hint) == (returncode == -9)
+    assert ("ModuleNotFoundError" in reason.cause) == (words == TRACE)
+    assert ("SIGSEGV" in reason.cause and "Segmentation fault" in reason.cause) == (words == FATAL)
+    assert reason.of(3, "load") == Cause(rank=3, phase="load", code=code, cause=reason.cause, hint=reason.hint)
+
+
+def test_the_words_of_causes(golden: Callable[[str, str], None]) -> None:
+    exits = [describe_exit(returncode, words).of(0, "step") for returncode, words, _ in EXITS]
+    memory = [cause_of(MemoryError(), 0, phase) for phase in ("load", "allocate", "step")]
+    golden("errors/causes.txt", "".join(f"{cause.code}: {cause}\n" for cause in [*exits, *memory, CLOSED]))

@@ -6,11 +6,12 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from tests.pure.commands import HERE
+from tests.refusals import refuses
 from weft.cli import chat, terminal
 from weft.cli.word_wrap import WordWrap
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.core.params import SamplingParams
 from weft.core.token_ids import TokenIds
-from weft.errors import RequestError
+from weft.errors import ConfigError, RequestError, WeftError
 
 
 class ScriptedLLM:
@@ -40,7 +42,7 @@ class ScriptedLLM:
 
     def stream(self, messages: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         if messages[-1]["content"] == "too long":
-            raise RequestError("the prompt is too long")
+            raise RequestError("the prompt is too long", code="prompt-too-long")
         self.asked.append(messages)
         self.params.append(params)
         text = f"answer {len(self.asked)}"
@@ -83,7 +85,7 @@ def test_an_unknown_command_is_never_sent_to_the_model(talk: Any, capsys: pytest
         _, llm = talk(line)
         assert llm.asked == []
         shown = capsys.readouterr().err
-        assert f"unknown command {line.split()[0]}" in shown and "/retry" in shown and "/save FILE" in shown
+        assert line.split()[0] in shown and "/retry" in shown and "/save FILE" in shown
 
 
 @pytest.mark.parametrize("columns", ["44", "60", "200"])
@@ -107,15 +109,17 @@ def test_retry_asks_the_last_message_again(talk: Any) -> None:
     assert contents(conversation.history) == ["one", "answer 1", "two", "answer 3"]
 
 
-def test_retry_without_an_answer(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    talk("/retry")
-    assert "there is no answer to repeat" in capsys.readouterr().err
+def test_retry_without_an_answer(talk: Any) -> None:
+    conversation, llm = talk()
+    with refuses(ConfigError, "no-answer-to-repeat"):
+        conversation.retry("")
+    assert llm.asked == []
 
 
 def test_a_message_that_is_refused_changes_nothing(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
     conversation, _ = talk("one", "too long")
     assert contents(conversation.history) == ["one", "answer 1"]
-    assert "the prompt is too long; /reset starts a new conversation" in capsys.readouterr().err
+    assert re.fullmatch(r"weft: error: the prompt is too long; /reset .*\n", capsys.readouterr().err)
 
 
 def test_system_replaces_the_system_message(talk: Any) -> None:
@@ -135,35 +139,62 @@ def test_set_changes_the_next_answers(talk: Any, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "code", "values"),
     [
-        ("temprature 1", "did you mean temperature?"),
-        ("temperature", "temperature needs a value"),
-        ("temperature warm", "'warm' is not a number"),
-        ("temperature -1", "-1"),
-        ("ignore_eos maybe", "on or off"),
-        ("max_tokens 1.5", "'1.5'"),
+        ("temprature 1", "unknown-parameter", ["'temprature'", "did you mean temperature?"]),
+        ("temperature", "flag-needs-value", ["temperature"]),
+        ("temperature warm", "invalid-flag-value", ["temperature", "'warm'"]),
+        ("temperature -1", "invalid-parameter", ["temperature", "-1"]),
+        ("ignore_eos maybe", "flag-needs-boolean", ["ignore_eos", "'maybe'"]),
+        ("max_tokens 1.5", "invalid-flag-value", ["max_tokens", "'1.5'"]),
     ],
 )
-def test_a_setting_that_is_refused_changes_nothing(
-    talk: Any, capsys: pytest.CaptureFixture[str], words: str, told: str
-) -> None:
-    _, llm = talk(f"/set {words}", "hi")
-    assert told in capsys.readouterr().err
+def test_a_setting_that_is_refused_changes_nothing(talk: Any, words: str, code: str, values: list[str]) -> None:
+    conversation, llm = talk(f"/set {words}", "hi")
     assert llm.params == [SamplingParams(max_tokens=9)]
+    with refuses(WeftError, code) as refused:
+        conversation.set_sampling(words)
+    assert all(value in str(refused.value) for value in values)
 
 
 def test_save_writes_the_conversation_and_never_over_a_file(
     talk: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.json"
-    talk("häh?", f"/save {file}", f"/save {file}", "/save", f"/save {tmp_path}/no/talk.json", system="S")
+    conversation, _ = talk(
+        "häh?", f"/save {file}", f"/save {file}", "/save", f"/save {tmp_path}/no/talk.json", system="S"
+    )
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert contents(saved) == ["S", "häh?", "answer 1"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
-    shown = capsys.readouterr().err
-    for part in ("saved 3 messages", "exists already", "which file?", "cannot write"):
-        assert part in shown
+    assert "3 messages" in capsys.readouterr().err
+    for name, code in (
+        (str(file), "file-exists"),
+        ("", "file-missing"),
+        (f"{tmp_path}/no/talk.json", "cannot-write-output"),
+    ):
+        with refuses(ConfigError, code) as refused:
+            conversation.save(name)
+        assert name in str(refused.value)
+
+
+def test_the_words_of_refused_commands(
+    talk: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    golden: Callable[[str, str], None],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "talk.json").touch()
+    settings = ("temprature 1", "temperature", "temperature warm", "temperature -1", "ignore_eos maybe", "stop")
+    commands = ["/retry", *(f"/set {words}" for words in settings), "/save", "/foo", "too long"]
+    commands += [f"/save {tmp_path}/talk.json", f"/save {tmp_path}/no/talk.json"]
+    lines = []
+    for command in commands:
+        talk(command)
+        lines += [f"> {command}", capsys.readouterr().err.rstrip()]
+    golden("errors/chat.txt", "\n".join(lines).replace(str(tmp_path), "FOLDER") + "\n")
 
 
 def test_ctrl_c_at_the_prompt_clears_once_and_ends_twice(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:

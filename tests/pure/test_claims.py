@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.refusals import refusals, refuses
 from weft.errors import ConfigError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus
@@ -120,8 +123,9 @@ def test_the_bound_is_bandwidth_over_bytes_read(claim: str, bound: float) -> Non
 
 def test_the_arithmetic_is_told() -> None:
     memory, speed = verdict("Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s").reasons
-    assert "145.4 GB of weights" in memory and "0.67 GB of KV for 2,048 tokens" in memory and "84.0 GB" in memory
-    assert "23.4" in speed and "142.9 GB" in speed and "3,350 GB/s" in speed
+    assert memory.code == "claim_too_large" and speed.code == "claim_too_fast"
+    assert "145.4 GB" in str(memory) and "671 MB" in str(memory) and "2,048" in str(memory) and "84.0 GB" in str(memory)
+    assert "23.4" in str(speed) and "142.9 GB" in str(speed) and "3,350.0 GB/s" in str(speed)
 
 
 def test_more_memory_never_makes_it_impossible() -> None:
@@ -159,24 +163,31 @@ def test_claims_are_read(text: str, claim: Claim) -> None:
     assert parse_claim(text) == claim
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "hello",
-        "m fp16",
-        "m fp16 on",
-        "m on 1xH100",
-        "m fp16 on 1xH100, 0 tok/s",
-        "m fp16 on 1xH100 at 0 tokens",
-        "m fp16 on 1xH100, 1.2.3 tok/s",
-        "m fp16 on 1xH100, -5 tok/s",
-        "m fp16 on 1xH100, inf tok/s",
-        "m fp16 on 1xH100, about 5 tok/s",
-        "m fp16 on 1xH100 at 8k tokens",
-        "m fp16 on 1xH100, 5 tok/s at 100 tokens",
-    ],
-)
-def test_what_is_no_claim(text: str) -> None:
-    with pytest.raises(ConfigError, match="claim"):
+# A text that is no claim, and the code of what is wrong with it.
+BAD_CLAIMS = {
+    "": "bad-claim",
+    "hello": "bad-claim",
+    "m fp16": "bad-claim",
+    "m fp16 on": "bad-claim",
+    "m on 1xH100": "bad-claim",
+    "m fp16 on 1xH100, 0 tok/s": "claim-of-zero",
+    "m fp16 on 1xH100 at 0 tokens": "claim-of-zero",
+    "m fp16 on 1xH100, 1.2.3 tok/s": "claim-speed-not-number",
+    "m fp16 on 1xH100, -5 tok/s": "bad-claim",
+    "m fp16 on 1xH100, inf tok/s": "bad-claim",
+    "m fp16 on 1xH100, about 5 tok/s": "bad-claim",
+    "m fp16 on 1xH100 at 8k tokens": "bad-claim",
+    "m fp16 on 1xH100, 5 tok/s at 100 tokens": "bad-claim",
+}
+
+
+@pytest.mark.parametrize(("text", "code"), BAD_CLAIMS.items())
+def test_what_is_no_claim(text: str, code: str) -> None:
+    with refuses(ConfigError, code):
         parse_claim(text)
+
+
+def test_the_wording_of_claims(golden: Callable[[str, str], None]) -> None:
+    told = [str(reason) for reason in verdict("Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s").reasons]
+    told += [str(reason) for reason in verdict("Qwen-72B-Chat bf16 on 2xA100-40GB").reasons]
+    golden("claim.txt", "\n".join(told) + "\n" + refusals(parse_claim, BAD_CLAIMS))

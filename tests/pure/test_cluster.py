@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.hardware.cluster import parse_cluster, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, known_gpus
@@ -53,7 +54,7 @@ def test_every_gpu_can_be_asked_for(gpu: GpuSpec, count: int) -> None:
     if count <= gpu.per_node:
         assert names(f"{count}x{gpu.name}") == [gpu.name] * count
     else:
-        with pytest.raises(ConfigError, match=f"one machine holds at most {gpu.per_node}, not {count}"):
+        with refuses(ConfigError, "too-many-gpus-in-machine", gpu.per_node, count):
             names(f"{count}x{gpu.name}")
 
 
@@ -63,38 +64,34 @@ def test_a_rack_that_is_one_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "code", "values"),
     [
-        ("", "'' is not COUNTxNAME, as in 4xRTX4090"),
-        ("4x", "'4x' is not COUNTxNAME"),
-        ("2xH100+", "'' is not COUNTxNAME"),
-        ("0xH100", "a count of 0 is out of range; use 1 to"),
-        ("-2xH100", "a count of -2 is out of range"),
-        ("999999999xH100", "a count of 999999999 is out of range"),
-        (
-            "60000xH100+60000xA100",
-            "one machine holds at most 16, not 60,000; describe several with --nodes, as in 7500x8",
-        ),
-        ("10xH100+9xA100", "one machine holds at most 16, not 19; describe several with --nodes, as in 2x8xH100-SXM"),
-        ("73xGB200", "one machine holds at most 72, not 73"),
-        ("2xH1000", "unknown GPU 'H1000'; nearest: H100"),
-        ("8xH100@infiniband", "unknown link 'infiniband' after @; known: nvlink, pcie"),
-        ("8xH100@", "unknown link ''"),
-        ("8xL40S@nvlink", "L40S has no NVLink; use @pcie"),
-        ("1xRTX3090@nvlink+1xH100@nvlink", "NVLink joins GPUs of one type"),
-        ("4xRTX3090@nvlink", "bridge of RTX 3090 joins two cards, not 4"),
-        ("2xH100@nvlink+2xH100@pcie", "nvlink and pcie are both named"),
-        ("H100@nvlink@pcie", "unknown link 'nvlink@pcie'"),
-        ("2x8xH100", "several machines; use --nodes"),
-        ("4", "4 is a count without the name of a GPU; write 4xRTX4090"),
-        ("1x7900XTX", r"unknown GPU '7900XTX'; give a name as in .*YAML file \(docs/hardware.md\)"),
-        ("7900XT", "unknown GPU '7900XT'"),
+        ("", "bad-gpu-spec", ("''", "4xRTX4090")),
+        ("4x", "bad-gpu-spec", ("'4x'",)),
+        ("2xH100+", "bad-gpu-spec", ("''",)),
+        ("0xH100", "count-out-of-range", ("0",)),
+        ("-2xH100", "count-out-of-range", ("-2",)),
+        ("999999999xH100", "count-out-of-range", ("999999999",)),
+        ("60000xH100+60000xA100", "too-many-gpus-in-machine", ("16", "60,000", "--nodes")),
+        ("10xH100+9xA100", "too-many-gpus-in-machine", ("16", "19", "--nodes")),
+        ("73xGB200", "too-many-gpus-in-machine", ("72", "73")),
+        ("2xH1000", "unknown-gpu", ("'H1000'",)),
+        ("8xH100@infiniband", "unknown-link", ("'infiniband'",)),
+        ("8xH100@", "unknown-link", ("''",)),
+        ("8xL40S@nvlink", "gpu-without-nvlink", ("L40S",)),
+        ("1xRTX3090@nvlink+1xH100@nvlink", "nvlink-of-mixed-gpus", ()),
+        ("4xRTX3090@nvlink", "nvlink-bridge-of-two", ("3090", "4")),
+        ("2xH100@nvlink+2xH100@pcie", "two-kinds-of-link", ()),
+        ("H100@nvlink@pcie", "unknown-link", ("'nvlink@pcie'",)),
+        ("2x8xH100", "several-machines-in-gpus", ("--nodes",)),
+        ("4", "count-without-gpu", ("4",)),
+        ("1x7900XTX", "unknown-gpu", ("'7900XTX'",)),
+        ("7900XT", "unknown-gpu", ("'7900XT'",)),
     ],
 )
-def test_bad_gpus(spec: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+def test_bad_gpus(spec: str, code: str, values: tuple[str, ...]) -> None:
+    with refuses(ConfigError, code, *values):
         parse_gpus(spec)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -119,27 +116,26 @@ def test_several_nodes(spec: str, network: str | None, nodes: list[int], bytes_p
 
 
 @pytest.mark.parametrize(
-    ("spec", "network", "message"),
+    ("spec", "network", "code", "values"),
     [
-        ("2xH100", None, "'2xH100' is not NODESxGPUSxNAME, as in 2x8xH100"),
-        ("H100", None, "is not NODESxGPUSxNAME"),
-        ("0x8xH100", None, "a count of 0 is out of range"),
-        ("-1x8xH100", None, "a count of -1 is out of range"),
-        ("2x0xH100", None, "a count of 0 is out of range"),
-        ("50000x8xH100", None, "have more than 100,000 GPUs"),
-        ("2x8xH100", "fast", "network 'fast' is not a speed above 0; write it as 400Gb"),
-        ("2x8xH100", "0Gb", "network '0Gb' is not a speed above 0"),
-        ("2x8xH100", "-4Gb", "not a speed above 0"),
-        ("2x8xH100", "400", "has the unknown unit ''; write it as 400Gb"),
-        ("2x8xH100", "400Gx", "has the unknown unit 'Gx'"),
-        ("2x8xH100", "", "not a speed above 0"),
-        ("2x8xH100", f"1{'0' * 400}Gb", "is more than 1000TB per second"),
+        ("2xH100", None, "bad-node-spec", ("'2xH100'", "2x8xH100")),
+        ("H100", None, "bad-node-spec", ()),
+        ("0x8xH100", None, "count-out-of-range", ("0",)),
+        ("-1x8xH100", None, "count-out-of-range", ("-1",)),
+        ("2x0xH100", None, "count-out-of-range", ("0",)),
+        ("50000x8xH100", None, "too-many-gpus", ("100,000",)),
+        ("2x8xH100", "fast", "bad-network-speed", ("'fast'",)),
+        ("2x8xH100", "0Gb", "bad-network-speed", ("'0Gb'",)),
+        ("2x8xH100", "-4Gb", "bad-network-speed", ()),
+        ("2x8xH100", "400", "unknown-network-unit", ("''",)),
+        ("2x8xH100", "400Gx", "unknown-network-unit", ("'Gx'",)),
+        ("2x8xH100", "", "bad-network-speed", ()),
+        ("2x8xH100", f"1{'0' * 400}Gb", "network-too-fast", ("1000TB",)),
     ],
 )
-def test_bad_nodes(spec: str, network: str | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+def test_bad_nodes(spec: str, network: str | None, code: str, values: tuple[str, ...]) -> None:
+    with refuses(ConfigError, code, *values):
         parse_nodes(spec, network)
-    assert "\n" not in str(error.value)
 
 
 def test_one_node_or_several() -> None:

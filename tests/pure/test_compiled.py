@@ -85,7 +85,7 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
     log = install(BROKEN, tmp_path, monkeypatch)
     wait_for(build.build_ahead("bfloat16"))
     assert log.exists()
-    with pytest.raises(Exception, match=r"compiler could not compile the CPU kernels: no such instruction"):
+    with pytest.raises(subprocess.SubprocessError, match="no such instruction"):
         build.build_library("bfloat16")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
@@ -93,9 +93,7 @@ def test_a_compiler_that_fails_is_heard_by_whoever_needs_the_library(
 def test_the_cause_is_told_and_not_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "echo '/tmp/x.s: Assembler messages:'; echo '/tmp/x.s: Fatal error: write: No space left on device'"
     install(BROKEN.replace('echo "no such instruction"', f"({said})"), tmp_path, monkeypatch)
-    with pytest.raises(
-        subprocess.SubprocessError, match=r"could not compile the CPU kernels: .*No space left on device$"
-    ):
+    with pytest.raises(subprocess.SubprocessError, match=r"No space left on device$"):
         build.build_library("bfloat16")
 
 
@@ -189,7 +187,7 @@ def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[s
 def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(FAKE, tmp_path, monkeypatch, seconds=600)
     monkeypatch.setattr(build, "COMPILER_S", 0.1)
-    with pytest.raises(subprocess.SubprocessError, match="did not compile the CPU kernels in 0 s"):
+    with pytest.raises(subprocess.SubprocessError, match=r"compile .* in 0 s"):
         build.build_library("bfloat16")
 
 
@@ -246,10 +244,10 @@ def test_what_others_could_have_written_is_not_loaded(
     place = {"library": path, "digest": path.with_suffix(".sha256"), "kernels": cache, "weft": cache.parent}[what]
     if how == "theirs":
         give_away(place, monkeypatch)
-        said = r"belongs to user \d+, whose code would be run; delete it, or let XDG_CACHE_HOME"
+        said = r" user \d+, .* XDG_CACHE_HOME"
     else:
         place.chmod(0o777)
-        said = r"can be written by other users \(mode 777\).* `chmod go-w` it, or let XDG_CACHE_HOME"
+        said = r"other users \(mode 777\).* `chmod go-w` .* XDG_CACHE_HOME"
     with pytest.raises(OSError, match=said) as error:
         library.open_library(path)
     assert "\n" not in str(error.value)
@@ -269,7 +267,7 @@ def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
     tmp_path.chmod(0o770)  # of a home with a group of its own
     assert distrust_reason(path) is None
     tmp_path.chmod(0o777)
-    assert "can be written by other users" in str(distrust_reason(path))
+    assert "other users" in str(distrust_reason(path))
 
 
 def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +303,7 @@ def test_a_damaged_library_is_built_anew(
         case "another's digest":
             path.with_suffix(".sha256").write_text("0" * 64)
     assert library.built_library() == ""
-    with pytest.raises(OSError, match="is damaged: its digest does not hold"):
+    with pytest.raises(OSError, match="damaged: its digest"):
         library.open_library(path)
     assert build.build_library("bfloat16") == path and path.read_text() == "made\n"
     assert calls(log) == before + PARTS + 1 and "are damaged and are built again" in caplog.text
@@ -315,7 +313,7 @@ def test_a_damaged_library_is_built_anew(
 def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = install(FAKE, tmp_path, monkeypatch)
     monkeypatch.setattr(library, "is_intact", lambda _: False)
-    with pytest.raises(OSError, match="does not hold what was written: check the disk"):
+    with pytest.raises(OSError, match="check the disk"):
         build.build_library("bfloat16")
     assert calls(log) == PARTS + 1
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.commands import weft, weft_json
+from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import main
 from weft.planner import api_prices
 from weft.planner.api_prices import Usage, find_quote, find_quotes, stated_quote
@@ -123,33 +123,7 @@ def test_demand_from_a_file(tmp_path: Path):
     found = told("--api-price", "1/1", "--demand", str(path))
     assert found["apis"][0]["mixes"][0]["api_dollars"] == pytest.approx(1.75 * 3600 * 2048 / 1e6)
     path.write_text("hour,requests_per_s\n0,1\n1,many\n")
-    status, _, err = said("--demand", str(path))
-    assert status == 2 and "row 3: 'many' is not a number" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "message"),
-    [
-        (["--against", "gpt4omini"], 1, "nearest: "),
-        (["--api-price", "1"], 2, "as in 0.15/0.60"),
-        (["--api-price", "0/0"], 2, "as in 0.15/0.60"),
-        (["--api-price", "1/inf"], 2, "as in 0.15/0.60"),
-        (["--demand", "0,0"], 2, "at least one above 0"),
-        (["--demand", "-1"], 2, "at least one above 0"),
-        (["--demand", "missing.csv"], 2, "cannot be read"),
-        (["--utilization", "0"], 2, "above 0 and at most 1"),
-        (["--cached", "1.5"], 2, "above 0 and at most 1"),
-    ],
-)
-def test_bad_input(words, status, message):
-    got, out, err = said(*words)
-    assert got == status
-    assert message in err and err.count("\n") == 1 and not out
-
-
-def test_a_price_is_needed():
-    status, _, err = weft(*LLAMA[:-2])
-    assert status == 2 and "--price 2.49" in err
+    refused_line([*LLAMA, "--demand", str(path)], 2, "invalid-flag-value", f"{path} 3 'many'")
 
 
 def test_what_does_not_fit():
@@ -167,11 +141,6 @@ def test_replicas_that_share_their_experts_are_rented_together():
     assert {it["rent_dollars"] for it in found["apis"][0]["mixes"]} <= {0.0, 32.0}
     status, out, _ = weft(*words)
     assert status == 0 and "1 replica (16 GPUs)" in out
-
-
-def test_a_share_that_is_none_says_nothing_of_memory():
-    status, _, err = said("--utilization", "0")
-    assert status == 2 and "'0' is not a share: it must be above 0 and at most 1" in err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

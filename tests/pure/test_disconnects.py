@@ -106,7 +106,7 @@ async def test_health_is_forward_progress() -> None:
     assert (await world.client.get("/load")).json() == {"server_load": 1}
     world.engine.stats = replace_steps(world.engine.stats, 1)
     assert (await world.client.get("/health")).status_code == 200
-    assert "no step has finished" in refused(await world.client.get("/health"), 503, code="unhealthy")
+    refused(await world.client.get("/health"), 503, code="unhealthy")
     world.engine.stats = replace_steps(world.engine.stats, 2)
     assert (await world.client.get("/ping")).status_code == 200
     wire.hang_up()

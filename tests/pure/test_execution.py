@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from tests.pure.commands import parsed, weft, weft_json
 from tests.pure.machines import FOUR, H100, NOTHING, SIX, T4, THREE, checkpoint, host, rig
-from tests.refusals import refuses
+from tests.refusals import has_values, refusals, refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -127,7 +127,7 @@ def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFi
         plan = run("Llama-3.2-1B", rig(FOUR, FOUR))
     assert plan.devices == named_devices("cuda:0")
     line, steps = [record.getMessage() for record in caplog.records]
-    assert steps.startswith("max_num_batched_tokens is 4,096: a piece of that size takes")
+    has_values(steps, "max_num_batched_tokens", "4,096")
     for word in ("DP 2, bf16", "2 replicas", "tokens/s", "GPU 0", "--device-ids", "--tensor-parallel-size"):
         assert word in line
 
@@ -203,7 +203,7 @@ def test_lengths_stay_the_user_s() -> None:
     plan = run("Qwen3-14B", rig(FOUR, FOUR), max_model_len=4096, max_num_seqs=7)
     assert (plan.max_model_len, plan.max_model_len_given, plan.max_num_seqs) == (4096, True, 7)
     assert not run("Qwen3-14B", rig(FOUR, FOUR)).max_model_len_given
-    with pytest.raises(PlanError, match="32,768"):
+    with refuses(PlanError, "nothing-fits", "32,768"):
         run("Qwen3-32B", rig(SIX, FOUR), max_model_len=32768)
 
 
@@ -237,13 +237,13 @@ def test_sizes_alone_leave_the_shares_of_unlike_gpus_to_the_search() -> None:
     layers = [len(place.layers) for place in stages.places]
     assert sum(layers) == 40 and layers[0] != layers[1]
     # What the search finds nothing for is tried all the same: layout has its own say.
-    with pytest.raises(PlanError, match="of weights do not fit"):
+    with refuses(PlanError, "weights-exceed-free-memory"):
         run("Llama-3.1-70B", where, tensor_parallel_size=2)
 
 
 def test_more_ranks_than_unlike_gpus_are_refused_with_the_figures() -> None:
     for sizes in ({"tensor_parallel_size": 4}, {"pipeline_parallel_size": 4}):
-        refusal(PlanError, "4 ranks need 4 GPUs", "2 are visible", where=rig(FOUR, THREE), **sizes)
+        fails(PlanError, "more-ranks-than-gpus", "4 ranks", "2", where=rig(FOUR, THREE), **sizes)
 
 
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,12 +252,9 @@ def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest
 
 
 def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
-    with pytest.raises(PlanError) as caught:
+    values = ("Llama-3.1-70B", "GB", "RTX 4090", "weft plan", "--tensor-parallel-size")
+    with refuses(PlanError, "nothing-fits", *values):
         run("Llama-3.1-70B", rig(FOUR, FOUR))
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in ("Llama-3.1-70B does not fit", "RTX 4090", "GB", "weft plan", "--tensor-parallel-size"):
-        assert word in message
 
 
 # --- a plan file ---
@@ -276,9 +273,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return save
 
 
-def refusal(kind: type[WeftError], *words: str, model: str = "Qwen3-14B", where: Host, **flags: Any) -> None:
+def fails(kind: type[WeftError], code: str, *words: str, model: str = "Qwen3-14B", where: Host, **flags: Any) -> None:
     """The error is one line and names all of `words`."""
-    with pytest.raises(kind) as caught:
+    with refuses(kind, code) as caught:
         run(model, where, **flags)
     message = str(caught.value)
     assert "\n" not in message
@@ -317,7 +314,16 @@ def test_lengths_come_from_the_plan_where_they_were_asked_for(saved: Any) -> Non
     assert run("Qwen3-14B", where, plan=file, max_model_len=3000).max_model_len == 3000
     file = saved("Qwen3-14B", where, "--max-model-len", "4096")
     assert run("Qwen3-14B", where, plan=file).max_model_len == 4096
-    refusal(ConfigError, "max_model_len is 3000", "4096", where=where, plan=file, max_model_len=3000)
+    fails(
+        ConfigError,
+        "flag-contradicts-plan",
+        "max_model_len",
+        "3000",
+        "4096",
+        where=where,
+        plan=file,
+        max_model_len=3000,
+    )
 
 
 def test_an_fp16_plan_is_computed_in_float16(saved: Any) -> None:
@@ -344,7 +350,7 @@ def test_a_cpu_has_the_kv_cache_that_was_planned(saved: Any) -> None:
         assert plan.kv_cache_bytes // most * plan.block_size == pytest.approx(planned, abs=plan.block_size)
     assert run("Llama-3.2-1B", rig(), plan=file, kv_cache_memory_bytes=10**9).kv_cache_bytes == 10**9
     full = rig(memory_free_bytes=5 << 30)
-    refusal(PlanError, "plan.json takes", "5.4 GB", "of free memory", model="Llama-3.2-1B", where=full, plan=file)
+    fails(PlanError, "plan-exceeds-host-memory", "plan.json", "5.4 GB", model="Llama-3.2-1B", where=full, plan=file)
 
 
 def test_an_fp8_cache_is_kept_as_planned(saved: Any) -> None:
@@ -361,8 +367,10 @@ def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
     assert plan.quantization == precision
     planned = json.loads(Path(file).read_text())["best"]["ranks"][0]["weight_bytes"]
     assert plan.weight_bytes(0) == pytest.approx(planned, rel=0.01)
-    words = (f"quantization is none and {file} has {precision}",)
-    refusal(ConfigError, *words, model="Llama-3.2-1B", where=rig(), plan=file, quantization="none")
+    words = ("quantization", "none", file, precision)
+    fails(
+        ConfigError, "flag-contradicts-plan", *words, model="Llama-3.2-1B", where=rig(), plan=file, quantization="none"
+    )
 
 
 def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -370,28 +378,27 @@ def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "weft"):
         plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where, "-dp", "2"))
     assert plan.devices == named_devices("cuda:0")
-    assert [record.getMessage().split(": ")[0].rpartition("/")[2] for record in caplog.records] == [
-        "plan.json has 2 replicas (DP 2, bf16); Weft runs one of them, GPU 0"
-    ]
+    (line,) = [record.getMessage() for record in caplog.records]
+    has_values(line, "plan.json", "2 replicas (DP 2, bf16)", "GPU 0")
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code", "words"),
     [
-        ({"tensor_parallel_size": 1}, ["tensor_parallel_size is 1", "has 2"]),
-        ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "has 1"]),
-        ({"tensor_split": (3.0, 1.0)}, ["tensor_split is 3,1"]),
-        ({"pipeline_split": (20, 20)}, ["pipeline_split is 20,20", "has 40"]),
-        ({"dtype": "float16"}, ["dtype is float16", "bfloat16"]),
-        ({"device": "cpu"}, ["device is cpu", "cuda"]),
-        ({"gpu_memory_utilization": (0.5,)}, ["gpu_memory_utilization is 0.5"]),
-        ({"device_ids": (0,)}, ["device_ids names 1 GPUs", "2 ranks"]),
-        ({"device_ids": (0, 5)}, ["GPU 5", "0 to 1"]),
+        ({"tensor_parallel_size": 1}, "flag-contradicts-plan", ["tensor_parallel_size", "1", "2"]),
+        ({"pipeline_parallel_size": 2}, "flag-contradicts-plan", ["pipeline_parallel_size", "2", "1"]),
+        ({"tensor_split": (3.0, 1.0)}, "flag-contradicts-plan", ["tensor_split", "3,1"]),
+        ({"pipeline_split": (20, 20)}, "flag-contradicts-plan", ["pipeline_split", "20,20", "40"]),
+        ({"dtype": "float16"}, "flag-contradicts-plan", ["dtype", "float16", "bfloat16"]),
+        ({"device": "cpu"}, "flag-contradicts-plan", ["device", "cpu", "cuda"]),
+        ({"gpu_memory_utilization": (0.5,)}, "flag-contradicts-plan", ["gpu_memory_utilization", "0.5"]),
+        ({"device_ids": (0,)}, "device-ids-not-per-rank", ["device_ids", "1", "2 ranks"]),
+        ({"device_ids": (0, 5)}, "plan-beyond-gpus-here", ["GPU 5", "0 to 1"]),
     ],
 )
-def test_flags_that_contradict_a_plan(saved: Any, flags: dict[str, Any], words: list[str]) -> None:
+def test_flags_that_contradict_a_plan(saved: Any, flags: dict[str, Any], code: str, words: list[str]) -> None:
     where = rig(FOUR, FOUR)
-    refusal(WeftError, "plan.json", *words, where=where, plan=saved("Qwen3-14B", where), **flags)
+    fails(WeftError, code, "plan.json", *words, where=where, plan=saved("Qwen3-14B", where), **flags)
 
 
 @pytest.mark.parametrize(
@@ -413,24 +420,24 @@ def test_flags_that_say_the_same_as_a_plan(saved: Any, flags: dict[str, Any]) ->
 def test_device_ids_carry_a_plan_to_other_gpus_of_the_kind(saved: Any) -> None:
     file = saved("Qwen3-14B", rig(FOUR, FOUR))
     where = rig(THREE, FOUR, FOUR)
-    refusal(PlanError, "RTX 4090 as GPU 0", "RTX 3090", "--device-ids", where=where, plan=file)
+    fails(PlanError, "plan-for-other-gpu", "RTX 4090", "GPU 0", "RTX 3090", "--device-ids", where=where, plan=file)
     assert run("Qwen3-14B", where, plan=file, device_ids=(2, 1)).devices == named_devices("cuda:2", "cuda:1")
 
 
 def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
     file = saved("Qwen3-14B", rig(FOUR, FOUR))
-    refusal(PlanError, "uses GPU 1", "0 to 0", where=rig(FOUR), plan=file)
-    refusal(PlanError, "RTX 4090", "no GPU is visible on here", where=rig(), plan=file)
+    fails(PlanError, "plan-beyond-gpus-here", "GPU 1", "0 to 0", where=rig(FOUR), plan=file)
+    fails(PlanError, "plan-without-gpu-here", "RTX 4090", "here", where=rig(), plan=file)
     there = rig(FOUR, FOUR)
     small = msgspec.structs.replace(there.gpus[1], total_bytes=20 << 30, free_bytes=20 << 30)
-    refusal(
-        *(PlanError, "25.8 GB of GPU 1", "21.5 GB"),
+    fails(
+        *(PlanError, "plan-gpu-smaller-here", "25.8 GB of GPU 1", "21.5 GB"),
         where=msgspec.structs.replace(there, gpus=(there.gpus[0], small)),
         plan=file,
     )
     used = msgspec.structs.replace(there.gpus[1], free_bytes=10 << 30, holders=(Holder(77, "/bin/game", 14 << 30),))
-    refusal(
-        *(PlanError, "takes 23.2 GB of GPU 1", "game (pid 77) 15.0 GB", "--gpu-memory-utilization"),
+    fails(
+        *(PlanError, "plan-gpu-in-use", "23.2 GB of GPU 1", "game (pid 77) 15.0 GB", "--gpu-memory-utilization"),
         where=msgspec.structs.replace(there, gpus=(there.gpus[0], used)),
         plan=file,
     )
@@ -439,34 +446,51 @@ def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
 def test_another_model_is_refused(saved: Any) -> None:
     where = rig(FOUR, FOUR)
     words = ("Qwen/Qwen3-14B", "14,768,307,200", "Llama-3.1-8B")
-    refusal(PlanError, *words, where=where, model="Llama-3.1-8B", plan=saved("Qwen3-14B", where))
+    fails(PlanError, "plan-for-other-model", *words, where=where, model="Llama-3.1-8B", plan=saved("Qwen3-14B", where))
 
 
 def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
     where = rig(FOUR, FOUR)
-    refusal(PlanError, "int4", "--precision bf16", where=where, plan=saved("Qwen3-14B", where, "--precision", "int4"))
+    fails(
+        PlanError,
+        "plan-precision-not-converted",
+        "int4",
+        "--precision bf16",
+        where=where,
+        plan=saved("Qwen3-14B", where, "--precision", "int4"),
+    )
     several = saved("Qwen3-14B", where, "--nodes", "2x1xRTX4090", "-pp", "2", "-tp", "1")
-    refusal(PlanError, "several machines", "--gpus", where=where, plan=several)
+    fails(PlanError, "plan-replica-on-several-machines", "--gpus", where=where, plan=several)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", ["not JSON"]),
-        ("{", ["not JSON"]),
-        ("[]", ["not the output of weft plan --json"]),
-        ('{"a": 1}', ["not the output of weft plan --json", "`format`"]),
-        ('{"format": 1, "engine": "weft", "best": {}}', ["damaged plan"]),
-        ('{"format": 0, "engine": "weft", "best": {}}', ["format 0", "reads 1 to 2"]),
-        ('{"format": 3, "engine": "weft", "best": {}}', ["format 3", "reads 1 to 2", "plan again"]),
-        ('{"format": "x", "engine": "weft", "best": {}}', ["not the output of weft plan"]),
-        ("\xff", ["not JSON"]),
-    ],
-)
-def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: list[str]) -> None:
+# A file, the code of what is wrong with it, and values of the message.
+NO_PLANS: list[tuple[str, str, list[str]]] = [
+    ("", "plan-not-json", []),
+    ("{", "plan-not-json", []),
+    ("[]", "not-a-plan", []),
+    ('{"a": 1}', "not-a-plan", ["`format`"]),
+    ('{"format": 1, "engine": "weft", "best": {}}', "damaged-plan", []),
+    ('{"format": 99, "engine": "weft", "best": {}}', "plan-of-other-format", ["99", "1 to 2"]),
+    ('{"format": 0, "engine": "weft", "best": {}}', "plan-of-other-format", ["0", "1 to 2"]),
+    ('{"format": 3, "engine": "weft", "best": {}}', "plan-of-other-format", ["3", "1 to 2"]),
+    ('{"format": "x", "engine": "weft", "best": {}}', "not-a-plan", []),
+    ("\xff", "plan-not-json", []),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "words"), NO_PLANS)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str, code: str, words: list[str]) -> None:
     file = tmp_path / "p.json"
     file.write_bytes(text.encode("latin-1"))
-    refusal(ConfigError, str(file), *words, where=rig(FOUR), plan=str(file))
+    fails(ConfigError, code, str(file), *words, where=rig(FOUR), plan=str(file))
+
+
+def test_the_wording_of_files_that_are_no_plans(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    def read(text: str) -> None:
+        (tmp_path / "p.json").write_bytes(text.encode("latin-1"))
+        plan_file.load_plan_file(str(tmp_path / "p.json"))
+
+    golden("plan_file.txt", refusals(read, [text for text, *_ in NO_PLANS], tmp_path))
 
 
 # --- formats ---
@@ -511,7 +535,7 @@ def test_a_damaged_plan_of_format_1(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan))
     if damage == "gpu_index":
-        refusal(PlanError, "GPU 99", where=rig(FOUR, FOUR), plan=str(file))
+        fails(PlanError, "plan-beyond-gpus-here", "GPU 99", where=rig(FOUR, FOUR), plan=str(file))
         return
     with refuses(ConfigError, "damaged-plan"):
         plan_file.load_plan_file(str(file))
@@ -520,32 +544,51 @@ def test_a_damaged_plan_of_format_1(tmp_path: Path, damage: str) -> None:
 def test_a_plan_of_a_format_to_come(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({**json.loads(FORMAT_1.read_text()), "format": 3}))
-    with refuses(ConfigError, "unknown-plan-format"):
+    with refuses(ConfigError, "plan-of-other-format"):
         plan_file.load_plan_file(str(file))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     make = "weft plan MODEL --json"
-    refusal(ConfigError, "cannot read", "No such file", make, where=rig(FOUR), plan=str(tmp_path / "none"))
-    refusal(ConfigError, "cannot read", "directory", make, where=rig(FOUR), plan=str(tmp_path))
+    fails(ConfigError, "cannot-read-plan", "No such file", make, where=rig(FOUR), plan=str(tmp_path / "none"))
+    fails(ConfigError, "cannot-read-plan", "directory", make, where=rig(FOUR), plan=str(tmp_path))
 
 
 def test_a_damaged_plan(saved: Any) -> None:
     where = rig(FOUR, FOUR)
     best = json.loads(Path(saved("Qwen3-14B", where)).read_text())["best"]
-    refusal(
-        ConfigError, "lists 1", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": best["ranks"][:1]})
+    fails(
+        ConfigError,
+        "plan-ranks-differ",
+        "1",
+        where=where,
+        plan=saved("Qwen3-14B", where, best={**best, "ranks": best["ranks"][:1]}),
     )
     moved = [{**rank, "first_layer": rank["first_layer"] + 1} for rank in best["ranks"]]
-    refusal(
-        PlanError, "rank 0", "1-40", "0-39", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": moved})
+    fails(
+        PlanError,
+        "plan-spans-differ",
+        "rank 0",
+        "1-40",
+        "0-39",
+        where=where,
+        plan=saved("Qwen3-14B", where, best={**best, "ranks": moved}),
     )
     named = [{**rank, "gpu": "X"} for rank in best["ranks"]]
-    refusal(ConfigError, "has no X", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": named}))
+    fails(
+        ConfigError, "plan-gpu-unknown", "X", where=where, plan=saved("Qwen3-14B", where, best={**best, "ranks": named})
+    )
     layers = saved("Qwen3-14B", where, best={**best, "pipeline_split": [39]})
-    refusal(PlanError, "39", "40", where=where, plan=layers)
-    refusal(ConfigError, "vllm", "--engine", where=where, plan=saved("Qwen3-14B", where, engine="vllm"))
-    refusal(ConfigError, "no layout", "weft plan", where=where, plan=saved("Qwen3-14B", where, best=None))
+    fails(PlanError, "pipeline-split-of-other-sum", "39", "40", where=where, plan=layers)
+    fails(
+        ConfigError,
+        "plan-for-other-engine",
+        "vllm",
+        "--engine",
+        where=where,
+        plan=saved("Qwen3-14B", where, engine="vllm"),
+    )
+    fails(ConfigError, "plan-without-layout", "weft plan", where=where, plan=saved("Qwen3-14B", where, best=None))
 
 
 # --- the flag ---
@@ -572,8 +615,16 @@ def test_a_plan_may_be_limited_but_not_twice(saved: Any) -> None:
     file = saved("Qwen3-14B", where, "--max-memory", "0=20GB,1=20GB")
     plan = run("Qwen3-14B", where, plan=file)
     assert plan.gpu_memory_utilization == pytest.approx((20e9 / (24564 << 20),) * 2, abs=1e-6)
-    refusal(ConfigError, "--max-memory", "--plan", where=where, plan=file, max_memory={0: "10GB", 1: "10GB"})
-    refusal(ConfigError, "--device-map", "--plan", where=where, plan=file, device_map="auto")
+    fails(
+        ConfigError,
+        "plan-beside-max-memory",
+        "--max-memory",
+        "--plan",
+        where=where,
+        plan=file,
+        max_memory={0: "10GB", 1: "10GB"},
+    )
+    fails(ConfigError, "plan-beside-device-map", "--device-map", "--plan", where=where, plan=file, device_map="auto")
 
 
 def test_a_bad_plan_is_one_line(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.pure import exports
-from tests.pure.exports import CASES, MORE, PLANS, known, parts, path, plans, text
+from tests.conftest import GOLDEN
+from tests.pure.exports import CASES, MORE, PLANS, golden_name, known, parts, plans, text
 from weft.cli import plan_flags
 from weft.export.targets import TARGETS
 
@@ -19,12 +20,13 @@ def every(*targets: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("target", "plan"), CASES)
-def test_golden(target: str, plan: str) -> None:
-    assert text(target, plan) == path(target, plan).read_text(), "if that is meant: python -m tests.pure.exports"
+def test_golden(target: str, plan: str, golden: Callable[[str, str], None]) -> None:
+    golden(golden_name(target, plan), text(target, plan))
 
 
 def test_no_golden_file_is_left_behind() -> None:
-    assert {it for it in exports.FOLDER.rglob("*") if it.is_file()} == {path(*case) for case in CASES}
+    left = {str(file.relative_to(GOLDEN)) for file in (GOLDEN / "emit").rglob("*.txt")}
+    assert left == {golden_name(*case) for case in CASES}
 
 
 def test_targets_are_those_of_the_flag() -> None:

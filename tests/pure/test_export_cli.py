@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.commands import weft
+from tests.pure.commands import refused_line, weft
 from tests.pure.exports import emit, flags, run
 from tests.pure.fake_nvml import sliced, two_consumer_cards
+from tests.refusals import has_values
 from weft.export.infernet_config import comparable_name, model_of_tag, read_node_config, vram_tier
 from weft.export.targets import TARGETS
 from weft.formats.catalogue import entries
@@ -58,8 +60,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "infernet.env").unlink()
     mine = tmp_path / "weft.sh"
     mine.write_text("mine")
-    status, _, err = emit("infernet", SMALL, "--emit-to", str(tmp_path))
-    assert status == 1 and "weft.sh" in err and "exist" in err and "--force" in err and err.count("\n") == 1
+    refused_line(f"plan {SMALL} --emit infernet --emit-to {tmp_path}", 1, "export-file-exists", "weft.sh --force")
     # Not even what was not there.
     assert mine.read_text() == "mine" and not (tmp_path / "infernet.env").exists()
     assert emit("infernet", SMALL, "--emit-to", str(tmp_path), "--force")[0] == 0
@@ -74,66 +75,80 @@ def test_modes(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    status, out, err = emit("weft", SMALL, "--emit-to", str(tmp_path / "file"))
-    assert (status, out) == (1, "") and "cannot write" in err and err.count("\n") == 1
+    refused_line(f"plan {SMALL} --emit weft --emit-to {tmp_path}/file", 1, "cannot-write-export", f"{tmp_path}/file")
 
 
 # --- what it refuses ---
 
+# The target, the words, the code of the error, and the values that its message names.
+REFUSED = [
+    ("vlm", SMALL, "invalid-flag-value", "'vlm' 'vllm'"),
+    ("vllm", SMALL + " --json", "emit-with-other-answer", "--emit --json"),
+    ("vllm", SMALL + " --html x", "emit-with-other-answer", "--emit --html"),
+    ("vllm", SMALL + " --engine sglang", "emit-engine-mismatch", "--emit vllm --engine sglang"),
+    ("kuberay", SMALL + " --port 8000", "emit-without-port", "--port 8000 kuberay"),
+    ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", "too-few-ports", "65533 3 65535"),
+]
+
+
+def test_one_clear_line_and_nothing_written(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    entries = [
+        refused_line(f"plan {words} --emit {target} --emit-to {tmp_path}/none", 2, code, values)
+        for target, words, code, values in REFUSED
+    ]
+    assert not (tmp_path / "none").exists()
+    golden("errors/emit.txt", "".join(entries).replace(str(tmp_path), "FOLDER"))
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    words = "plan --gpus 1xH100 --infernet-config /nowhere.json --emit infernet"
+    refused_line(f"{words} --emit-to {tmp_path}/none", 1, "cannot-read-infernet-config", "/nowhere.json")
+    assert not (tmp_path / "none").exists()
+
 
 @pytest.mark.parametrize(
-    ("target", "words", "status", "told"),
+    ("target", "words", "told"),
     [
-        ("vlm", SMALL, 2, "choose from"),
-        ("vllm", SMALL + " --json", 2, "--emit and --json print different answers"),
-        ("vllm", SMALL + " --html x", 2, "--emit and --html print different answers"),
-        ("vllm", SMALL + " --engine sglang", 2, "--emit vllm writes for vllm, not --engine sglang"),
-        ("kuberay", SMALL + " --port 8000", 2, "have no port"),
-        ("vllm", "Qwen3-8B --gpus 4xRTX4090 -tp 1 -dp 4 --port 65533", 2, "exceed 65535"),
-        ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", 3, "119.2 GB"),
-        ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", 3, "--emit vllm spans several"),
-        ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", 3, "NVIDIA"),
-        ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", 3, "--kv-cache-dtype fp8"),
-        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", 3, "as code in the checkpoint"),
-        ("infernet", "--gpus 1xH100 --infernet-config /nowhere.json", 1, "cannot read"),
+        ("vllm", "Llama-3.3-70B-Instruct --gpus 1xRTX4090", "119.2 GB"),
+        ("weft", "Llama-3.1-405B-Instruct --nodes 2x8xH100", "--emit vllm"),
+        ("weft", "Llama-3.1-8B-Instruct --gpus 1xMI300X", "NVIDIA"),
+        ("vllm", "Llama-3.1-8B-Instruct --gpus 1xH100 --kv-cache-dtype int8", "--kv-cache-dtype fp8"),
+        ("transformers", "Qwen/Qwen-7B-Chat --gpus 1xH100", "checkpoint"),
     ],
 )
-def test_one_clear_line_and_nothing_written(target: str, words: str, status: int, told: str, tmp_path: Path) -> None:
+def test_plans_that_the_target_cannot_run(target: str, words: str, told: str, tmp_path: Path) -> None:
     found, out, err = emit(target, words, "--emit-to", str(tmp_path / "none"))
-    assert (found, out) == (status, "") and told in err
-    assert err.splitlines()[-1].startswith("weft: error: ") and err.count("\n") == 1
+    assert (found, out) == (3, "") and told in err
+    assert err.startswith("weft: error: ") and err.count("\n") == 1
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "tab\t", "\x1b[31m", "-x", "--host", "e\u202e"])
 @pytest.mark.parametrize("target", ["vllm", "infernet", "kuberay"])
 def test_names_that_nobody_could_ask_for(target: str, name: str) -> None:
-    status, out, err = emit(target, SMALL, f"--served-model-name={name}")
-    assert (status, out) == (2, "") and "is not a name that clients can use" in err and err.count("\n") == 1
+    words = ["plan", *SMALL.split(), "--emit", target, f"--served-model-name={name}"]
+    refused_line(words, 2, "unusable-served-name", "--served-model-name")
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", "$(touch x)", "a;b", "a#b", "a\\b", '"a"', "`id`", "*", "${HOME}"])
 def test_a_node_s_environment_holds_plain_names_only(name: str) -> None:
     """A shell, systemd and Docker read other names each in its own way."""
-    status, out, err = emit("infernet", SMALL, f"--served-model-name={name}")
-    assert (status, out) == (1, "") and "another name with --served-model-name" in err and err.count("\n") == 1
+    words = ["plan", *SMALL.split(), "--emit", "infernet", f"--served-model-name={name}"]
+    refused_line(words, 1, "name-unsafe-in-environment", "--served-model-name")
     assert emit("infernet", SMALL, "--served-model-name", "qwen3:8b")[0] == 0
 
 
 def test_an_empty_folder_is_none() -> None:
-    status, out, err = emit("vllm", SMALL, "--emit-to", "")
-    assert (status, out) == (2, "") and "--emit-to is empty" in err
+    refused_line(["plan", *SMALL.split(), "--emit", "vllm", "--emit-to", ""], 2, "emit-to-empty", "--emit-to")
 
 
 def test_force_needs_files() -> None:
-    status, out, err = emit("vllm", SMALL + " --force")
-    assert (status, out) == (2, "") and "--emit-to DIR" in err
+    refused_line(f"plan {SMALL} --emit vllm --force", 2, "force-without-emit-to", "--force --emit-to")
 
 
 @pytest.mark.parametrize("flag", ["--emit-to x", "--force", "--port 8000", "--served-model-name a"])
 def test_flags_of_emit_need_it(flag: str) -> None:
-    status, _, err = weft("plan", *SMALL.split(), *flag.split())
-    assert status == 2 and "works only with --emit TARGET" in err
+    refused_line(f"plan {SMALL} {flag}", 2, "emit-missing", f"{flag.split()[0]} --emit")
 
 
 # --- whatever the plan ---
@@ -178,7 +193,7 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     assert "VLLM_HOST=http://127.0.0.1:8123" in out
     for key in BOOK:
         assert f"{key} is only in the book" in err
-    assert "vram_tier >=48gb is no GPU's here, and a sum is never reported: RTX 4090 is 16-24gb" in err
+    has_values(err, "vram_tier >=48gb", "RTX 4090", "16-24gb")
 
 
 def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
@@ -213,23 +228,23 @@ def test_two_instances_of_one_model_are_none_of_another(config: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "status", "code", "value"),
     [
-        ("{", "is not JSON"),
-        ([], "must hold a JSON object"),
-        ({}, "names none"),
-        ({"vllm_model": 3}, "vllm_model"),
-        ({"engine": 4}, "engine"),
-        ({"vllm_instances": [1]}, "vllm_instances"),
-        ({"served_models": "x"}, "served_models"),
-        ({"vllm_model": "m", "vllm_host": "http://a:x"}, "is not an address"),
-        ("[" * 100_000, "is not JSON"),
-        ({"served_models": [" "]}, "served_models"),
+        ("{", 1, "infernet-config-not-json", ""),
+        ([], 1, "infernet-config-not-object", ""),
+        ({}, 2, "model-missing", "MODEL"),
+        ({"vllm_model": 3}, 1, "infernet-value-not-text", "vllm_model"),
+        ({"engine": 4}, 1, "infernet-engine-not-object", "engine"),
+        ({"vllm_instances": [1]}, 1, "infernet-instances-not-objects", "vllm_instances"),
+        ({"served_models": "x"}, 1, "infernet-served-models-not-names", "served_models"),
+        ({"vllm_model": "m", "vllm_host": "http://a:x"}, 1, "infernet-host-not-address", "'http://a:x'"),
+        ("[" * 100_000, 1, "infernet-config-not-json", ""),
+        ({"served_models": [" "]}, 1, "infernet-served-models-not-names", "served_models"),
     ],
 )
-def test_a_broken_configuration(config: Any, content: object, told: str) -> None:
-    status, out, err = emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(content))
-    assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1
+def test_a_broken_configuration(config: Any, content: object, status: int, code: str, value: str) -> None:
+    words = ["plan", "--gpus", "1xRTX4090", "--emit", "infernet", "--infernet-config", config(content)]
+    refused_line(words, status, code, value)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +307,8 @@ def test_names_of_files_are_no_syntax(tmp_path: Path) -> None:
     assert f"FROM {folder}\n" in written("ollama")
     # What is wanted of the user is told in the script's own syntax.
     status, calls, err = run(written("vllm", "--precision", "int4"), tmp_path)
-    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Tiny-2.5-1B" in err
+    assert status and not calls
+    has_values(err, "MODEL", "AWQ", "GPTQ", "4-bit", "Tiny-2.5-1B")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +371,7 @@ def test_slices_that_are_elsewhere_are_to_be_named(tmp_path: Path) -> None:
     figures = "memory: 20GB, bandwidth: 777GB/s, tflops: {bf16: 121}, capability: 8.0"
     file.write_text(f"nodes:\n- gpus:\n  - {{name: A100 MIG 3g.20gb, {figures}}}\n")
     status, out, err = emit("weft", f"Qwen3-0.6B --gpus {file}")
-    said = "A100 MIG 3g.20gb is a MIG slice, which has no number"
+    said = "A100 MIG 3g.20gb is a MIG slice"
     assert status == 0 and said in err and said in " ".join(out.replace("#", "").split())
 
 

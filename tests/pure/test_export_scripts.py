@@ -12,6 +12,7 @@ import pytest
 
 from tests.pure.commands import parsed
 from tests.pure.exports import VLLM, emit, flags, parts, plans, run
+from tests.refusals import has_values
 from weft.cli.flags import engine_config, serve_options
 from weft.client.vllm import vllm_arguments
 
@@ -54,7 +55,8 @@ def test_vllm_knows_the_flags(plan: str, tmp_path: Path) -> None:
 def test_a_script_stops_where_a_placeholder_is_not_set(tmp_path: Path) -> None:
     written = parts("vllm", "replicas-int4")["vllm"]
     status, calls, err = run(written, tmp_path)
-    assert status and not calls and "MODEL: an AWQ or GPTQ 4-bit checkpoint of Qwen/Qwen2.5-32B-Instruct" in err
+    assert status and not calls
+    has_values(err, "MODEL", "AWQ", "GPTQ", "4-bit", "Qwen/Qwen2.5-32B-Instruct")
     head = parts("vllm", "two-nodes")["node-0.sh"]
     assert run(head, tmp_path)[0] and "NODE0_ADDRESS: address of node 0" in run(head, tmp_path)[2]
 
@@ -75,7 +77,8 @@ def test_vllm_replicas(tmp_path: Path) -> None:
 def test_a_server_that_fails_is_told(tmp_path: Path) -> None:
     script = parts("vllm", "replicas-int4")["vllm"]
     status, calls, err = run(script, tmp_path, MODEL="a/b", FAILS="2,3")
-    assert (status, len(calls), err) == (3, 2, "a server has failed with status 3; the others go on\n")
+    assert (status, len(calls), err.count("\n")) == (3, 2, 1)
+    has_values(err, "status 3")
 
 
 def test_a_script_that_is_ended_ends_its_servers(tmp_path: Path) -> None:
@@ -133,7 +136,7 @@ def test_vllm_experts_on_two_nodes(tmp_path: Path) -> None:
 def test_a_cut_that_vllm_lacks_becomes_the_nearest_one() -> None:
     status, out, err = emit("vllm", "tensor-uneven")
     assert status == 0 and "--pipeline-parallel-size 2" in out and "tensor-split" not in out.partition("set -euo")[2]
-    assert "vLLM cannot do TP 2, bf16 with 30 and 10 query heads" in err and "the nearest that it can do is PP 2" in err
+    has_values(err, "vLLM", "TP 2, bf16 with 30 and 10 query heads", "nearest", "PP 2")
     # Nine heads on two ranks.
     status, out, err = emit("vllm", "demo --gpus 2xRTX4090 -tp 2")
     assert status == 0 and "9 query and 3 KV heads are not even over 2 ranks" in err
@@ -219,7 +222,7 @@ def test_a_narrow_cache_is_what_the_length_was_planned_with(
     assert narrow.get("kv-cache-dtype") == said
     longer = int(narrow["max-model-len"][0]) / int(usual["max-model-len"][0])
     assert longer > 1.9 if said else longer == 1
-    assert ("Weft has no fp8 KV cache here; this plan has one in 16 bits" in told) == (not said)
+    assert (" no fp8 KV cache" in told) == (not said)
     assert ("a KV cache in fp8_e5m2: Weft's is fp8" in told) == (target == "weft" and kept == "fp8_e5m2")
 
 

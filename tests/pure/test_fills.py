@@ -24,11 +24,10 @@ EMBED = "model.embed_tokens.weight"
 def sources(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint and their dims."""
     found = {}
-    for parameter in model_parameters(shape):
-        for layer in range(shape.layers) if parameter.where == "layer" else [None]:
-            for part in parameter.parts:
-                axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
-                found[part.source.format(layer=layer)] = tuple(axis_length(shape, axis) for axis in axes)
+    for parameter, layer in model_parameters(shape):
+        for part in parameter.parts:
+            axes = (part.rows,) if part.cols is None else (part.rows, part.cols)
+            found[part.source.format(layer=layer)] = tuple(axis_length(shape, axis) for axis in axes)
     return found
 
 
@@ -75,25 +74,24 @@ def test_every_element_is_read_by_exactly_its_owners(layout: Layout) -> None:
             readers.setdefault(fill.source, []).append((place, fill))
     dims = sources(shape)
     assert set(readers) == set(dims)
-    for parameter in model_parameters(shape):
-        for layer in range(shape.layers) if parameter.where == "layer" else [None]:
-            for part in parameter.parts:
-                name = part.source.format(layer=layer)
-                for place, fill in readers[name]:
-                    holds = place.first if part.source == EMBED else place.last
-                    holds = holds or (part.source == EMBED and shape.tied and place.last)
-                    if layer is not None:
-                        holds = place.layers.start <= layer < place.layers.stop
-                    assert holds and rectangle(fill)[0] == owned(shape, place, part.rows)
-                stage_readers = Counter(place.stage for place, _ in readers[name])
-                assert set(stage_readers.values()) == {len(weights)}
-                cut = {part.rows, part.cols} & {Axis.Q, Axis.FFN, Axis.VOCAB}
-                for stage in stage_readers if cut else ():
-                    # Disjoint rectangles that together have the area of the tensor cover it exactly.
-                    mine = [rectangle(fill) for place, fill in readers[name] if place.stage == stage]
-                    assert sum(len(rows) * len(cols) for rows, cols in mine) == prod(dims[name])
-                    for one, other in combinations(mine, 2):
-                        assert any(a.stop <= b.start or b.stop <= a.start for a, b in zip(one, other, strict=True))
+    for parameter, layer in model_parameters(shape):
+        for part in parameter.parts:
+            name = part.source.format(layer=layer)
+            for place, fill in readers[name]:
+                holds = place.first if part.source == EMBED else place.last
+                holds = holds or (part.source == EMBED and shape.tied and place.last)
+                if layer is not None:
+                    holds = place.layers.start <= layer < place.layers.stop
+                assert holds and rectangle(fill)[0] == owned(shape, place, part.rows)
+            stage_readers = Counter(place.stage for place, _ in readers[name])
+            assert set(stage_readers.values()) == {len(weights)}
+            cut = {part.rows, part.cols} & {Axis.Q, Axis.FFN, Axis.VOCAB}
+            for stage in stage_readers if cut else ():
+                # Disjoint rectangles that together have the area of the tensor cover it exactly.
+                mine = [rectangle(fill) for place, fill in readers[name] if place.stage == stage]
+                assert sum(len(rows) * len(cols) for rows, cols in mine) == prod(dims[name])
+                for one, other in combinations(mine, 2):
+                    assert any(a.stop <= b.start or b.stop <= a.start for a, b in zip(one, other, strict=True))
 
 
 @given(layouts())

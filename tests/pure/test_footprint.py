@@ -37,7 +37,7 @@ def cut(
     return deploy(
         shape,
         tensor_weights=[1.0] * (tensor or ranks),
-        stage_layers=stages or (shape.layers,),
+        stage_layers=stages or (len(shape.layers),),
         gpus=range(ranks),
         precision=precision,
         kv_dtype=kv_dtype,

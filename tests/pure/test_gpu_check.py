@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_results_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert gpu_check.main(["first"]) == 2
     assert "results cannot be written into" in capsys.readouterr().err
     monkeypatch.setattr(needs.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 5_000_000}))
-    assert "has 5 MB free, and results and logs may take 200 MB" in str(needs.obstacle_of_folder(tmp_path))
+    assert re.search(r"\b5 MB.*\b200 MB", str(needs.obstacle_of_folder(tmp_path)))
 
 
 def test_a_bare_python_is_told_what_it_lacks() -> None:
@@ -85,36 +86,36 @@ def test_a_bare_python_is_told_what_it_lacks() -> None:
     paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'src')!r}]; "
     done = subprocess.run([sys.executable, "-I", "-S", "-c", paths + program], capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"gpu_check: part first needs torch .* msgspec .*, which .* lacks; .*\n", done.stderr)
+    assert re.fullmatch(r"gpu_check: .*\bfirst .*\btorch .*\bmsgspec .*\n", done.stderr)
 
 
 def test_packages_and_files_that_are_missing(tmp_path: Path) -> None:
     sanitize, peers = PARTS["sanitize"].needs, PARTS["peers"].needs
     words = needs.obstacle_of_packages("sanitize", sanitize, "python3", lambda module: module not in ("pytest", "yaml"))
-    assert words is not None and words.startswith("part sanitize needs pyyaml pytest, which python3 lacks; ")
+    assert words is not None and re.search(r"\bsanitize .*\bpyyaml pytest\b.*\bpython3\b", words)
     assert needs.obstacle_of_packages("sanitize", sanitize, "python3", lambda module: True) is None
     asks = replace(sanitize, programs=("no-such-program",))
     assert "no-such-program on PATH" in str(needs.obstacle_of_files("sanitize", asks, None))
     assert "sums_worker.py" in str(needs.obstacle_of_files("ranks", PARTS["ranks"].needs, None, tmp_path))
-    assert "needs --vllm FOLDER" in str(needs.obstacle_of_files("peers", peers, None))
-    assert "holds no vllm/__init__.py" in str(needs.obstacle_of_files("peers", peers, tmp_path))
+    assert "--vllm FOLDER" in str(needs.obstacle_of_files("peers", peers, None))
+    assert "vllm/__init__.py" in str(needs.obstacle_of_files("peers", peers, tmp_path))
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     assert needs.obstacle_of_files("peers", peers, tmp_path) is None
 
 
-def test_cards_that_do_not_do() -> None:
+def test_cards_that_do_not_do(golden: Callable[[str, str], None]) -> None:
     first = PARTS["first"].needs
     assert needs.obstacle_of_card("first", first, H200, "2.11") is None
-    assert "torch 2.11 sees no CUDA device" in str(needs.obstacle_of_card("first", first, None, "2.11"))
-    old = replace(H200, name="V100", capability=(7, 0))
-    assert needs.obstacle_of_card("first", first, old, "2.11") == (
-        "V100 has compute capability 7.0, and the kernels need 7.5 or newer"
-    )
-    full = replace(H200, free_bytes=3_000_000_000)
-    assert needs.obstacle_of_card("first", first, full, "2.11") == (
-        "part first needs 20 GB of free memory, and NVIDIA H200 has 3.0 of 150.0 GB free"
-    )
+    none = needs.obstacle_of_card("first", first, None, "2.11")
+    old = needs.obstacle_of_card("first", first, replace(H200, name="V100", capability=(7, 0)), "2.11")
+    full = needs.obstacle_of_card("first", first, replace(H200, free_bytes=3_000_000_000), "2.11")
+    assert none and "2.11" in none
+    assert old and re.search(r"\bV100 .*\b7\.0\b.*\b7\.5\b", old)
+    assert full and re.search(r"\b20 GB.*\bH200 .*\b3\.0 of 150\.0 GB", full)
+    vllm = needs.obstacle_of_files("peers", PARTS["peers"].needs, None)
+    packages = needs.obstacle_of_packages("sanitize", PARTS["sanitize"].needs, "python3", lambda module: False)
+    golden("errors/gpu_check.txt", "".join(f"{obstacle}\n" for obstacle in (none, old, full, vllm, packages)))
 
 
 def test_finished_tasks_are_kept_and_others_measured_again(tmp_path: Path) -> None:
@@ -178,10 +179,10 @@ def test_sanitizer_summaries() -> None:
 
 def test_children_that_fail_or_last_too_long(tmp_path: Path) -> None:
     children = Children(tmp_path)
-    with pytest.raises(ChildError, match="ended with 3: the last word"):
+    with pytest.raises(ChildError, match=r"\b3\b.*the last word"):
         list(children.lines([sys.executable, "-c", "print('the last word'); raise SystemExit(3)"], "log", 60))
     sleeper = "import time; print('begun', flush=True); time.sleep(60)"
-    with pytest.raises(CutError, match="ended after 1 s, at: begun"):
+    with pytest.raises(CutError, match=r"\b1 s\b.*begun"):
         list(children.lines([sys.executable, "-c", sleeper], "log", 1))
     assert "the last word" in (tmp_path / "log.log").read_text()
 

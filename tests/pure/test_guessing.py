@@ -11,6 +11,7 @@ import pytest
 
 from tests.pure.commands import weft, weft_json
 from tests.pure.machines import FOUR, NOTHING, checkpoint, expected, rig
+from tests.refusals import has_values, refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.hardware.host import Host
@@ -105,7 +106,7 @@ def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
 def test_a_draft_that_leaves_no_room_is_named() -> None:
     status, out, _ = weft("plan", "Qwen3-8B", "--gpus", "1xRTX3090", "-sc", '{"model": "Qwen3-4B"}')
     assert status == 3 and "for the engine and its draft model); the RTX 3090" in out
-    assert "without --speculative-config it fits as one GPU, bf16 with" in out
+    has_values(out, "without --speculative-config", "one GPU, bf16")
 
 
 def test_other_systems_get_what_they_can_do() -> None:
@@ -147,12 +148,12 @@ def test_an_engine_holds_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_p
     for said in (None, json.loads(DRAFT), {"method": "draft_model", "model": "Qwen3-0.6B"}):
         found = run(where, plan=str(file), speculative_config=said)
         assert found.speculation == plan.speculation
-    with pytest.raises(ConfigError, match=r"speculative_config is \{.*ngram.*\} and .*plan.json has \{.*Qwen3-0.6B"):
+    with refuses(ConfigError, "flag-contradicts-plan", "speculative_config", "ngram", "plan.json", "Qwen3-0.6B"):
         run(where, plan=str(file), speculative_config={"method": "ngram"})
     del told["speculative_config"]  # as older files are
     file.write_text(json.dumps(told))
     assert run(where, plan=str(file)).speculation is None
-    with pytest.raises(ConfigError, match="plan again with it"):
+    with refuses(ConfigError, "flag-contradicts-plan"):
         run(where, plan=str(file), speculative_config={"method": "ngram"})
 
 
@@ -163,16 +164,16 @@ def test_a_file_says_how_many_requests_run_at_once(monkeypatch: pytest.MonkeyPat
     file.write_text(json.dumps(weft_json("plan", "Qwen3-8B", "--max-num-seqs", "8")[1]))
     for said in ({}, {"max_num_seqs": 8}):
         assert run(where, plan=str(file), **said).max_num_seqs == 8
-    with pytest.raises(ConfigError, match=r"max_num_seqs is 9 and .* has 8"):
+    with refuses(ConfigError, "flag-contradicts-plan", "max_num_seqs", "9", "8"):
         run(where, plan=str(file), max_num_seqs=9)
 
 
 def test_a_draft_that_has_no_room_is_refused_before_anything_is_read() -> None:
     """16.4 GB of the model are there, and 16.4 of the draft, on a card of 25.8."""
     said = {"speculative_config": {"model": "Qwen3-8B"}}
-    with pytest.raises(PlanError, match="does not fit this machine"):
+    with refuses(PlanError, "nothing-fits"):
         rigged(**said)
-    with pytest.raises(PlanError, match=r"32\.8 GB of weights do not fit cuda:0"):
+    with refuses(PlanError, "weights-exceed-free-memory", "32.8", "cuda:0"):
         rigged(**said, tensor_parallel_size=1)
     spread = run(rig(FOUR, FOUR, FOUR), **said)
     assert spread.tensor_parallel * spread.stages > 1

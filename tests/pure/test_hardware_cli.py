@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.pure.commands import weft
+from tests.pure.commands import refused_line, weft
 from tests.pure.fake_nvml import GIB, FakeNvml, bridged, eight_h100, old_driver, sliced, two_consumer_cards
 from weft.errors import ConfigError
 from weft.hardware import host, nvml
@@ -81,7 +82,7 @@ def measured(here: Host, faults: dict[str, str]) -> tuple[tuple[GpuSpeed, ...], 
 def test_a_machine_without_gpus(on: Callable[..., Run]) -> None:
     status, out, err = on()("hardware")
     assert (status, err) == (0, "")
-    assert "rig: 2 x Intel Xeon Gold 6430, 64 cores, 128 threads, 32 of them available to Weft" in out
+    assert re.search(r"^rig: 2 x Intel Xeon Gold 6430, .*\b64 .*\b128 .*\b32 ", out)
     assert "amx_bf16" in out and "NUMA node 1: 64 threads, 274.9 GB" in out
     assert "429.5 GB free of 549.8 GB" in out and "reads 50.0 GB/s, 1.00 TFLOPS in 32 bits" in out
     assert "no GPU is visible" in out
@@ -91,15 +92,12 @@ def test_consumer_cards(on: Callable[..., Run]) -> None:
     status, out, err = on(two_consumer_cards())("hardware")
     assert status == 0 and "measuring copies between the GPUs" in err
     assert "2 GPUs, driver 550.54.15" in out
-    assert (
-        "GPU 0: NVIDIA GeForce RTX 4090, 25.2 GB free of 25.8 GB\n  PCIe 4 x16 (1 when idle); up to 2100 MHz (210"
-        in out
-    )
-    assert "in use by Planet (pid 4242) 6.4 GB, python (pid 77) 2.1 GB, a process (pid 78)" in out
+    assert re.search(r"GPU 0: .* 4090, .*\b25\.2 GB .*\b25\.8 GB\n  PCIe 4 x16 \(1 .*\b2100 MHz \(210", out)
+    assert re.search(r"\bPlanet .*\b4242\b.* 6\.4 GB, python .*\b77\b.* 2\.1 GB, .*\b78\b", out)
     assert "PCIe 4 x4;" in out and "4 of 16 PCIe lanes: check its slot and riser" in out
-    assert out.count("measured: copies at 900 GB/s, 24 GB/s from the host, 25 GB/s to the host") == 2
+    assert len(re.findall(r"measured: .*\b900 GB/s, 24 GB/s .*, 25 GB/s ", out)) == 2
     assert "PHB a CPU's host bridge" in out and "SYS" not in out
-    assert "0-1: no peer-to-peer (the chipset does not support it); all bytes arrive, through the host" in out
+    assert re.search(r"\b0-1: no peer-to-peer .*\bchipset .*; all bytes arrive, through the host", out)
 
 
 def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
@@ -108,14 +106,26 @@ def test_a_board_with_a_switch(on: Callable[..., Run]) -> None:
     assert (
         "NVLink 4.0, 18 x 27 GB/s to a switch; NUMA node 1" in out and out.count("NV18") == 56 and "NV n NVLinks" in out
     )
-    assert "all pairs: peer-to-peer; all bytes arrive, directly, about 12 GB/s" in out
+    assert re.search(r"\ball pairs: peer-to-peer; .*\b12 GB/s", out)
 
 
 def test_a_link_that_hangs_is_told_by_name(on: Callable[..., Run]) -> None:
     out = on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware")[1]
-    hung = "0-2: peer-to-peer by the driver, but the test found it hung: nothing happened for 15 s"
-    assert f"{hung}; Weft copies through the host instead" in out
+    assert re.search(r"\b0-2: .*\bhung: nothing happened for 15 s", out)
     assert "1-3: peer-to-peer; all bytes arrive" in out and "0-1, 0-3, 1-2, 2-3: no peer-to-peer (not supported)" in out
+
+
+def test_the_words_of_weft_hardware(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
+    pages = [
+        on()("hardware"),
+        on(two_consumer_cards())("hardware"),
+        on(eight_h100())("hardware"),
+        on(bridged((0, 2), (1, 3), count=4), pair02="nothing happened for 15 s")("hardware"),
+        on(old_driver())("hardware", "--no-measure"),
+        on(sliced())("hardware", "--no-measure"),
+    ]
+    lines = "\n".join(page for _, page, _ in pages).split("\n")
+    golden("hardware.txt", "\n".join(map(str.rstrip, lines)))
 
 
 def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
@@ -156,7 +166,7 @@ def test_a_measurement_that_is_not_possible_is_told(on: Callable[..., Run], monk
     run = on(bridged((0, 1)))
 
     def fail(_: Host) -> None:
-        raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU")
+        raise ConfigError("cannot measure the GPUs of rig: torch sees no GPU", code="no-gpu-visible")
 
     monkeypatch.setattr(links, "measure_links", fail)
     status, out, err = run("hardware")
@@ -180,7 +190,7 @@ def test_json_tells_what_is_there_also_where_no_plan_is_possible(on: Callable[..
     status, out, err = on(machine)("hardware", "--json")
     found = json.loads(out)
     assert (status, found["hardware"], found["host"]["gpus"][0]["name"]) == (0, None, "GRID X-4Q")
-    assert "cannot plan for this machine: unknown GPU 'GRID X-4Q'" in err
+    assert "unknown GPU 'GRID X-4Q'" in err
 
 
 @pytest.mark.parametrize(
@@ -211,22 +221,22 @@ def test_described_hardware_can_be_written_too(on: Callable[..., Run], tmp_path:
     assert json.loads(run("hardware", "--gpus", "2xL4", "--json")[1])["nodes"][0]["gpus"][0]["count"] == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        ("--json --yaml", 2, "--json and --yaml are two formats of the same answer"),
-        ("demo", 2, "unexpected argument 'demo' for weft hardware"),
-        ("--gpus 2xH1000", 1, "unknown GPU 'H1000'"),
-        ("--gpus 2xH100 --nodes 2x8xH100", 2, "--gpus and --nodes both describe the hardware"),
-        ("--refresh-hardware --no-measure", 2, "this machine, but --no-measure measures nothing"),
-        ("--refresh-hardware --gpus 2xL4", 2, "this machine, but --gpus and --nodes describe other hardware"),
-        ("--yaml --no-measure", 1, "the CPU's speed is not known; leave --no-measure out"),
-        ("--refresh", 2, "unknown flag --refresh for weft hardware; did you mean --refresh-hardware?"),
-    ],
-)
-def test_bad_words(on: Callable[..., Run], words: str, status: int, told: str) -> None:
-    got, out, err = on()("hardware", *words.split())
-    assert (got, out) == (status, "") and told in err and err.count("\n") == 1
+WRONG_LINES = [
+    ("--json --yaml", 2, "json-and-yaml", "--json --yaml"),
+    ("demo", 2, "unexpected-argument", "'demo'"),
+    ("--gpus 2xH1000", 1, "unknown-gpu", "'H1000'"),
+    ("--gpus 2xH100 --nodes 2x8xH100", 2, "gpus-and-nodes", "--gpus --nodes"),
+    ("--refresh-hardware --no-measure", 2, "refresh-without-measuring", "--refresh-hardware --no-measure"),
+    ("--refresh-hardware --gpus 2xL4", 2, "refresh-of-other-hardware", "--refresh-hardware --gpus --nodes"),
+    ("--yaml --no-measure", 1, "cpu-speed-unknown", "--no-measure"),
+    ("--refresh", 2, "unknown-flag", "--refresh --refresh-hardware?"),
+]
+
+
+def test_bad_words(on: Callable[..., Run], golden: Callable[[str, str], None]) -> None:
+    on()
+    entries = [refused_line(f"hardware {words}", *rest) for words, *rest in WRONG_LINES]
+    golden("errors/hardware.txt", "".join(entries))
 
 
 def test_refresh_measures_the_cpu_again(on: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

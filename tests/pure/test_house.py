@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from scripts import writing
@@ -81,3 +82,61 @@ def test_the_simulator_uses_the_core_s_public_names() -> None:
             if bad:
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+
+
+def test_every_error_carries_a_code() -> None:
+    """A code is a literal of its own, or comes from the caller or from the error beneath."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    names = error_classes(trees.values())
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and not carries_code(node, names)
+    ]
+    assert bad == []
+
+
+def test_rule_of_codes_finds_what_it_forbids() -> None:
+    good = ['ConfigError("x", code="too-many-ranks")', 'ConfigError("x", code=error.code)', 'wrong("x", code="a")']
+    bad = ['ConfigError("x")', 'ConfigError("x", code="")', 'errors.PlanError("x")', 'wrong("x", code="Too Many")']
+    found = [source for source in good + bad if not carries_code(call_of(source), {"ConfigError", "PlanError"})]
+    assert found == bad
+    classes = ["class B(A): ...", "class A(WeftError): ...", "class C(list): ..."]
+    classes.append("class D(A):\n    def __init__(self, cause): super().__init__(str(cause), code=cause.code)")
+    assert error_classes(map(ast.parse, classes)) == {"WeftError", "A", "B"}
+
+
+def call_of(source: str) -> ast.Call:
+    call = ast.parse(source, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return call
+
+
+def carries_code(call: ast.Call, names: set[str]) -> bool:
+    """Return False for a call of one of the errors without a code, and for any code that is a literal of wrong form."""
+    code = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
+    if isinstance(code, ast.Constant):
+        return isinstance(code.value, str) and re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", code.value) is not None
+    return code is not None or ast.unparse(call.func).rpartition(".")[2] not in names
+
+
+def error_classes(trees: Iterable[ast.AST]) -> set[str]:
+    """Names of WeftError and of the classes derived from it, without those that set their code themselves."""
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names: set[str] = set()
+    more = {"WeftError"}
+    while more - names:
+        names |= more
+        more = {node.name for node in classes if names & {ast.unparse(base) for base in node.bases}}
+    return names - {node.name for node in classes if sets_its_code(node)}
+
+
+def sets_its_code(node: ast.ClassDef) -> bool:
+    """Return True for a class whose constructor takes no code."""
+    return any(
+        isinstance(part, ast.FunctionDef)
+        and part.name == "__init__"
+        and not any(argument.arg == "code" for argument in (*part.args.args, *part.args.kwonlyargs))
+        for part in node.body
+    )

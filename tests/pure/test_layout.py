@@ -11,20 +11,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.pure.machines import gpu, host, plan
-from tests.pure.shapes import SMOLLM2, shapes
+from tests.pure.shapes import SMOLLM2, repeated, shapes, with_attention
+from tests.refusals import refuses
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
-from weft.plan.backends import GPU_BACKENDS
+from weft.plan.backends import ATTENTION_BACKENDS
 from weft.plan.layout import stage_layers
 from weft.plan.plan import Plan, named_devices
 
+GPU_BACKENDS = [name for name, row in ATTENTION_BACKENDS.items() if row.runs_on == "gpu"]
 
-def refusal(*words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
+
+def fails(code: str, *words: str, where: Host | None = None, shape: ModelShape = SMOLLM2, **flags: Any) -> None:
     """The error is one line and names all of `words`."""
-    with pytest.raises((ConfigError, PlanError)) as caught:
+    with refuses(WeftError, code) as caught:
         plan(where, shape, **flags)
     message = str(caught.value)
     assert "\n" not in message
@@ -47,7 +50,7 @@ def test_a_plan_survives_json() -> None:
 
 @given(shape=shapes(), tp=st.integers(1, 6), pp=st.integers(1, 4), cores=st.integers(1, 9))
 def test_any_layout_is_whole(shape: ModelShape, tp: int, pp: int, cores: int) -> None:
-    assume(tp <= shape.q_heads and pp <= shape.layers)
+    assume(tp <= shape.q_heads and pp <= len(shape.layers))
     got = plan(host(cores=tuple(range(cores))), shape, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     assert len(got.places) == len(got.devices) == len(got.cores) == len(got.gpu_memory_utilization) == tp * pp
     assert all(mine and set(mine) <= set(range(cores)) for mine in got.cores)
@@ -100,7 +103,7 @@ def test_whatever_is_asked_for_is_a_plan_or_advice(
 
 @given(shape=shapes(), stages=st.integers(1, 5))
 def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: int) -> None:
-    assume(stages <= shape.layers)
+    assume(stages <= len(shape.layers))
     head = shape.vocab * shape.hidden + shape.hidden
     layer = (plan_bytes(shape, 2) - plan_bytes(shape, 1)) // 2
 
@@ -108,8 +111,8 @@ def test_no_other_split_has_a_faster_slowest_stage(shape: ModelShape, stages: in
         return max(*(n * layer for n in split[:-1]), split[-1] * layer + head, 0)
 
     got = stage_layers(shape, stages)
-    assert sum(got) == shape.layers and all(n >= 1 for n in got) and len(got) == stages
-    assert slowest(got) == min(slowest(other) for other in compositions(shape.layers, stages))
+    assert sum(got) == len(shape.layers) and all(n >= 1 for n in got) and len(got) == stages
+    assert slowest(got) == min(slowest(other) for other in compositions(len(shape.layers), stages))
 
 
 def plan_bytes(shape: ModelShape, layers: int) -> int:
@@ -117,7 +120,7 @@ def plan_bytes(shape: ModelShape, layers: int) -> int:
     from weft.plan.fills import rank_weight_bytes
     from weft.plan.places import cut_places
 
-    shape = msgspec.structs.replace(shape, layers=layers)
+    shape = repeated(shape, layers)
     return rank_weight_bytes(shape, cut_places(shape, [1.0], [layers])[0], "float16")
 
 
@@ -135,22 +138,34 @@ def test_the_head_counts_as_layers() -> None:
 
 def test_pipeline_split() -> None:
     assert [len(p.layers) for p in plan(pipeline_split=(1, 28, 1)).places] == [1, 28, 1]
-    refusal("20,12", "30", pipeline_split=(20, 12))
-    refusal("1 to 30", pipeline_parallel_size=31)
-    refusal("2 stages", "3", pipeline_split=(15, 15), pipeline_parallel_size=3)
+    fails("pipeline-split-of-other-sum", "20,12", "30", pipeline_split=(20, 12))
+    fails("more-stages-than-layers", "1 to 30", pipeline_parallel_size=31)
+    fails("pipeline-split-of-other-size", "2 stages", "3", pipeline_split=(15, 15), pipeline_parallel_size=3)
 
 
 def test_vllm_partition() -> None:
     where = host(environment={"VLLM_PP_LAYER_PARTITION": "20,10"})
     assert [len(p.layers) for p in plan(where).places] == [20, 10]
     assert [len(p.layers) for p in plan(where, pipeline_split=(10, 20)).places] == [10, 20]
-    refusal("VLLM_PP_LAYER_PARTITION", "2 stages", "3", where=where, pipeline_parallel_size=3)
-    refusal("VLLM_PP_LAYER_PARTITION", "'a,b'", where=host(environment={"VLLM_PP_LAYER_PARTITION": "a,b"}))
+    fails(
+        "layer-partition-of-other-size",
+        "VLLM_PP_LAYER_PARTITION",
+        "2 stages",
+        "3",
+        where=where,
+        pipeline_parallel_size=3,
+    )
+    fails(
+        "bad-layer-partition",
+        "VLLM_PP_LAYER_PARTITION",
+        "'a,b'",
+        where=host(environment={"VLLM_PP_LAYER_PARTITION": "a,b"}),
+    )
 
 
 def test_attention_backend(caplog: pytest.LogCaptureFixture) -> None:
     """A wrong one is known before any weight is read; vLLM's variable with a backend of its own stops nothing."""
-    refusal("attention_backend", "'flash'", "auto, torch, cpu", attention_backend="flash")
+    fails("unknown-choice", "attention_backend", "'flash'", "auto, torch, cpu", attention_backend="flash")
     for value, backend in (("TORCH_SDPA", "torch"), ("CPU", "cpu"), ("", "auto")):
         assert plan(host(environment={"VLLM_ATTENTION_BACKEND": value})).attention_backend == backend
     assert (
@@ -183,7 +198,13 @@ def test_attention_backends_have_vllm_s_names_too(theirs: str, ours: str, caplog
 
 def test_kernels_of_a_cpu_run_on_no_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """Torch's would take their place, many times slower, and nobody would know why."""
-    refusal("attention_backend is cpu", "on GPUs it is auto, triton", where=host(1), attention_backend="CPU_ATTN")
+    fails(
+        "attention-backend-not-usable",
+        "CPU kernels",
+        "not on GPUs",
+        where=host(1),
+        attention_backend="CPU_ATTN",
+    )
     assert plan(host(1), attention_backend="cpu", device="cpu").attention_backend == "cpu"
     assert plan(host(1, environment={"VLLM_ATTENTION_BACKEND": "CPU"})).attention_backend == "auto"
     assert "VLLM_ATTENTION_BACKEND is CPU" in caplog.text
@@ -191,21 +212,38 @@ def test_kernels_of_a_cpu_run_on_no_gpu(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_kernels_of_gpus_run_on_no_cpu() -> None:
     for backend in GPU_BACKENDS:
-        refusal("attention_backend", backend, "auto, cpu or torch", attention_backend=backend)
+        fails(
+            "attention-backend-not-usable",
+            "not on a CPU",
+            attention_backend=backend,
+        )
         interpreted = host(environment={"TRITON_INTERPRET": "1"})
         assert plan(interpreted, attention_backend=backend).attention_backend == backend
     assert plan(host(1), attention_backend="flashinfer", kv_cache_dtype="fp8").kv_cache_dtype == "fp8"
-    refusal("fp8", "varlen", where=host(1), attention_backend="varlen", kv_cache_dtype="fp8")
+    fails(
+        "attention-backend-without-fp8",
+        "fp8",
+        "varlen",
+        where=host(1),
+        attention_backend="varlen",
+        kv_cache_dtype="fp8",
+    )
 
 
 def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
     """As the ranks would refuse them, which have read all weights by then."""
     bare = host(1, packages={"triton": "3.6.0"})
-    refusal("FlashInfer's kernels", "pip install weft[cuda]", where=bare, attention_backend="flashinfer")
+    fails(
+        "attention-backend-not-usable",
+        "FlashInfer's kernels",
+        "pip install weft[cuda]",
+        where=bare,
+        attention_backend="flashinfer",
+    )
     old = host(1, packages={"triton": "3.6.0", "flashinfer-python": "0.4.1"})
-    refusal("flashinfer-python 0.4.1", "0.5", where=old, attention_backend="flashinfer")
+    fails("attention-backend-not-usable", "flashinfer-python 0.4.1", "0.5", where=old, attention_backend="flashinfer")
     for backend in GPU_BACKENDS:
-        refusal("the package triton is not installed", where=host(1, packages={}), attention_backend=backend)
+        fails("attention-backend-not-usable", "package triton", where=host(1, packages={}), attention_backend=backend)
     # Set for vLLM, which may have it where we do not.
     here = host(1, packages={"triton": "3.6.0"}, environment={"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
     assert plan(here).attention_backend == "auto" and "FLASHINFER" in caplog.text
@@ -216,17 +254,41 @@ def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(capl
 def test_kernels_that_cannot_run_a_model_are_refused_before_weights_are_read() -> None:
     turing = host((gpu(0, capability=(7, 5)),))
     for backend in ("flashinfer", "varlen"):
-        refusal("7.5", "8.0", "--attention-backend torch", where=turing, attention_backend=backend, dtype="float16")
-        refusal("float32", where=host(1), attention_backend=backend, dtype="float32")
+        fails(
+            "attention-backend-not-usable",
+            "7.5",
+            "8.0",
+            "--attention-backend",
+            where=turing,
+            attention_backend=backend,
+            dtype="float16",
+        )
+        fails("attention-backend-not-usable", "float32", where=host(1), attention_backend=backend, dtype="float32")
     volta = host((gpu(0, capability=(7, 0)),))
     for backend in GPU_BACKENDS:
-        refusal("the Triton kernels", "7.0", "7.5", where=volta, attention_backend=backend, dtype="float16")
-    wide = msgspec.structs.replace(SMOLLM2, head_dim=320)
-    refusal("up to 256 dims", "320", where=turing, shape=wide, attention_backend="triton", dtype="float16")
+        fails(
+            "attention-backend-not-usable",
+            "the Triton kernels",
+            "7.0",
+            "7.5",
+            where=volta,
+            attention_backend=backend,
+            dtype="float16",
+        )
+    wide = with_attention(SMOLLM2, head_dim=320)
+    fails(
+        "attention-backend-not-usable",
+        "256",
+        "320",
+        where=turing,
+        shape=wide,
+        attention_backend="triton",
+        dtype="float16",
+    )
     for backend, dims in (("flashinfer", 80), ("varlen", 260)):
-        shape = msgspec.structs.replace(SMOLLM2, head_dim=dims)
-        refusal(str(dims), where=host(1), shape=shape, attention_backend=backend)
-    refusal("bfloat16 and float32, not in float16", attention_backend="cpu", dtype="float16")
+        shape = with_attention(SMOLLM2, head_dim=dims)
+        fails("attention-backend-not-usable", str(dims), where=host(1), shape=shape, attention_backend=backend)
+    fails("attention-backend-not-usable", "bfloat16 and float32", "float16", attention_backend="cpu", dtype="float16")
 
 
 # --- shares ---
@@ -236,12 +298,12 @@ def test_tensor_split() -> None:
     assert [len(p.q_heads) for p in plan(tensor_split=(1, 2)).places] == [3, 6]
     assert [len(p.q_heads) for p in plan(tensor_split=(100, 1)).places] == [6, 3]
     assert plan(tensor_split=(2, 1), tensor_parallel_size=2).tensor_parallel == 2
-    refusal("tensor_split is empty", tensor_split=())
-    refusal("2 weights", "3", tensor_split=(2, 1), tensor_parallel_size=3)
-    refusal("10", "1 to 9", tensor_parallel_size=10)
-    refusal("1 to 9", tensor_split=(1,) * 10)
+    fails("empty-tensor-split", "tensor_split", tensor_split=())
+    fails("tensor-split-of-other-size", "2 weights", "3", tensor_split=(2, 1), tensor_parallel_size=3)
+    fails("more-ranks-than-heads", "10", "1 to 9", tensor_parallel_size=10)
+    fails("more-ranks-than-heads", "1 to 9", tensor_split=(1,) * 10)
     for bad in (0.0, -1.0, float("nan"), float("inf")):
-        refusal("tensor_split", str(bad), tensor_split=(1.0, bad))
+        fails("bad-tensor-split-weight", "tensor_split", str(bad), tensor_split=(1.0, bad))
 
 
 # --- devices ---
@@ -255,21 +317,28 @@ def test_gpus_are_used_where_there_are_any() -> None:
 
 
 def test_gpus_that_are_not_there() -> None:
-    refusal("no GPU is visible", "--device cpu", device="cuda")
-    refusal("4 ranks", "2 are visible", "--device-ids 0,1,0,1", where=host(2), tensor_parallel_size=4)
-    refusal("GPU 2", "0 to 1", where=host(2), device_ids=(2,))
-    refusal("GPU -1", where=host(2), device_ids=(-1,))
-    refusal("2 GPUs for 1 rank;", where=host(2), device_ids=(0, 1))
-    refusal("on the CPU", device_ids=(0,))
+    fails("no-gpu-visible", "--device cpu", device="cuda")
+    fails("more-ranks-than-gpus", "4 ranks", "2", "--device-ids 0,1,0,1", where=host(2), tensor_parallel_size=4)
+    fails("device-ids-beyond-gpus", "GPU 2", "0 to 1", where=host(2), device_ids=(2,))
+    fails("device-ids-beyond-gpus", "GPU -1", where=host(2), device_ids=(-1,))
+    fails("device-ids-not-per-rank", "2 GPUs", "1 rank;", where=host(2), device_ids=(0, 1))
+    fails("device-ids-on-cpu", "device_ids 0", device_ids=(0,))
 
 
 def test_utilization_is_one_figure_or_one_per_rank() -> None:
     assert plan(host(2), tensor_parallel_size=2).gpu_memory_utilization == (0.9, 0.9)
     got = plan(host(2), tensor_parallel_size=2, gpu_memory_utilization=(0.5, 0.8))
     assert got.gpu_memory_utilization == (0.5, 0.8)
-    refusal("3 values for 2", where=host(2), tensor_parallel_size=2, gpu_memory_utilization=(0.5, 0.8, 0.1))
-    refusal("1.5", gpu_memory_utilization=(1.5,))
-    refusal("0.0", gpu_memory_utilization=(0.0,))
+    fails(
+        "utilization-not-per-rank",
+        "3",
+        "2 ranks",
+        where=host(2),
+        tensor_parallel_size=2,
+        gpu_memory_utilization=(0.5, 0.8, 0.1),
+    )
+    fails("bad-utilization", "1.5", gpu_memory_utilization=(1.5,))
+    fails("bad-utilization", "0.0", gpu_memory_utilization=(0.0,))
 
 
 def test_omp_num_threads_limits_threads_and_binds_to_no_fewer_cores() -> None:
@@ -306,7 +375,7 @@ def test_a_gpu_that_cannot_compute_in_bfloat16() -> None:
     where = host(gpus=(gpu(0), gpu(1, capability=(7, 5))))
     assert plan(where).dtype == "bfloat16"  # it runs on the other one
     assert plan(where, tensor_parallel_size=2).dtype == "float16"
-    refusal("7.5", "float16", where=where, tensor_parallel_size=2, dtype="bfloat16")
+    fails("gpu-without-bfloat16", "7.5", "float16", where=where, tensor_parallel_size=2, dtype="bfloat16")
 
 
 # --- limits ---
@@ -327,35 +396,35 @@ def test_a_gpu_that_cannot_compute_in_bfloat16() -> None:
 )
 def test_counts_start_at_one(name: str) -> None:
     for value in (0, -3):
-        refusal(name, str(value), **{name: value})
+        fails("below-minimum", name, str(value), **{name: value})
     plan(**{name: 1})
 
 
 @pytest.mark.parametrize("name", ["dtype", "device", "scheduling_policy", "executor"])
 def test_choices_are_listed(name: str) -> None:
-    refusal(name, "'fp8'", "one of", **{name: "fp8"})
+    fails("unknown-choice", name, "'fp8'", **{name: "fp8"})
 
 
 def test_max_model_len() -> None:
     got = plan(max_model_len=100)
     assert got.max_model_len == 100 and got.max_model_len_given
-    refusal("8193", "8192", max_model_len=8193)
+    fails("beyond-model-length", "8193", "8192", max_model_len=8193)
 
 
 def test_weights_that_do_not_fit() -> None:
     where = host(gpus=(gpu(0, free=100e6), gpu(1, free=100e6), gpu(2, free=100e6)))
-    refusal("0.3 GB", "cuda:0", "0.1 GB", "--tensor-parallel-size", where=where)
+    fails("weights-exceed-free-memory", "0.3 GB", "cuda:0", "0.1 GB", "--tensor-parallel-size", where=where)
     assert len(plan(where, tensor_parallel_size=3).places) == 3
     # Who holds the memory is named.
     game = msgspec.structs.replace(gpu(0, free=100e6), holders=(Holder(7, "/games/planet", 10**9),))
-    refusal("0.1 GB are free (in use by planet (pid 7) 1.0 GB)", where=host(gpus=(game,)))
+    fails("weights-exceed-free-memory", "0.1 GB", "planet (pid 7) 1.0 GB", where=host(gpus=(game,)))
     # Ranks on one device add up.
-    refusal("cuda:0", where=where, tensor_parallel_size=3, device_ids=(0, 0, 0))
-    refusal("0.3 GB", "here", where=host(memory_free_bytes=10**8), tensor_parallel_size=3)
+    fails("weights-exceed-free-memory", "cuda:0", where=where, tensor_parallel_size=3, device_ids=(0, 0, 0))
+    fails("weights-exceed-free-memory", "0.3 GB", "here", where=host(memory_free_bytes=10**8), tensor_parallel_size=3)
 
 
 def test_errors_are_weft_s() -> None:
     assert issubclass(ConfigError, WeftError) and issubclass(PlanError, WeftError)
     config = EngineConfig(model="m")
     assert replace(config, seed=1).seed == 1
-    refusal("seed", "-1", seed=-1)
+    fails("below-minimum", "seed", "-1", seed=-1)

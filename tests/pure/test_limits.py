@@ -13,6 +13,7 @@ import pytest
 
 from tests.pure.machines import plan
 from tests.pure.test_config_json import LLAMA, shape
+from tests.refusals import refuses
 from weft import logs
 from weft.cli.dispatch import dispatch
 from weft.errors import ConfigError, ModelError, RequestError, printable
@@ -26,13 +27,14 @@ from weft.text import folder, template
 @pytest.mark.parametrize(
     ("claim", "most"),
     [
-        ({"num_hidden_layers": 10**9}, "10,000 at most"),
-        ({"max_position_embeddings": 10**15}, "100,000,000 at most"),
-        ({"num_local_experts": 10**9, "num_experts_per_tok": 2}, "100,000 at most"),
+        ({"num_hidden_layers": 10**9}, "10,000"),
+        ({"max_position_embeddings": 10**15}, "100,000,000"),
+        ({"num_local_experts": 10**9, "num_experts_per_tok": 2}, "100,000"),
     ],
 )
 def test_a_config_beyond_any_model_is_refused(claim: dict[str, Any], most: str) -> None:
-    with pytest.raises(ModelError, match=f"{next(iter(claim))} is 10+; it must be {most}"):
+    name, value = next(iter(claim.items()))
+    with refuses(ModelError, "wrong-field-value", name, value, most):
         shape(LLAMA | claim)
 
 
@@ -44,7 +46,7 @@ def test_a_pipe_and_a_device_are_no_files(name: str, kind: str, tmp_path: Path) 
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with refuses(ModelError, "not-a-regular-file", name):
         if name == "config.json":
             config_json.read_shape(tmp_path)
         elif name == "model.safetensors":
@@ -59,7 +61,7 @@ def test_a_file_beyond_any_of_its_kind_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     with path.open("wb") as file:
         file.truncate(limits.TOKENIZER_BYTES + 1)
-    with pytest.raises(ModelError, match=r"has 1,000,000,001 bytes; at most 1,000,000,000 are read"):
+    with refuses(ModelError, "file-too-large", "1,000,000,001", "1,000,000,000"):
         folder.read_folder(tmp_path)
 
 
@@ -67,15 +69,15 @@ def test_a_name_that_is_there_twice_is_told(tmp_path: Path) -> None:
     entry = json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
     header = f'{{"a": {entry}, "a": {entry}}}'.encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(ModelError, match=r"model\.safetensors has 'a' twice"):
+    with refuses(ModelError, "key-twice-in-json", "model.safetensors", "'a'"):
         safetensors.read_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA)[:-1] + ', "vocab_size": 7}')
-    with pytest.raises(ModelError, match=r"config\.json has 'vocab_size' twice"):
+    with refuses(ModelError, "key-twice-in-json", "config.json", "'vocab_size'"):
         config_json.read_shape(tmp_path)
 
 
 def test_a_template_that_is_nested_too_deeply() -> None:
-    with pytest.raises(ModelError, match="the chat template is nested too deeply"):
+    with refuses(ModelError, "chat-template-nested-too-deeply"):
         template._compile("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
 
 
@@ -103,9 +105,9 @@ def test_the_command_line_and_the_log_show_none_either(
 
 @pytest.mark.parametrize("gpus", ["２xH100", "٣xH100", "2x２xH100"])
 def test_digits_are_those_of_ascii(gpus: str) -> None:
-    with pytest.raises(ConfigError):
+    with refuses(ConfigError, "unknown-gpu"):
         cluster.parse_cluster(gpus)
-    with pytest.raises(ConfigError):
+    with refuses(ConfigError, "bad-network-speed"):
         cluster.network_bytes("１００Gb")
 
 

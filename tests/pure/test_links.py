@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.pure.shapes import SMOLLM2
+from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.executors import processes
 from weft.hardware.host import Host
@@ -110,7 +111,7 @@ def test_after_many_faults_the_rest_stays_unknown(measure: Measure) -> None:
 
 
 def test_a_measurement_that_cannot_begin_says_why(measure: Measure) -> None:
-    with pytest.raises(ConfigError, match="cannot measure the GPUs of here: torch sees no GPU"):
+    with refuses(ConfigError, "cannot-measure-gpus", "here", "torch sees no GPU"):
         measure(host(2), "start fail")
 
 

@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from tests.pure.commands import weft
+from tests.refusals import refuses
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.cli import dispatch
@@ -161,9 +162,9 @@ def test_a_long_header_is_read_to_its_end(hub: Hub, monkeypatch: pytest.MonkeyPa
 def test_refresh_and_revision_ask_the_hub_for_known_models(hub: Hub) -> None:
     put(hub, "Qwen/Qwen3-0.6B", MIXTRAL)
     put(hub, "Qwen/Qwen3-0.6B", MIXTRAL | {"num_hidden_layers": 3}, revision="v2")
-    assert look_up("Qwen3-0.6B", refresh=True).shape.layers == 2
-    assert look_up("Qwen3-0.6B", revision="v2").shape.layers == 3
-    assert look_up("Qwen3-0.6B").shape.layers == 28
+    assert len(look_up("Qwen3-0.6B", refresh=True).shape.layers) == 2
+    assert len(look_up("Qwen3-0.6B", revision="v2").shape.layers) == 3
+    assert len(look_up("Qwen3-0.6B").shape.layers) == 28
 
 
 def test_a_token_goes_to_the_hub_and_no_further(hub: Hub) -> None:
@@ -191,53 +192,52 @@ def test_quantised_repositories_say_their_precision(hub: Hub) -> None:
     put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "awq", "bits": 4}})
     assert look_up("someone/mixed").precision == "int4"
     put(hub, "someone/mixed", MIXTRAL | {"quantization_config": {"quant_method": "aqlm"}})
-    with pytest.raises(ModelError, match=r"quantised with aqlm.*--precision"):
+    with refuses(ModelError, "unknown-quantization", "aqlm", "--precision"):
         look_up("someone/mixed")
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "message"),
+    ("status", "reason", "code", "values"),
     [
-        (401, "GatedRepo", "someone/mixed is gated: accept its terms"),
-        (403, "", "is gated"),
-        (401, "", "there is no model 'someone/mixed': neither known to Weft nor on"),
-        (404, "RepoNotFound", "there is no model 'someone/mixed'"),
-        (404, "RevisionNotFound", "has no revision 'main'"),
-        (404, "EntryNotFound", "has no config.json"),
-        (500, "", "the hub cannot be asked: .* \\(HTTP 500\\)"),
+        (401, "GatedRepo", "gated-model", ("someone/mixed", "--hf-token")),
+        (403, "", "gated-model", ("someone/mixed",)),
+        (401, "", "no-such-model", ("'someone/mixed'",)),
+        (404, "RepoNotFound", "no-such-model", ("'someone/mixed'",)),
+        (404, "RevisionNotFound", "no-such-revision", ("'main'",)),
+        (404, "EntryNotFound", "missing-hub-file", ("config.json",)),
+        (500, "", "hub-unreachable", ("HTTP 500",)),
     ],
 )
-def test_what_the_hub_refuses(hub: Hub, code: int, reason: str, message: str) -> None:
-    hub.codes["/someone/mixed/resolve/main/config.json"] = code, reason
-    with pytest.raises(ModelError, match=message) as error:
+def test_what_the_hub_refuses(hub: Hub, status: int, reason: str, code: str, values: tuple[str, ...]) -> None:
+    hub.codes["/someone/mixed/resolve/main/config.json"] = status, reason
+    with refuses(ModelError, code, *values):
         look_up("someone/mixed")
-    assert "\n" not in str(error.value)
 
 
 def test_damaged_and_silent(hub: Hub) -> None:
     hub.files["/someone/mixed/resolve/main/config.json"] = b"{oops"
-    with pytest.raises(ModelError, match=r"config.json is damaged"):
+    with refuses(ModelError, "damaged-hub-file", "config.json"):
         look_up("someone/mixed")
     hub.silent.add("/someone/mixed/resolve/main/config.json")
-    with pytest.raises(ModelError, match="the hub cannot be asked"):
+    with refuses(ModelError, "hub-unreachable"):
         look_up("someone/mixed", patience=0.2)
 
 
 def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match=r"the hub cannot be asked: http://127.0.0.1:9 .*refused"):
+    with refuses(ModelError, "hub-unreachable", "http://127.0.0.1:9", "refused"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "ENDPOINT", "nowhere")
-    with pytest.raises(ModelError, match="the hub cannot be asked: nowhere"):
+    with refuses(ModelError, "hub-unreachable", "nowhere"):
         look_up("someone/mixed")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="Weft does not know 'someone/mixed' by itself, and HF_HUB_OFFLINE is set"):
+    with refuses(ModelError, "unknown-model-offline", "'someone/mixed'", "HF_HUB_OFFLINE"):
         look_up("someone/mixed")
     assert look_up("Qwen3-0.6B") == QWEN3
 
 
 def test_a_bare_name_of_nobodys_gets_the_nearest(hub: Hub) -> None:
-    with pytest.raises(ModelError, match=r"unknown model 'Qwen3-0.7B'; nearest: Qwen/Qwen3-"):
+    with refuses(ModelError, "unknown-model", "'Qwen3-0.7B'", "Qwen/Qwen3-"):
         look_up("Qwen3-0.7B")
     assert hub.asked == []
 
@@ -249,7 +249,7 @@ def test_a_directory(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(model.shape) + bytes(2 * model.params))
     assert look_up(str(tmp_path)).stored_bytes == 2 * model.params
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(ModelError, match="is cut short or no safetensors file"):
+    with refuses(ModelError, "short-safetensors-header"):
         look_up(str(tmp_path))
 
 
@@ -258,7 +258,7 @@ def test_a_directory(tmp_path: Path) -> None:
     ["./nothing", "/nowhere/model.gguf", "model.gguf", "~nobody-at-all/x", "a/b/c", "jemand/größer", "some one/x"],
 )
 def test_nothing_there(name: str) -> None:
-    with pytest.raises(ModelError, match=r"no file or directory|cannot read"):
+    with refuses(ModelError, "cannot-read-model" if name.startswith("~") else "no-such-model", name):
         look_up(name)
 
 
@@ -315,19 +315,19 @@ def test_only_another_name_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "code", "values"),
     [
-        ("qwen3", "no such file, not downloaded, and HF_HUB_OFFLINE is set; did you mean Qwen/Qwen3-8B"),
-        ("qwen3:9b", "no file or directory qwen3:9b; did you mean Qwen/Qwen3-8B"),
-        ("Qwen/Qwen3-8B", "cannot find the model Qwen/Qwen3-8B.*; give a directory"),
-        ("qwen3:8b", "cannot find the model Qwen/Qwen3-8B"),
+        ("qwen3", "model-not-downloaded", ("HF_HUB_OFFLINE", "Qwen/Qwen3-8B")),
+        ("qwen3:9b", "no-such-model", ("qwen3:9b", "Qwen/Qwen3-8B")),
+        ("Qwen/Qwen3-8B", "model-not-downloaded", ("Qwen/Qwen3-8B",)),
+        ("qwen3:8b", "model-not-downloaded", ("Qwen/Qwen3-8B",)),
     ],
 )
 def test_models_that_cannot_be_fetched(
-    name: str, told: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, code: str, values: tuple[str, ...], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=told):
+    with refuses(ModelError, code, *values):
         resolve(name, download_dir=str(tmp_path))
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
+from tests.refusals import refuses
 from weft.errors import PlanError
 from weft.plan.memory import Capacity, capacity_lines, fit_length, kv_blocks
 from weft.plan.places import cut_places
@@ -90,7 +91,7 @@ def test_a_cap_on_the_cpu_holds_for_the_engine_itself_too(weights: tuple[float, 
     ranks = reports(cut, ["cpu"] * len(weights), [10**11] * len(weights))
     left = 3 * 10**9 - len(weights) * (500 << 20)
     assert kv_blocks(cut, ranks) == left // sum(rank.block_bytes for rank in ranks)
-    with pytest.raises(PlanError, match="--max-memory leaves beside weights, activations and the engine itself 0;"):
+    with refuses(PlanError, "no-room-for-kv-cache", "--max-memory", "0"):
         kv_blocks(plan(max_memory={"cpu": 400 << 20}), ranks[:1])
 
 
@@ -132,7 +133,7 @@ def test_no_device_is_overdrawn_and_one_is_full(weights: list[float], free: int,
 @pytest.mark.parametrize("free", [-(10**9), 0, 1000])
 def test_no_room_for_one_block(device: str, limits: dict[str, int], words: list[str], free: int) -> None:
     cut = plan(**limits)
-    with pytest.raises(PlanError) as caught:
+    with refuses(PlanError, "no-room-for-kv-cache") as caught:
         kv_blocks(cut, reports(cut, [device], [free]))
     for word in [*words, f"{cut.block_bytes(0):,} bytes"]:
         assert word in str(caught.value)
@@ -149,7 +150,7 @@ def test_a_length_is_fitted_down_unless_asked_for(blocks: int, length: int, give
         assert fit_length(cut, blocks) == held
         assert any(f"{held:,}" in line and f"{length:,}" in line for line in capacity_lines(cut, blocks)[2:])
     else:
-        with pytest.raises(PlanError) as caught:
+        with refuses(PlanError, "context-exceeds-kv-cache") as caught:
             fit_length(cut, blocks)
         message = str(caught.value)
         for way in (f"--max-model-len {held} ", "--kv-cache-memory-bytes", "more ranks"):

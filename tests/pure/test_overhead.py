@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refuses
 from weft.bench import overhead
 from weft.bench.overhead import BLOCK, CoreSteps, SchedulerSteps, count_instructions, loops_per_request
 from weft.errors import WeftError
@@ -71,5 +72,5 @@ def test_memory_of_a_tree(tmp_path: Path) -> None:
     (tmp_path / "sys").mkdir()
     assert sorted(memory.process_tree(10, tmp_path)) == [10, 11, 12, 14]
     assert memory.pss_bytes(10, tmp_path) == 123 * 1024
-    with pytest.raises(WeftError, match="cannot read the memory of process 14"):
+    with refuses(WeftError, "cannot-read-process-memory", "process 14"):
         memory.pss_bytes(14, tmp_path)

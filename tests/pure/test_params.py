@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,81 +12,95 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refuses
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
+# Values that a field cannot have.
+REFUSED: list[tuple[str, Any]] = [
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", 10**400),
+    ("temperature", "1"),
+    ("temperature", True),
+    ("temperature", None),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_k", -2),
+    ("top_k", 1.0),
+    ("min_p", -0.1),
+    ("min_p", 2),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", math.inf),
+    ("n", 0),
+    ("n", 10**9),
+    ("n", True),
+    ("n", None),
+    ("max_tokens", 0),
+    ("max_tokens", "16"),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("prompt_logprobs", -1),
+    ("seed", 1.5),
+    ("seed", 2**64),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", [1]),
+    ("stop", 3),
+    ("stop", b"x"),
+    ("bad_words", [""]),
+    ("stop_token_ids", [1, -1]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", "12"),
+    ("stop_token_ids", 12),
+    ("stop_token_ids", [True]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [1.0]),
+    ("bad_word_ids", [1]),
+    ("bad_word_ids", 1),
+    ("logit_bias", [1]),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {-1: 1}),
+    ("logit_bias", {1: 100.5}),
+    ("logit_bias", {1: math.nan}),
+    ("logit_bias", {1: "1"}),
+    ("logit_bias", {"9" * 5000: 1}),
+    ("ignore_eos", 1),
+    ("ignore_eos", None),
+    ("skip_special_tokens", "yes"),
+    ("include_stop_str_in_output", 0),
+]
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("temperature", -0.1, "from 0"),
-        ("temperature", math.nan, "nan"),
-        ("temperature", math.inf, "finite"),
-        ("temperature", 10**400, "finite"),
-        ("temperature", "1", "a number"),
-        ("temperature", True, "a number"),
-        ("temperature", None, "a number"),
-        ("top_p", 0, "above 0 and at most 1"),
-        ("top_p", 1.01, "above 0 and at most 1"),
-        ("top_p", math.nan, "above 0"),
-        ("top_k", -2, "-1 for all"),
-        ("top_k", 1.0, "an integer"),
-        ("min_p", -0.1, "from 0 to 1"),
-        ("min_p", 2, "from 0 to 1"),
-        ("presence_penalty", 2.1, "from -2 to 2"),
-        ("frequency_penalty", -3, "from -2 to 2"),
-        ("repetition_penalty", 0, "from 0.001"),
-        ("repetition_penalty", math.inf, "to 1000"),
-        ("n", 0, "from 1 to 16384"),
-        ("n", 10**9, "from 1 to 16384"),
-        ("n", True, "an integer"),
-        ("n", None, "an integer"),
-        ("max_tokens", 0, "at least 1, or None"),
-        ("max_tokens", "16", "an integer"),
-        ("min_tokens", -1, "at least 0"),
-        ("min_tokens", 17, "max_tokens, which is 16"),
-        ("logprobs", -1, "not supported"),
-        ("logprobs", 21, "from 0 to 20"),
-        ("logprobs", True, "an integer"),
-        ("prompt_logprobs", -1, "from 0 to 20"),
-        ("seed", 1.5, "an integer"),
-        ("seed", 2**64, "64-bit"),
-        ("stop", "", "none of them empty"),
-        ("stop", ["a", ""], "none of them empty"),
-        ("stop", [1], "texts"),
-        ("stop", 3, "texts"),
-        ("stop", b"x", "texts"),
-        ("bad_words", [""], "none of them empty"),
-        ("stop_token_ids", [1, -1], "-1"),
-        ("stop_token_ids", ["1"], "an integer"),
-        ("stop_token_ids", "12", "a list of token ids"),
-        ("stop_token_ids", 12, "a list of token ids"),
-        ("stop_token_ids", [True], "an integer"),
-        ("allowed_token_ids", [], "at least one id"),
-        ("allowed_token_ids", [1.0], "an integer"),
-        ("bad_word_ids", [1], "a list of token ids"),
-        ("bad_word_ids", 1, "a list of token ids"),
-        ("logit_bias", [1], "an object"),
-        ("logit_bias", {"x": 1}, "token ids"),
-        ("logit_bias", {-1: 1}, "token ids"),
-        ("logit_bias", {1: 100.5}, "from -100 to 100"),
-        ("logit_bias", {1: math.nan}, "from -100 to 100"),
-        ("logit_bias", {1: "1"}, "a number"),
-        ("logit_bias", {"9" * 5000: 1}, "token ids"),
-        ("ignore_eos", 1, "true or false"),
-        ("ignore_eos", None, "true or false"),
-        ("skip_special_tokens", "yes", "true or false"),
-        ("include_stop_str_in_output", 0, "true or false"),
-        ("structured_outputs", {"json": {}}, "not supported yet"),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_refused(field: str, value: object, says: str) -> None:
-    with pytest.raises(RequestError, match=says) as refused:
-        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("field", "value"), REFUSED, ids=lambda value: repr(value)[:30])
+def test_refused(field: str, value: Any) -> None:
+    with refuses(RequestError, "invalid-parameter") as refused:
+        SamplingParams(**{field: value})
     message = str(refused.value)
     assert refused.value.param == field
     assert message.startswith(field) and "\n" not in message and len(message) < 200
+
+
+def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
+    lines = []
+    for field, value in REFUSED:
+        with pytest.raises(RequestError) as refused:
+            SamplingParams(**{field: value})
+        lines.append(f"{field}={value!r:.40}\n  {refused.value}\n")
+    golden("errors/sampling_params.txt", "".join(lines))
+
+
+def test_structured_outputs_are_refused() -> None:
+    with refuses(RequestError, "unsupported-field") as refused:
+        SamplingParams(structured_outputs={"json": {}})
+    assert refused.value.param == "structured_outputs"
 
 
 def test_the_defaults_are_vllms() -> None:
@@ -169,7 +184,7 @@ def test_it_does_not_change() -> None:
     [("temp", "temperature"), ("top", "top_k"), ("max_new_tokens", "max_tokens"), ("logprob", "logprobs")],
 )
 def test_an_unknown_parameter_names_the_nearest(unknown: str, near: str) -> None:
-    with pytest.raises(TypeError, match=f"no parameter '{unknown}'; did you mean '{near}'"):
+    with pytest.raises(TypeError, match=f"'{unknown}'.*'{near}'"):
         SamplingParams(**{unknown: 1})
-    with pytest.raises(TypeError, match=r"no parameter 'zzzz'$"):
+    with pytest.raises(TypeError, match=r"'zzzz'$"):
         SamplingParams(zzzz=1)  # type: ignore[call-arg]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -195,7 +197,7 @@ def test_a_possible_claim_has_the_predicted_speed_beside_it() -> None:
 def test_what_an_engine_cannot_run_has_no_predicted_speed() -> None:
     status, out, _ = weft("plan", "--check", "SmolLM2-135M bf16 on 1xT4, 100 tok/s")
     assert status == 0 and "predicted" not in out
-    assert out.splitlines()[-1].startswith("  but not with weft: T4 has compute capability 7.5; bf16 needs 8.0")
+    assert re.search(r"\bweft: T4 .*\b7\.5\b.*\bbf16 .*\b8\.0\b", out.splitlines()[-1])
     told = weft_json("plan", "--check", "SmolLM2-135M bf16 on 1xT4, 100 tok/s")[1]
     assert told["predicted"] is None and told["objection"].startswith("T4")
 
@@ -297,11 +299,12 @@ def test_the_figure_that_decided_is_marked(words: str, marked: str) -> None:
     assert line.count("*") == 1 and f"{marked.removesuffix(' *')} *" in " ".join(line.split())
 
 
-def test_requests_are_whole_and_more_of_them_at_once_are_explained() -> None:
+def test_requests_are_whole_and_more_of_them_at_once_are_explained(golden: Callable[[str, str], None]) -> None:
     out = run("Qwen3-8B", "--gpus", "1xRTX4090+1xRTX3090", "-dp", "2")[1]
-    assert "30.5" not in out and "Busy (38 requests at once, each 1,024 tokens in and 1,024 out): every user" in out
-    assert "More run at once than the 30 that fit in full length, since answers that are being written are" in out
-    assert "under load: weft simulate Qwen/Qwen3-8B --gpus 1xRTX4090+1xRTX3090 -dp 2\n" in out
+    assert "30.5" not in out and re.search(r"\b38 requests .*\b1,024 tokens .*\b1,024 ", out)
+    assert re.search(r"\bMore .*\b30 ", out)
+    assert "weft simulate Qwen/Qwen3-8B --gpus 1xRTX4090+1xRTX3090 -dp 2\n" in out
+    golden("plan_page.txt", out)
 
 
 @pytest.mark.parametrize(("tok_s", "told"), [(0.42, "0.4"), (0.031, "0.03"), (1.4, "1"), (12345.6, "12,346")])
@@ -371,19 +374,6 @@ def test_why_nothing_fits_is_said_once() -> None:
     assert status == 3 and out.count("59.5 GB short") == 1 and "on 1 x H200-SXM it fits" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--engine vllm", "--quantization int4 is for Weft's own engine"),
-        ("--precision bf16", "--quantization int4 and --precision bf16 both set it"),
-        ("--max-num-batched-tokens 0", "max-num-batched-tokens"),
-    ],
-)
-def test_what_contradicts_a_quantization(words: str, told: str) -> None:
-    status, out, err = run("Llama-3.1-8B", "--gpus", "1xH100", "-q", "int4", *words.split())
-    assert (status, out, err.count("\n")) == (2, "", 1) and told in err
-
-
 def test_a_plan_tells_how_many_tokens_a_step_has() -> None:
     best = plan("Qwen3-8B --gpus 1xH200")[1]["best"]
     assert best["max_num_batched_tokens"] == 8192
@@ -410,6 +400,20 @@ def test_advice_says_what_weft_does_not_run() -> None:
     for line, flags in zip(lines, ("-q int4", "-q int8", "--precision int4", "--precision fp8"), strict=False):
         assert line.startswith(f"try: weft plan meta-llama/Llama-3.1-70B --gpus 1xH100 {flags} (")
     assert ["not run" in line for line in lines[:4]] == [False, False, False, True]
+
+
+def test_advice_says_that_weft_does_not_run_the_architecture() -> None:
+    """In every precision: neither what it would compress itself nor a checkpoint in one that it computes in."""
+    words = "google/gemma-3-27b-it --gpus 1xRTX4090"
+    found = plan(words)[1]
+    assert {"compress_on_load", "smaller_checkpoint"} <= {*found["advice_codes"]}
+    for engine, runs in (("weft", False), ("vllm", True)):
+        found = plan(f"{words} --engine {engine}")[1]
+        lines = [line for line in found["advice"] if line.startswith("try: ")]
+        assert lines and {"does not run it yet" not in line for line in lines} == {runs}
+    fits = plan("google/gemma-3-4b-it --gpus 1xH100")[1]
+    (fewer,) = [line for code, line in zip(fits["advice_codes"], fits["advice"], strict=True) if code == "fewer_bits"]
+    assert "does not run it yet" in fewer
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:
         assert "GGUF" not in line and "not run" not in line
 
@@ -433,69 +437,6 @@ def test_notes(words: str, code: str | None, figures: str) -> None:
     assert list(notes) == [code] * (code is not None)
     if code is not None:
         assert figures in notes[code] and f"note: {notes[code]}" in run(*words.split())[1]
-
-
-# --- bad input ---
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "told"),
-    [
-        ("Llama-3.1-8B --gpus 1xH10", 1, ["'H10'", "nearest", "H100-SXM"]),
-        ("Lama-3.1-8B --gpus 1xH100", 1, ["'Lama-3.1-8B'", "nearest", "Llama-3.1-8B"]),
-        ("gpt2 --gpus 0xH100", 1, ["count of 0"]),
-        ("gpt2 --gpus=-1xH100", 1, ["-1"]),
-        ("gpt2 --gpus 10000xH100", 1, ["at most 16", "--nodes", "1250x8xH100-SXM"]),
-        ("gpt2 --gpus missing.yaml", 1, ["cannot read missing.yaml"]),
-        ("gpt2 --gpus H100x", 1, ["H100"]),
-        ("gpt2 --gpus 4xL40S@nvlink", 1, ["L40S has no NVLink"]),
-        ("gpt2 --gpus 4xH100@ethernet", 1, ["ethernet", "nvlink, pcie"]),
-        ("gpt2 --nodes 8xH100", 1, ["2x8xH100"]),
-        ("gpt2 --nodes 2x8xH100 --network fast", 1, ["fast"]),
-        ("gpt2 --gpus 1xH100 --network 100Gb", 2, ["--nodes"]),
-        ("gpt2 --gpus 1xH100 --nodes 1x1xH100", 2, ["--gpus and --nodes"]),
-        ("gpt2 --gpus 1xH100 --precision int5", 1, ["int5", "int8"]),
-        ("gpt2 --gpus 1xH100 --precision ,", 2, ["--precision is empty"]),
-        ("gpt2 --gpus 1xH100 --kv-cache-dtype fp3", 1, ["fp3", "fp8"]),
-        ("gpt2 --gpus 1xH100 --engine tgi", 2, ["tgi", "vllm"]),
-        ("gpt2 --gpus 1xH100 --objective speed", 2, ["speed", "latency"]),
-        ("gpt2 --gpus 1xH100 --concurrency 0", 2, ["below 1"]),
-        ("gpt2 --gpus 1xH100 --concurrency many", 2, ["many"]),
-        ("gpt2 --gpus 1xH100 --input-len 0", 2, ["below 1"]),
-        ("gpt2 --gpus 1xH100 --output-len -5", 2, ["below 1"]),
-        ("gpt2 --gpus 1xH100 --max-model-len 0", 2, ["below 1"]),
-        ("gpt2 --gpus 1xH100 --max-model-len 4096", 1, ["4096", "1,024"]),
-        ("gpt2 --gpus 1xH100 --input-len 600 --output-len 600 --max-model-len 1000", 2, ["1,200", "1,000"]),
-        ("gpt2 --gpus 1xH100 --price 0", 2, ["above 0"]),
-        ("gpt2 --gpus 1xH100 --price nan", 2, ["above 0"]),
-        ("gpt2 --gpus 1xH100 --price cheap", 2, ["cheap"]),
-        ("gpt2 --gpus 1xH100 --gpu-memory-utilization 1.5", 2, ["1.5"]),
-        ("gpt2 --gpus 4xH100 --tensor-parallel-size 0", 2, ["below 1"]),
-        ("gpt2 --gpus 4xH100 --tensor-parallel-size 8", 2, ["8 ranks", "has 4"]),
-        ("gpt2 --gpus 4xH100 -tp 2 -pp 2 -dp 2", 2, ["2 x 2 x 2 = 8 ranks", "has 4"]),
-        ("gpt2 --gpus 16xH100 -tp 13", 2, ["13", "12 query heads"]),
-        ("gpt2 --gpus 16xH100 -pp 13", 2, ["13", "12 layers"]),
-        ("gpt2 --gpus 4xH100 -ep", 2, ["no experts"]),
-        ("gpt2 --gpus 2xH100 --tensor-split 2,0", 2, ["above 0"]),
-        ("gpt2 --gpus 2xH100 --tensor-split 2,1 -tp 3", 2, ["2 weights", "3"]),
-        ("gpt2 --gpus 2xH100 --pipeline-split 6,5", 2, ["11 layers", "12"]),
-        ("gpt2 --gpus 2xH100 --pipeline-split 12,0", 2, ["at least one"]),
-        ("gpt2 --gpus 2xH100 --pipeline-split 6,6 -pp 3", 2, ["2 stages", "3"]),
-        ("gpt2 --gpus 1xH100 --gpuz 2", 2, ["--gpuz", "--gpus"]),
-        ("--gpus 1xH100 --emit vllm", 2, ["which model", "--emit"]),
-        ("--check nonsense", 1, ["nonsense", "MODEL PRECISION on NxGPU"]),
-        ("gpt2 --check nonsense", 2, ["leave MODEL out"]),
-        ("-q int4 --check nonsense", 2, ["leave --quantization out"]),
-        ("gpt2 --gpus 1xH100 --json --html -", 2, ["--json and --html"]),
-        ("gpt2 --gpus 1xH100 --html /nowhere/plan.html", 2, ["/nowhere/plan.html", "No such file"]),
-    ],
-)
-def test_bad_input_is_one_clear_line(words: str, status: int, told: list[str]) -> None:
-    got, out, err = run(*words.split())
-    assert got == status, err
-    assert out == "" and err.count("\n") == 1 and err.startswith("weft: error: ")
-    for word in told:
-        assert word in err, err
 
 
 def test_the_flags_choices_are_the_planner_s() -> None:

@@ -70,7 +70,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
         load_format="dummy",
         shape=shape,
         dtype="bfloat16",
-        places=cut_places(shape, weights, [shape.layers]),
+        places=cut_places(shape, weights, [len(shape.layers)]),
         devices=named_devices(*("cpu",) * ranks),
         cores=((0,),) * ranks,
         max_model_len=64,

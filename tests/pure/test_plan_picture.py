@@ -6,7 +6,7 @@ import html
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -88,8 +88,8 @@ def test_a_bar_has_the_shares_of_the_memory() -> None:
 
 def test_it_says_which_layers_heads_and_experts_lie_where() -> None:
     text = "\n".join(drawn(UNEVEN))
-    assert "GPU 0 RTX 4090, 25.8 GB · rank 0 · layers 0-39 · heads 0-24 · KV heads 0-4" in text
-    assert "GPU 1 RTX 4080, 17.2 GB · rank 1 · layers 0-39 · heads 25-39 · KV heads 5-7" in text
+    assert re.search(r"GPU 0 RTX 4090, 25\.8 GB .* rank 0 .* 0-39 .* 0-24 .* 0-4$", text, re.MULTILINE)
+    assert re.search(r"GPU 1 RTX 4080, 17\.2 GB .* rank 1 .* 0-39 .* 25-39 .* 5-7$", text, re.MULTILINE)
     assert "experts 43-85" in "\n".join(drawn(EXPERTS))
 
 
@@ -98,19 +98,20 @@ def test_the_links_are_drawn_and_told() -> None:
     assert sum(line.startswith("╠═ GPU") for line in drawn(EVEN)) == 3
     assert sum(line.startswith("├─ GPU") for line in drawn(UNEVEN)) == 1
     nodes = drawn(NODES)
-    assert nodes[-2:] == [
-        "The GPUs exchange partial results over NVLink twice per layer",
-        "The network carries activations from stage to stage",
-    ]
+    assert " NVLink " in nodes[-2] and " network " in nodes[-1]
     assert sum(line.startswith("node ") for line in nodes) == 2
-    assert drawn(EXPERTS)[-1] == "PCIe carries tokens to their experts"
+    assert "PCIe" in drawn(EXPERTS)[-1] and "experts" in drawn(EXPERTS)[-1]
+
+
+def test_the_words_of_pictures(golden: Callable[[str, str], None]) -> None:
+    golden("picture.txt", "\n\n".join("\n".join(drawn(words)) for words in (EVEN, UNEVEN, EXPERTS, NODES, THOUSAND)))
 
 
 def test_gpus_that_a_bridge_joins_are_named() -> None:
     plan = told(EVEN)
     plan["hardware"]["nodes"][0] |= {"link": "pcie", "link_Bps": 32e9, "bridged": [[0, 1], [2, 3]]}
     (rack,) = picture(plan)
-    assert rack.title == "4 GPUs joined by PCIe, 32 GB/s each way; NVLink joins 0-1 and 2-3"
+    assert re.search(r"^4 GPUs .*\bPCIe, 32 GB/s .*\bNVLink .*\b0-1 and 2-3$", rack.title)
 
 
 def test_a_cpu_is_drawn_by_its_name() -> None:

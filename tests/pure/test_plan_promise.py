@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -36,8 +37,7 @@ def test_the_second_line_is_the_verdict(tmp_path: Path) -> None:
     words = f"{HERE} --users 4 --think 10s --slo ttft_p95=1s"
     status, out, _ = weft("plan", *words.split(), "--html", str(tmp_path / "plan.html"))
     line = out.splitlines()[1]
-    assert status == 0 and line.startswith("Promise kept with 4 users who wait 10 s between requests: ttft_p95 ")
-    assert line.endswith("ms (1 s promised)")
+    assert status == 0 and re.search(r"^Promise kept .*\b4 users .*\b10 s\b.*: ttft_p95 .* ms \(1 s ", line)
     assert line.partition(":")[0] in (tmp_path / "plan.html").read_text()
 
 
@@ -72,23 +72,3 @@ def test_nothing_fits() -> None:
 def test_a_plan_without_a_promise_has_no_times_under_load() -> None:
     told = weft_json("plan", "Llama-3.2-1B", "--gpus", "1xL40S")[1]
     assert told["promise"] is None and told["best"]["predicted"]["ttft_s_at_concurrency_p95"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--slo ttft_p95=1s", "--slo ttft_p95=1s needs a load, as in --users 300 or --rate 4"),
-        ("--users 300", "--users 300 needs a promise, as in --slo ttft_p95=1s"),
-        ("--rate 4", "needs a promise"),
-        ("--think 4s", "--think needs a promise"),
-        ("--rate 4 --think 4s --slo ttft_p95=1s", "--think is the time that users think; give --users too"),
-        ("--rate 4 --users 4 --slo ttft_p95=1s", "different loads"),
-        ("--users 4 --concurrency 4 --slo ttft_p95=1s", "leave --concurrency out"),
-        ("--users 4 --emit vllm --slo ttft_p95=1s", "give one of them"),
-        ('--users 4 --slo ttft_p95=1s -sc {"method":"ngram"}', "leave --speculative-config out"),
-        ("--users 4 --slo soon", "--slo 'soon' is no target"),
-    ],
-)
-def test_what_is_missing_or_too_much_is_one_line(words: str, told: str) -> None:
-    status, out, err = weft("plan", "Llama-3.2-1B", "--gpus", "1xL40S", *words.split())
-    assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1

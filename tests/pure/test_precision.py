@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.shapes import SMOLLM2
+from tests.refusals import refuses
 from weft.architectures.place import Span, whole
 from weft.errors import ConfigError
 from weft.formats import catalogue
@@ -100,7 +101,7 @@ def test_even_ranks_together_weigh_little_more_than_the_model(precision: str, ra
 @given(st.sampled_from(NAMES), st.lists(st.integers(1, 12), min_size=1, max_size=3))
 def test_stages_weigh_what_the_model_weighs(precision: str, cuts: list[int]) -> None:
     shape = catalogue.find("Qwen3-8B").shape
-    stages = [*cuts, shape.layers - sum(cuts)] if sum(cuts) < shape.layers else [shape.layers]
+    stages = [*cuts, len(shape.layers) - sum(cuts)] if sum(cuts) < len(shape.layers) else [len(shape.layers)]
     parts = cut_places(shape, [1.0], stages)
     assert sum(weight_bytes(shape, precision, place) for place in parts) == weight_bytes(shape, precision)
 
@@ -143,11 +144,9 @@ def test_names_that_people_write(name: str, expected: str) -> None:
     assert canonical(name) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("fp9", "did you mean fp"), ("q4_k_x", "did you mean q4_k_"), ("", "known")]
-)
+@pytest.mark.parametrize(("name", "hint"), [("fp9", "fp8"), ("q4_k_x", "q4_k_"), ("", "known")])
 def test_unknown_names(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=hint):
+    with refuses(ConfigError, "unknown-precision", repr(name), hint):
         canonical(name)
-    with pytest.raises(ConfigError, match="unknown precision"):
+    with refuses(ConfigError, "unknown-precision"):
         weight_bytes(SMOLLM2, name)

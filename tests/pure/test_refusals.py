@@ -3,52 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.pure.worlds import World, refused
-
-BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.5}, "top_p"),
-    ({"n": 0}, "n"),
-    ({"n": 1.5}, "n"),
-    ({"n": True}, "n"),
-    ({"n": 9}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "many"}, "max_tokens"),
-    ({"stop": 5}, "stop"),
-    ({"stop": ["a", 5]}, "stop[1]"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"logit_bias": {"9999": 1}}, "logit_bias"),
-    ({"logit_bias": {"65": 1000}}, "logit_bias"),
-    ({"seed": "x"}, "seed"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
-    ({"messages": "hi"}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
-    ({"messages": [{"content": "hi"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
-    ({"modalities": ["text", "audio"]}, "modalities"),
-    ({"best_of": 5}, "best_of"),
-    ({"priority": 10**30}, "priority"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs"),
-    ({"logits_processors": ["x"]}, "logits_processors"),
-    ({"chat_template": "{{ 1 }}"}, "chat_template"),
-]
+from tests.pure.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, BROKEN_BODIES, TOO_MANY
+from tests.pure.worlds import World, error_codes, refused
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
@@ -58,46 +21,30 @@ async def test_bad_chats_are_a_clear_400(fields: dict[str, Any], param: str | No
     assert not world.engine.requests
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": None}, "prompt"),
-        ({"prompt": "", "add_special_tokens": False}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 5]}, "prompt"),
-        ({"prompt": [[97, "a"]]}, "prompt[0][1]"),
-        ({"prompt": [9999]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": [10**30]}, "prompt"),
-        ({"suffix": "x"}, "suffix"),
-        ({"logprobs": 99}, "logprobs"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
-        ({"prompt": ["a"] * 5, "n": 2}, "n"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS, ids=str)
 async def test_bad_completions_are_a_clear_400(fields: dict[str, Any], param: str | None) -> None:
     refused(await World().complete(**fields), param=param)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "JSON"),
-        (b"{", "JSON"),
-        (b"[]", "object"),
-        (b'"x"', "object"),
-        (b'{"model": NaN}', "JSON"),
-        (b'{"temperature": 1e999}', "JSON"),
-        (b'{"model": "\xff"}', "UTF-8"),
-        (b"\xff\xfe", "JSON"),
-        (b"[" * 100_000, "nested"),
-        (b'{"model": "\\ud800"}', "JSON"),
-    ],
-    ids=repr,
-)
-async def test_broken_bodies_are_a_clear_400(content: bytes, words: str) -> None:
-    assert words in refused(await World().post("/v1/chat/completions", content=content))
+@pytest.mark.parametrize(("content", "code"), BROKEN_BODIES, ids=lambda value: repr(value)[:40])
+async def test_broken_bodies_are_a_clear_400(content: bytes, code: str) -> None:
+    with error_codes() as codes:
+        refused(await World().post("/v1/chat/completions", content=content))
+    assert codes == [code]
+
+
+async def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
+    """What was sent; below it the code, the parameter at fault and the message."""
+    world = World()
+    asks = [(fields, partial(world.chat, **fields)) for fields, *_ in (*BAD_CHATS, *TOO_MANY)]
+    asks += [(fields, partial(world.complete, **fields)) for fields, _ in BAD_COMPLETIONS]
+    asks += [(body, partial(world.post, "/v1/chat/completions", content=body)) for body, _ in BROKEN_BODIES]
+    lines = []
+    for sent, ask in asks:
+        with error_codes() as codes:
+            error = (await ask()).json()["error"]
+        lines += [f"{sent!r:.100}", f"  {codes[0]} ({error['param']}): {error['message']}"]
+    golden("errors/http.txt", "\n".join(lines) + "\n")
 
 
 async def test_missing_fields_are_named() -> None:

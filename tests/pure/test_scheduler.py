@@ -10,7 +10,8 @@ import pytest
 
 from tests.pure.ranks import expected
 from tests.pure.scheduling import LIMITS, Engine, request
-from weft.core.step import UNKNOWN, StepPlan
+from tests.refusals import refuses
+from weft.core.step import UNKNOWN, SlotFailure, StepPlan
 from weft.errors import QueueFullError, RequestError
 from weft.plan.plan import Speculation
 
@@ -151,37 +152,40 @@ def test_the_queue_is_bounded() -> None:
     engine = Engine(LIMITS | {"max_num_seqs": 2, "max_num_queued": 3})
     for i in range(5):
         engine.scheduler.add(request(f"r{i}", [i]))
-    with pytest.raises(QueueFullError, match="--max-num-queued-reqs"):
+    with refuses(QueueFullError, "queue-full"):
         engine.scheduler.add(request("more", [1]))
     engine.schedule()
-    with pytest.raises(QueueFullError, match="at most 3 may"):
+    with refuses(QueueFullError, "queue-full") as refused:
         engine.scheduler.add(request("more", [1]))
+    assert "3" in str(refused.value) and "--max-num-queued-reqs" in str(refused.value)
     engine.scheduler.abort(["r4"])
     engine.scheduler.add(request("more", [1]))
     assert engine.scheduler.waiting == 3
 
 
 @pytest.mark.parametrize(
-    ("prompt", "change", "says"),
+    ("prompt", "change", "code", "values"),
     [
-        ([], {}, "empty"),
-        ([1] * 64, {}, "send at most 63"),
-        ([1] * 40, {"num_blocks": 10}, "needs 11 KV blocks, the cache has 10"),
+        ([], {}, "empty-prompt", []),
+        ([1] * 64, {}, "prompt-too-long", [64, 63]),
+        ([1] * 40, {"num_blocks": 10}, "prompt-exceeds-cache", [40, 11, 10]),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: list[int], change: dict[str, Any], says: str) -> None:
+def test_what_can_never_run_is_refused(prompt: list[int], change: dict[str, Any], code: str, values: list[int]) -> None:
     engine = Engine(LIMITS | change)
-    with pytest.raises(RequestError, match=says) as refused:
+    with refuses(RequestError, code) as refused:
         engine.scheduler.add(request("a", prompt))
     assert refused.value.param == "prompt"
+    assert all(f" {value}" in str(refused.value) for value in values)
     assert not engine.scheduler._unfinished
 
 
 def test_ids_differ() -> None:
     engine = Engine(LIMITS)
     engine.scheduler.add(request("a", [1]))
-    with pytest.raises(RequestError, match="'a'"):
+    with refuses(RequestError, "duplicate-request-id") as refused:
         engine.scheduler.add(request("a", [2]))
+    assert "'a'" in str(refused.value)
 
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("priority", "bdac")])
@@ -360,9 +364,10 @@ def test_a_slot_that_failed_ends_its_request_and_no_other(more: dict[str, Any]) 
     if "lookahead" in more:
         engine.schedule()
     result = engine.ranks.execute(engine.flight.popleft())
-    result.failed = {plan.slots[1]: "rank 0: NaN"}
+    failure = SlotFailure("nan-logits", "rank 0: NaN")
+    result.failed = {plan.slots[1]: failure}
     first, second = engine.scheduler.apply(result)
-    assert (first.id, first.tokens, first.finish_reason, first.error) == ("b", [], "error", "rank 0: NaN")
+    assert (first.id, first.tokens, first.finish_reason, first.error) == ("b", [], "error", failure)
     assert second.id == "a" and second.tokens and second.error is None
     engine.outputs["a"] = [second]
     engine.run()

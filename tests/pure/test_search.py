@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pure.shapes import with_attention
+from tests.refusals import has_values
 from weft.formats import catalogue
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import GpuSpec, find_gpu, known_gpus
@@ -267,7 +269,7 @@ def test_layouts_are_whole(model: str, found: list[GpuSpec], engine: str) -> Non
             places = [place for place, _ in layout.replica(number)]
             by_stage = places[:: layout.tensor_parallel]
             assert [i for place in by_stage for i in range(place.layers.start, place.layers.stop)] == list(
-                range(shape.layers)
+                range(len(shape.layers))
             )
             group = places[: layout.tensor_parallel]
             for axis, total in (("q_heads", shape.q_heads), ("ffn", shape.ffn), ("vocab", shape.vocab)):
@@ -423,15 +425,14 @@ def test_cuts_that_our_kernels_do_not_take(precision: str) -> None:
     asked = question(
         "Qwen2.5-0.5B", parse_gpus("2xRTX4090"), precision, "weft", constraints=LayoutConstraints(data_parallel=1)
     )
-    odd = msgspec.structs.replace(asked.shape, q_heads=6, kv_heads=2, head_dim=80)
+    odd = with_attention(asked.shape, heads=6, kv_heads=2, head_dim=80)
     asked = msgspec.structs.replace(asked, shape=odd)
     answer = search(asked)
     assert {sizes(it) for it in answer.candidates} == {(1, 1, 1), (1, 2, 1)}
     (reason,) = [it.reason for it in answer.rejected if it.cut.tensor_parallel == 2]
-    told = str(reason)
-    assert reason.code == "not_possible"
-    assert "rank 0 would hold columns 0 to 240 of model.layers.0.self_attn.o_proj.weight" in told
-    assert f"({precision}) and cut in multiples of 32" in told and "pipeline parallel, or --precision bf16" in told
+    assert reason.code == "not_possible" and reason.values["fault"] == "quantised-columns-off-grid"
+    columns = ("rank 0", "columns 0 to 240", "model.layers.0.self_attn.o_proj.weight")
+    has_values(str(reason), *columns, f"({precision})", "32", "pipeline parallel", "--precision bf16")
     for other in ({"precisions": ("bf16",)}, {"engine": "vllm", "precisions": ("int8",)}):
         assert (2, 1, 1) in map(sizes, search(msgspec.structs.replace(asked, **other)).candidates)
 

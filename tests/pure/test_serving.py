@@ -11,7 +11,7 @@ from tests.pure.letters import output
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
 from weft.client.frontend import TextTools
 from weft.core.request import Output, Request
-from weft.core.step import TokenLogprobs
+from weft.core.step import SlotFailure, TokenLogprobs
 
 # Chat
 
@@ -84,7 +84,9 @@ async def test_minus_infinity_is_a_number_in_json() -> None:
 
 async def test_a_request_that_the_model_cannot_answer_is_a_500_that_says_so() -> None:
     def script(request: Request) -> Iterable[Output]:
-        yield Output(request.id, [], [], "error", error="rank 1: the model produced NaN logits")
+        yield Output(
+            request.id, [], [], "error", error=SlotFailure("nan-logits", "rank 1: the model produced NaN logits")
+        )
 
     world = World(FakeEngine(script))
     answer = await world.chat()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pure.commands import weft, weft_json
+from tests.pure.commands import refused_line, weft, weft_json
 from weft.cli import plot, simulate_flags, simulate_study
 from weft.gateway.policy import POLICIES
 
@@ -211,18 +211,16 @@ def test_what_is_slow_is_watched_for_longer() -> None:
 
 def test_without_matplotlib_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    status, out, err = run(f"{HERE} --rates 2,4 --plot load.png")
-    assert (status, out) == (2, "") and "matplotlib, which is not installed" in err
+    refused_line(f"simulate {HERE} --rates 2,4 --plot load.png", 2, "matplotlib-missing")
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
-    [("/nowhere/x.png", "the directory /nowhere does not exist"), ("x.foo", ".foo is not an image format")],
+    ("path", "code", "value"),
+    [("/nowhere/x.png", "folder-missing", "/nowhere"), ("x.foo", "unknown-image-format", ".foo")],
 )
-def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, words: str) -> None:
+def test_a_plot_that_cannot_be_written_is_refused_before_the_run(path: str, code: str, value: str) -> None:
     pytest.importorskip("matplotlib")
-    status, out, err = run(f"{HERE} --rates 2,4 --plot {path}")
-    assert (status, out) == (2, "") and words in err
+    refused_line(f"simulate {HERE} --rates 2,4 --plot {path}", 2, code, value)
 
 
 def test_policies_are_those_of_the_gateway() -> None:
@@ -230,47 +228,6 @@ def test_policies_are_those_of_the_gateway() -> None:
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("words", "status", "said"),
-    [
-        ("--rate -1", 2, "'-1' is not a rate in requests per second: it must be above 0"),
-        ("--rate inf", 2, "'inf' is not a rate"),
-        ("--rate 1,2", 2, "is several rates; weft simulate takes several with --rates"),
-        ("--rates 1,x", 2, "'x' is not a rate in requests per second, as in 4 or 0.5"),
-        ("--rate 1 --policy random", 2, "invalid choice: 'random' (choose from"),
-        ("--rate 1 --burstiness 0", 2, "'0' is not a burstiness"),
-        ("--rate 1 --users 2", 2, "--rate and --users are different loads"),
-        ("--think 2s --rate 1", 2, "--think is the time that users think"),
-        ("--rate 1 --replicas 0", 2, "'0' is below 1"),
-        ("--rate 1 --sample-replicas some", 2, "'some' is not a whole number"),
-        ("--rate 1 --slo ttft_p95", 1, "--slo 'ttft_p95' is no target"),
-        ("--rate 1 --find replicas", 2, "--find replicas needs a promise"),
-        ("--find replicas --slo ttft_p95=1s", 2, "--find replicas needs the load"),
-        ("--find replicas --rate 1 --replicas 2 --slo ttft_p95=1s", 2, "leave --replicas out"),
-        ("--find rate --rate 1 --slo ttft_p95=1s", 2, "leave --rate out"),
-        ("--find rate --rates 1,2 --slo ttft_p95=1s", 2, "takes one load; leave --rates out"),
-        ("--find rate --users 3 --slo ttft_p95=1s", 2, "not --users"),
-        ("--rate 1 --input-len 9:3", 1, "--input-len '9:3'"),
-        ("--rate 1 --input-len 131072", 1, "make up to 131,136 tokens; meta-llama/Llama-3.1-8B goes up to 131,072"),
-        ("--rate 1 --prefix-len 131072", 1, "--prefix-len is 131,072"),
-        ("--rate 1e9", 1, "at most 10,000,000 are simulated: give fewer, or a shorter --duration"),
-        ("--users 1000000000", 1, "1,000,000,000 users make about"),
-        ("--rate 1 --duration 1000000h", 1, "3.6e+09 requests in 1e+06 h"),
-        ("--rate 1 --replicas 1000000", 1, "1,000,000 replicas; at most 10,000 are simulated"),
-        ("--find replicas --rate 100000000 --slo ttft_p95=1h --duration 50ms", 1, "at most 10,000 are simulated"),
-        ("--rate 1 --input-len lognormal:1e300:1", 1, "100,000,000 at most"),
-        ("--rate 1 --input-len lognormal:100:1e300", 1, "100,000,000 at most"),
-        ("--rate 1 --duration 10", 1, "--duration: '10' is no time above 0"),
-        ("--rate 1 --warmup 40s", 2, "which leaves no time to measure"),
-        ("--rate 1 --trace none.csv --lengths none.csv", 2, "leave --output-len out"),
-    ],
-)
-def test_bad_words_get_one_line(words: str, status: int, said: str) -> None:
-    found, out, err = run(f"{HERE} {words}")
-    assert (found, out) == (status, "")
-    assert err.startswith("weft: error: ") and err.count("\n") == 1 and said in err
 
 
 def test_requests_at_once_take_memory() -> None:
@@ -284,14 +241,14 @@ def test_requests_at_once_take_memory() -> None:
 def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("time,input_len,output_len\n0,10,10\n1,ten,10\n")
-    status, out, err = run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")
-    assert (status, out) == (1, "") and f"{path}, line 3: input_len is 'ten'" in err
+    line = f"simulate Llama-3.1-8B --gpus 1xH100 --trace {path}"
+    refused_line(line, 1, "bad-trace-tokens", f"{path} 3 input_len 'ten'")
     path.write_text("time,input_len,output_len\n5,10,10\n6,10,10\n")
-    assert "nothing is measured" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path} --warmup 1m")[2]
+    refused_line(f"{line} --warmup 1m", 1, "only-warmup")
     path.write_text("time,input_len,output_len\n5,10,10\n5,10,10\n")
-    assert "has no duration" in run(f"Llama-3.1-8B --gpus 1xH100 --trace {path}")[2]
+    refused_line(line, 1, "trace-without-duration", str(path))
 
 
 def test_what_does_not_fit_says_what_it_lacks() -> None:
     status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
-    assert (status, out) == (3, "") and "does not fit this hardware: one GPU, bf16: needs 143.3 GB on one GPU" in err
+    assert (status, out) == (3, "") and "143.3 GB" in err and err.count("\n") == 1

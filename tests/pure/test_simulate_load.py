@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pure.simulations import load, spec, told
+from tests.refusals import refusals, refuses
 from weft.errors import ConfigError
 from weft.simulate.capacity_search import find_rate, find_replicas
 from weft.simulate.lengths import FixedLength, Lengths, LogNormalLength, UniformLength, parse_lengths
@@ -35,11 +36,23 @@ def test_lengths_are_read() -> None:
     assert parse_lengths("lognormal:500:300.5", "--input-len") == LogNormalLength(500.0, 300.5)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "many", "0", "-3", "5:2", "1:2:3", "lognormal:5", "lognormal:0:3", "lognormal:x:1", "1.5"]
-)
-def test_lengths_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--output-len '.*': |^--output-len '.*' is no length in tokens"):
+BAD_LENGTHS = {
+    "": "bad-length",
+    "many": "bad-length",
+    "0": "length-out-of-range",
+    "-3": "length-out-of-range",
+    "5:2": "length-out-of-range",
+    "1:2:3": "bad-length",
+    "lognormal:5": "bad-length",
+    "lognormal:0:3": "lognormal-out-of-range",
+    "lognormal:x:1": "bad-length",
+    "1.5": "bad-length",
+}
+
+
+@pytest.mark.parametrize(("text", "code"), BAD_LENGTHS.items())
+def test_lengths_that_are_none_are_refused(text: str, code: str) -> None:
+    with refuses(ConfigError, code, f"--output-len {text!r}"):
         parse_lengths(text, "--output-len")
 
 
@@ -137,36 +150,78 @@ def test_sessions_go_on_where_they_were(tmp_path: Path) -> None:
     assert other.prompt()[0] != second.prompt()[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "has no requests"),
-        ("time,input_len,output_len\n", "has no requests"),
-        ("time,input_len,output_len\n1,2\n", "line 2: 2 fields under 3 columns"),
-        ("time,input_len\n0,100\n", "line 2: has 'time, input_len'; a trace has time, input_len and output_len"),
-        ("time,input_len,output_len\n0,1,1\n1.5,abc,20\n", "line 3: input_len is 'abc'; it must be a whole number"),
-        ("time,input_len,output_len\n0,1,0\n", "line 2: output_len is '0'"),
-        ("time,input_len,output_len\n0,1.5,1\n", "line 2: input_len is '1.5'"),
-        ("time,input_len,output_len\nsoon,1,1\n", "line 2: time is 'soon'; it must be a number, or a date and time"),
-        ("time,input_len,output_len\nnan,1,1\n", "line 2: time is 'nan'"),
-        ("time,input_len,output_len,prefix_id,prefix_len\n0,1,1,a,\n", "line 2: prefix_len is ''"),
-        ('{"time": 0, "input_len": 1, "output_len": 1}\n{"time": 1,\n', "line 2: not JSON"),
-        ('{"time": 0, "input_len": 1, "output_len": 1}\n[1]\n', "line 2: '\\[1\\]' is no object"),
-        ('{"time": true, "input_len": 1, "output_len": 1}\n', "line 1: time is 'true'"),
-        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}\n', "line 1: hash_ids is '3'"),
-        ('{"time": 0, "input_len": 1}\n', "line 1: has 'time, input_len'"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+# A trace, the code of what is wrong with it, and values of the message.
+BAD_TRACES: list[tuple[str, str, tuple[str, ...]]] = [
+    ("", "empty-trace", ()),
+    ("time,input_len,output_len\n", "empty-trace", ()),
+    ("time,input_len,output_len\n1,2\n", "trace-line-of-other-length", ("line 2", "2", "3")),
+    ("time,input_len\n0,100\n", "unknown-trace-columns", ("line 2", "'time, input_len'")),
+    ("time,input_len,output_len\n0,1,1\n1.5,abc,20\n", "bad-trace-tokens", ("line 3", "input_len", "'abc'")),
+    ("time,input_len,output_len\n0,1,0\n", "bad-trace-tokens", ("line 2", "output_len", "'0'")),
+    ("time,input_len,output_len\n0,1.5,1\n", "bad-trace-tokens", ("line 2", "input_len", "'1.5'")),
+    ("time,input_len,output_len\nsoon,1,1\n", "bad-trace-time", ("line 2", "'soon'")),
+    ("time,input_len,output_len\nnan,1,1\n", "bad-trace-time", ("line 2", "'nan'")),
+    ("time,input_len,output_len,prefix_id,prefix_len\n0,1,1,a,\n", "bad-trace-tokens", ("line 2", "prefix_len", "''")),
+    ('{"time": 0, "input_len": 1, "output_len": 1}\n{"time": 1,\n', "trace-line-not-json", ("line 2",)),
+    ('{"time": 0, "input_len": 1, "output_len": 1}\n[1]\n', "trace-line-not-object", ("line 2", "'[1]'")),
+    ('{"time": true, "input_len": 1, "output_len": 1}\n', "bad-trace-time", ("line 1", "'true'")),
+    (
+        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}\n',
+        "trace-hashes-not-list",
+        ("line 1", "hash_ids", "'3'"),
+    ),
+    ('{"time": 0, "input_len": 1}\n', "unknown-trace-columns", ("line 1", "'time, input_len'")),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "values"), BAD_TRACES)
+def test_a_bad_line_is_named(tmp_path: Path, text: str, code: str, values: tuple[str, ...]) -> None:
+    with refuses(ConfigError, code, *values):
         read_trace(written(tmp_path, text))
 
 
+COLUMNS = ("time", "input_len", "output_len")
+HUGE, LARGE = "1" + "0" * 400, "1" + "0" * 20  # the first is beyond every float
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ((HUGE, "1", "1"), "bad-trace-time"),
+        ((LARGE, "1", "1"), "trace-time-too-large"),
+        (("0", HUGE, "1"), "bad-trace-tokens"),
+        (("0", LARGE, "1"), "too-many-trace-tokens"),
+        (("0", "1", HUGE), "bad-trace-tokens"),
+    ],
+)
+def test_numbers_beyond_all_measure_are_refused(tmp_path: Path, values: tuple[str, ...], code: str) -> None:
+    """Integers of JSON may be larger than any float."""
+    line = "{" + ", ".join(f'"{name}": {value}' for name, value in zip(COLUMNS, values, strict=True)) + "}\n"
+    with refuses(ConfigError, code):
+        read_trace(written(tmp_path, line))
+    if values[0] != HUGE:  # the text of a number that is infinite as a float
+        with refuses(ConfigError, code):
+            read_trace(written(tmp_path, f"{','.join(COLUMNS)}\n{','.join(values)}\n"))
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
+def test_what_json_itself_does_not_read_is_refused(tmp_path: Path, value: str) -> None:
+    with refuses(ConfigError, "trace-line-not-json"):
+        read_trace(written(tmp_path, f'{{"time": {value}, "input_len": 1, "output_len": 1}}\n'))
+
+
+def test_the_wording_of_bad_lines(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    golden(
+        "trace.txt",
+        refusals(lambda text: read_trace(written(tmp_path, text)), [text for text, *_ in BAD_TRACES], tmp_path),
+    )
+
+
 def test_what_is_no_file_or_no_text_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the trace"):
+    with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "none.csv"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match="cannot read the trace"):
+    with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "binary"))
 
 
@@ -238,25 +293,31 @@ def test_objectives_are_read() -> None:
     assert found.limit_s("itl") == inf
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("ttft", "'ttft' is no target"),
-        ("ttft=1s", "'ttft=1s' is no target; write METRIC_STATISTIC=TIME"),
-        ("speed_p95=1s", "unknown metric 'speed'; known: ttft, tpot, itl, e2e, queue"),
-        ("ttft_p0=1s", "a percentile lies between 0 and 100"),
-        ("ttft_p100=1s", "a percentile lies between 0 and 100"),
-        ("ttft_p95=1", "'1' is no time above 0"),
-        ("ttft_p95=0ms", "'0ms' is no time above 0"),
-        ("ttft_p95=-1s", "'-1s' is no time above 0"),
-        ("ttft_p95=1d", "'1d' is no time above 0"),
-        ("ttft_p95=1s,,tpot_p95", "'tpot_p95' is no target"),
-    ],
-)
-def test_objectives_that_are_none_are_refused(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+# An objective, the code of what is wrong with it, and values of the message.
+BAD_OBJECTIVES: list[tuple[str, str, tuple[str, ...]]] = [
+    ("", "empty-slo", ()),
+    ("ttft", "bad-slo-target", ("'ttft'",)),
+    ("ttft=1s", "bad-slo-target", ("'ttft=1s'", "METRIC_STATISTIC")),
+    ("speed_p95=1s", "unknown-slo-metric", ("'speed'", "ttft, tpot, itl, e2e, queue")),
+    ("ttft_p0=1s", "bad-slo-percentile", ("0", "100")),
+    ("ttft_p100=1s", "bad-slo-percentile", ("0", "100")),
+    ("ttft_p95=1", "bad-duration", ("'1'",)),
+    ("ttft_p95=0ms", "bad-duration", ("'0ms'",)),
+    ("ttft_p95=-1s", "bad-duration", ("'-1s'",)),
+    ("ttft_p95=1d", "bad-duration", ("'1d'",)),
+    ("ttft_p95=1s,,tpot_p95", "bad-slo-target", ("'tpot_p95'",)),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "values"), BAD_OBJECTIVES)
+def test_objectives_that_are_none_are_refused(text: str, code: str, values: tuple[str, ...]) -> None:
+    with refuses(ConfigError, code, *values):
         parse_objective(text)
+
+
+def test_the_wording_of_objectives_and_lengths_that_are_none(golden: Callable[[str, str], None]) -> None:
+    lengths = refusals(lambda text: parse_lengths(text, "--output-len"), BAD_LENGTHS)
+    golden("simulate.txt", refusals(parse_objective, [text for text, *_ in BAD_OBJECTIVES]) + lengths)
 
 
 def test_durations_read_well() -> None:

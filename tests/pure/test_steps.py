@@ -20,7 +20,7 @@ def replica(
     model: str, gpus: str, *, engine: str = "vllm", tensor: int = 1, stages: int = 1, experts: bool = False
 ) -> Replica:
     shape, cluster = SHAPES[model], parse_gpus(gpus)
-    each, rest = divmod(shape.layers, stages)
+    each, rest = divmod(len(shape.layers), stages)
     layout = deploy(
         shape,
         tensor_weights=[1.0] * tensor,

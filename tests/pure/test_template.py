@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pure.vocabularies import byte_level, word_level
+from tests.refusals import refusals, refuses
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.limits import RequestLimits
 from weft.text.settings import TokenizerSettings
@@ -50,10 +52,10 @@ def test_the_date() -> None:
 
 def test_a_template_that_refuses_says_why() -> None:
     template = ChatTemplate("{{ raise_exception('Roles must alternate!') }}")
-    with pytest.raises(RequestError, match=r"refuses these messages: Roles must alternate!") as error:
+    with refuses(RequestError, "chat-template-refused", "Roles must alternate!") as error:
         template.render([USER])
     assert error.value.param == "messages"
-    with pytest.raises(RequestError, match=r"refuses these messages: .*str"):
+    with refuses(RequestError, "chat-template-refused", "str"):
         ChatTemplate("{{ messages[0].content + 1 }}").render([USER])
 
 
@@ -68,39 +70,39 @@ def test_a_template_that_refuses_says_why() -> None:
     ],
 )
 def test_the_sandbox(source: str) -> None:
-    with pytest.raises(RequestError):
+    with refuses(RequestError, "chat-template-refused"):
         ChatTemplate(source).render([USER])
 
 
 DOUBLED = "{%% set ns = namespace(s=%s) %%}{%% for i in range(40) %%}{%% set ns.s = %s %%}{%% endfor %%}{{ ns.s }}"
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("{{ 'x' * 10**10 }}", "10,000,000,000 characters"),
-        (DOUBLED % ("'x'", "ns.s ~ ns.s"), "67,108,864 characters"),
-        (DOUBLED % ("'x'", "ns.s + ns.s"), "67,108,864 characters"),
-        (DOUBLED % ("[1]", "ns.s + ns.s"), "67,108,864 characters"),
-        (DOUBLED % ("[1]", "[ns.s, ns.s]"), "characters; the limit"),
-        (DOUBLED % ("3", "ns.s * ns.s"), "over the limit of 9,999"),
-        ("{{ 'x' | center(10**10) }}", "over the limit of 9,999"),
-        ("{{ 'x'.ljust(10**10) }}", "over the limit of 9,999"),
-        ("{{ '%99999d' % 3 }}", "too large or computed"),
-        ("{{ '%*d' | format(99999, 3) }}", "too large or computed"),
-        ("{{ '{:{}}'.format(3, 99999) }}", "too large or computed"),
-        ("{{ ('a' * 1000000).replace('a', 'x' * 1000000) }}", "1,000,001,000,000 characters"),
-        ("{{ (['x' * 1000000] * 100000) | join }}", "100,000,000,000 characters"),
-        ("{{ ','.join(['x' * 1000000] * 100000) }}", "100,000,100,000 characters"),
-        ("{{ ('\n' * 1000000) | indent(9999) }}", "characters; the limit"),
-        ("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "268,435,456 characters in all"),
-        ("{{ ([[0] * 1000] * 100000) | sum(start=[]) }}", "adds numbers only"),
-    ],
-)
+# A template, and what its refusal names.
+UNBOUNDED = [
+    ("{{ 'x' * 10**10 }}", "10,000,000,000 characters"),
+    (DOUBLED % ("'x'", "ns.s ~ ns.s"), "67,108,864 characters"),
+    (DOUBLED % ("'x'", "ns.s + ns.s"), "67,108,864 characters"),
+    (DOUBLED % ("[1]", "ns.s + ns.s"), "67,108,864 characters"),
+    (DOUBLED % ("[1]", "[ns.s, ns.s]"), "characters; the limit"),
+    (DOUBLED % ("3", "ns.s * ns.s"), "over the limit of 9,999"),
+    ("{{ 'x' | center(10**10) }}", "over the limit of 9,999"),
+    ("{{ 'x'.ljust(10**10) }}", "over the limit of 9,999"),
+    ("{{ '%99999d' % 3 }}", "too large or computed"),
+    ("{{ '%*d' | format(99999, 3) }}", "too large or computed"),
+    ("{{ '{:{}}'.format(3, 99999) }}", "too large or computed"),
+    ("{{ ('a' * 1000000).replace('a', 'x' * 1000000) }}", "1,000,001,000,000 characters"),
+    ("{{ (['x' * 1000000] * 100000) | join }}", "100,000,000,000 characters"),
+    ("{{ ','.join(['x' * 1000000] * 100000) }}", "100,000,100,000 characters"),
+    ("{{ ('\n' * 1000000) | indent(9999) }}", "characters; the limit"),
+    ("{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}", "268,435,456 characters in all"),
+    ("{{ ([[0] * 1000] * 100000) | sum(start=[]) }}", "adds numbers only"),
+]
+
+
+@pytest.mark.parametrize(("source", "says"), UNBOUNDED)
 def test_templates_are_bounded_in_what_they_make(source: str, says: str) -> None:
-    with pytest.raises(RequestError, match="the chat template refuses") as error:
+    with refuses(RequestError, "chat-template-refused", says):
         ChatTemplate(source).render([USER])
-    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_templates_are_bounded_in_what_they_make(source: str, says: str) -> None
 )
 def test_templates_are_bounded_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.text.sandbox.LIMITS", RequestLimits(template_s=0.05))
-    with pytest.raises(RequestError, match=r"it has run for 0\.05 s, which is the limit"):
+    with refuses(RequestError, "chat-template-refused", "0.05"):
         ChatTemplate(source).render([USER])
 
 
@@ -128,17 +130,17 @@ def test_filters_within_the_bounds_are_jinjas() -> None:
 
 
 def test_a_template_that_is_nested_too_deeply() -> None:
-    with pytest.raises(ModelError, match="nested too deeply"):
+    with refuses(ModelError, "chat-template-nested-too-deeply"):
         ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
 
 
 def test_without_a_template() -> None:
-    with pytest.raises(RequestError, match="no chat template; give one with --chat-template"):
+    with refuses(RequestError, "no-chat-template", "--chat-template"):
         ChatTemplate(None).render([USER])
 
 
 def test_a_template_that_is_none() -> None:
-    with pytest.raises(ModelError, match=r"line 2: .*--chat-template"):
+    with refuses(ModelError, "invalid-chat-template", "2", "--chat-template"):
         ChatTemplate("a\n{% for %}")
 
 
@@ -162,7 +164,7 @@ def test_chatml_where_its_tokens_are() -> None:
     assert ChatTemplate.for_tokenizer(chatml_tokenizer()).render([USER], add_generation_prompt=False) == (
         "<|im_start|>user\nhi<|im_end|>\n"
     )
-    with pytest.raises(RequestError, match="no chat template"):
+    with refuses(RequestError, "no-chat-template"):
         ChatTemplate.for_tokenizer(Tokenizer(word_level(("[UNK]", "a")), TokenizerSettings())).render([USER])
 
 
@@ -173,7 +175,7 @@ def test_a_template_given_by_the_user(tmp_path: Path) -> None:
     assert ChatTemplate.for_tokenizer(this, str(file)).render([USER]) == "file 1"
     assert ChatTemplate.for_tokenizer(this, "text {{ messages | length }}").render([USER]) == "text 1"
     for wrong in (str(tmp_path / "nowhere.jinja"), str(tmp_path), "x" * 5000, "a\0b"):
-        with pytest.raises(ConfigError, match="neither a file that can be read nor a Jinja template"):
+        with refuses(ConfigError, "bad-chat-template-flag"):
             ChatTemplate.for_tokenizer(this, wrong)
 
 
@@ -213,27 +215,38 @@ def test_tool_calls() -> None:
     assert ChatTemplate("{{ messages[0].tool_call_id }}").render([tool]) == "1"
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "at least one message"),
-        ("hi", "must be a list"),
-        ({"role": "user", "content": "hi"}, "must be a list"),
-        (["hi"], r"messages\[0\] is a str"),
-        ([USER, {"role": "robot"}], r"messages\[1\] has the role 'robot'; known roles: system, dev.*, tool"),
-        ([{"content": "hi"}], "has the role None"),
-        ([{"role": ["user"], "content": "hi"}], "has the role"),
-        ([{"role": "user"}], r"messages\[0\].content must be a text or a list of text parts, not None"),
-        ([{"role": "user", "content": 5}], "not 5"),
-        ([{"role": "assistant", "content": None}], "not None"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] is of type 'image_url'; .*'text' only"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text must be a text"),
-        ([{"role": "user", "content": ["hi"]}], r"content\[0\] is of type 'str'"),
-        ([{"role": "assistant", "tool_calls": [1]}], "tool_calls must be a list of objects"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "arguments is no valid JSON"),
-    ],
-)  # fmt: skip
-def test_messages_that_are_none(messages: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=message) as error:
+# Messages, the code of what is wrong with them, and values of the message.
+BAD_MESSAGES: list[tuple[Any, str, tuple[str, ...]]] = [
+    ([], "messages-not-list", ()),
+    ("hi", "messages-not-list", ()),
+    ({"role": "user", "content": "hi"}, "messages-not-list", ()),
+    (["hi"], "message-not-object", ("messages[0]", "str")),
+    ([USER, {"role": "robot"}], "unknown-role", ("messages[1]", "'robot'", "system, developer, user, assistant, tool")),
+    ([{"content": "hi"}], "unknown-role", ("None",)),
+    ([{"role": ["user"], "content": "hi"}], "unknown-role", ()),
+    ([{"role": "user"}], "content-not-text", ("messages[0].content", "None")),
+    ([{"role": "user", "content": 5}], "content-not-text", ("5",)),
+    ([{"role": "assistant", "content": None}], "content-not-text", ("None",)),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "content-part-not-text", ("content[0]", "'image_url'")),
+    ([{"role": "user", "content": [{"type": "text"}]}], "text-of-part-not-text", ("content[0].text",)),
+    ([{"role": "user", "content": ["hi"]}], "content-part-not-text", ("content[0]", "'str'")),
+    ([{"role": "assistant", "tool_calls": [1]}], "tool-calls-not-objects", ("tool_calls",)),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+        "tool-arguments-not-json",
+        ("arguments",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("messages", "code", "values"), BAD_MESSAGES)
+def test_messages_that_are_none(messages: Any, code: str, values: tuple[str, ...]) -> None:
+    with refuses(RequestError, code, *values) as error:
         ChatTemplate(PLAIN).render(messages)
     assert error.value.param == "messages"
+
+
+def test_the_wording_of_refusals(golden: Callable[[str, str], None]) -> None:
+    refused = refusals(lambda source: ChatTemplate(source).render([USER]), [source for source, _ in UNBOUNDED])
+    wrong = refusals(lambda messages: ChatTemplate(PLAIN).render(messages), [chat for chat, *_ in BAD_MESSAGES])
+    golden("chat_template.txt", refused + wrong)

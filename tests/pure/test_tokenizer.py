@@ -31,6 +31,7 @@ from tests.pure.vocabularies import (
     write_gguf,
     write_tiktoken,
 )
+from tests.refusals import refuses
 from weft.errors import ModelError, RequestError
 from weft.text import cache, spm
 from weft.text.merges import derive_merges
@@ -184,32 +185,31 @@ def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected
 def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ModelError) as error:
+    names = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+    with refuses(ModelError, "no-tokenizer-in-folder", empty, *names, "--tokenizer"):
         load_tokenizer(str(empty))
-    for word in (str(empty), "tokenizer.json", "tokenizer.model", "*.tiktoken", "--tokenizer"):
-        assert word in str(error.value)
-    with pytest.raises(ModelError, match="there is no tokenizer at"):
+    with refuses(ModelError, "no-such-tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json cannot be read"):
+    with refuses(ModelError, "cannot-read-tokenizer", "tokenizer_config.json"):
         load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text('{"model": 1}')
-    with pytest.raises(ModelError, match="is no tokenizer, or a damaged one"):
+    with refuses(ModelError, "damaged-tokenizer"):
         load_tokenizer(str(folder))
-    for name, what in (("tokenizer.model", "SentencePiece"), ("x.tiktoken", "tiktoken")):
+    for name, code in (("tokenizer.model", "damaged-sentencepiece"), ("x.tiktoken", "damaged-tiktoken")):
         (empty / name).write_bytes(b"\x0a\xff not a model")
-        with pytest.raises(ModelError, match=f"{name} is no {what}.*damaged"):
+        with refuses(ModelError, code, name):
             load_tokenizer(str(empty))
         (empty / name).unlink()
 
 
 def test_bad_texts_and_ids(folder: Path) -> None:
     this = load_tokenizer(str(folder))
-    with pytest.raises(RequestError, match=r"no valid Unicode: character 2 is the lone surrogate U\+D83D"):
+    with refuses(RequestError, "invalid-unicode", "2", "U+D83D"):
         this.encode("ab\ud83d")
-    with pytest.raises(RequestError, match=r"lone surrogate U\+D83D"):
+    with refuses(RequestError, "invalid-unicode", "U+D83D"):
         this.encode("ab\ud83d" + " " * 16_384)
-    with pytest.raises(RequestError, match="from 0 to 599"):
+    with refuses(RequestError, "token-id-out-of-range", "0", "599"):
         this.decode([-1])
     assert this.decode([10_000]) == ""
     assert (this.token_bytes(10_000), this.token_text(10_000)) == (b"", "")
@@ -219,7 +219,7 @@ def test_bad_words_come_at_the_start_and_after_a_space(folder: Path) -> None:
     this = load_tokenizer(str(folder))
     assert this.word_ids(" weft") == [tuple(this.encode("weft")), tuple(this.encode(" weft"))]
     assert this.word_ids("🙂\n") == [tuple(this.encode(text)) for text in ("🙂\n", " 🙂\n")]
-    with pytest.raises(RequestError, match="bad word"):
+    with refuses(RequestError, "empty-bad-word"):
         this.word_ids("  ")
 
 
@@ -398,18 +398,18 @@ def test_gguf_flags_template_and_added_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "values"),
     [
-        ({"pre": "nobody"}, "cuts words as 'nobody' does.*known: .*llama-bpe.*smollm.*--tokenizer"),
-        ({"model": "bert"}, "kind 'bert'.*gpt2 and llama"),
-        ({"token_type": [1]}, "1 token types for 600 tokens"),
-        ({"merges": ["x y z"]}, "'x y z' merges no two"),
-        ({"model": "llama"}, "0 scores for 600 tokens"),
+        ({"pre": "nobody"}, "unknown-pre-tokenizer", ("'nobody'", "llama-bpe", "smollm", "--tokenizer")),
+        ({"model": "bert"}, "unknown-gguf-tokenizer", ("'bert'", "gpt2 and llama")),
+        ({"token_type": [1]}, "token-types-of-other-length", ("1", "600")),
+        ({"merges": ["x y z"]}, "merge-of-no-tokens", ("'x y z'",)),
+        ({"model": "llama"}, "token-scores-of-other-length", ("0", "600")),
     ],
 )
-def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_gguf_that_cannot_be(tmp_path: Path, change: dict[str, Any], code: str, values: tuple[str, ...]) -> None:
     fields = {**byte_level_fields(byte_level(), "gpt-2"), **change}
-    with pytest.raises(ModelError, match=message):
+    with refuses(ModelError, code, *values):
         load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields)))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,14 +16,16 @@ from tests.pure.letters import END, frontend, output
 from weft.client.frontend import TextTools
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError
+from weft.serving import errors
 from weft.serving.app import create_app
+from weft.serving.errors import describe_error
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
 
 Script = Callable[[Request], Iterable[Output]]
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "tiny", "messages": HI}
-DEAD = EngineError(Cause(1, "step", "killed by SIGKILL", "look at dmesg"))
+DEAD = EngineError(Cause(rank=1, phase="step", code="process-killed", cause="killed by SIGKILL", hint="look at dmesg"))
 
 
 def saying(text: str) -> Script:
@@ -56,7 +60,7 @@ class FakeEngine:
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         if self.full:
-            raise QueueFullError("1024 requests wait already", retry_after_s=3)
+            raise QueueFullError("1024 requests wait already", retry_after_s=3, code="queue-full")
         if self.failure:
             raise self.failure
         self.requests += requests
@@ -151,6 +155,19 @@ def refused(response: httpx.Response, status: int = 400, **fields: Any) -> str:
     assert {name: error[name] for name in fields} == fields
     assert isinstance(error["message"], str) and error["message"]
     return str(error["message"])
+
+
+@contextmanager
+def error_codes() -> Iterator[list[str]]:
+    """Codes of the errors with which the application answers meanwhile; "" for an error without a code."""
+    codes: list[str] = []
+
+    def noted(error: Exception) -> Any:
+        codes.append(getattr(error, "code", ""))
+        return describe_error(error)
+
+    with patch.object(errors, "describe_error", noted):
+        yield codes
 
 
 class Wire:

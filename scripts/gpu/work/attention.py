@@ -10,7 +10,7 @@ import torch
 from scripts.gpu.work import Figure, Options
 from weft.errors import ConfigError
 from weft.kernels import create_kernels
-from weft.kernels.base import AttentionShape, Kernels
+from weft.kernels.base import Attention, AttentionShape
 from weft.kernels.contest import graph_seconds
 from weft.kernels.triton.tuning import DECODE, PREFILL, Tuning
 from weft.probes.on_gpu import trials
@@ -65,26 +65,26 @@ def decode_contexts(rehearse: bool) -> list[list[int]]:
     return [nano, trials.mixed_lengths(32, LENGTH), [1024] * 32, [4096]]
 
 
-def backends(shape: AttentionShape) -> tuple[dict[str, Kernels], list[Figure]]:
+def backends(shape: AttentionShape) -> tuple[dict[str, Attention], list[Figure]]:
     """Other backends that run here, and a note for each that does not."""
     usable, notes = {}, []
     for name in OTHERS:
         try:
-            usable[name] = create_kernels(name, CUDA, shape)
+            usable[name] = create_kernels(name, CUDA, shape).attention
         except ConfigError as error:
             notes.append(Figure(f"attention by {name}, {shape.q_heads} heads", None, "", note=str(error)))
     return usable, notes
 
 
 def add_backends(
-    race: trials.Race, others: dict[str, Kernels], shape: AttentionShape, *, default: object, only: bool
+    race: trials.Race, others: dict[str, Attention], shape: AttentionShape, *, default: object, only: bool
 ) -> None:
     """Have `others` race too; with `only`, ours with no other than the default sizes."""
     if only:
         race.entries = {default: race.entries[default]}
-    for name, kernels in others.items():
-        kernels.prepare(race.samples[0][2])
-        race.entries[name] = lambda q, cache, batch, kernels=kernels: kernels.attend(q, cache, batch, shape.scale, None)
+    for name, other in others.items():
+        other.prepare(race.samples[0][2])
+        race.entries[name] = lambda q, cache, batch, other=other: other.attend(q, cache, batch, shape.scale, None)
 
 
 def compared(

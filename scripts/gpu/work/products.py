@@ -10,7 +10,8 @@ import torch
 from scripts.gpu.work import Figure, Options
 from weft.architectures.place import Span
 from weft.kernels.capture import capture_graph
-from weft.kernels.triton import create_triton_kernels
+from weft.kernels.triton.kernels import TritonMatrices
+from weft.kernels.usable import multiprocessor_count
 from weft.quant.quantised import QuantisedWeight
 
 CUDA = torch.device("cuda", 0)
@@ -25,14 +26,14 @@ def products(options: Options) -> Iterator[Figure]:
     rehearse = options["rehearse"]
     shapes, tokens = (((16, 64),), (1, 2)) if rehearse else (SHAPES, TOKENS)
     dtype = torch.float32 if rehearse else torch.bfloat16
-    kernels = create_triton_kernels(CUDA)
+    matrices = TritonMatrices(multiprocessor_count(CUDA))
     for rows, cols in shapes:
         for kind in TYPES:
             weight = (
                 torch.randn(rows, cols, device=CUDA).to(dtype) if kind is None else made_up(kind, rows, cols, dtype)
             )
             count = 2 if rehearse else COLD_BYTES // weight.nbytes + 1
-            copies = [kernels.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
+            copies = [matrices.matrix(weight if at == 0 else copied(weight), None) for at in range(count)]
             for batch in tokens:
                 x = torch.randn(batch, cols, device=CUDA).to(dtype)
                 seconds = timed(

@@ -11,8 +11,11 @@ import torch
 
 from scripts.gpu.work import Figure, Options
 from weft import SamplingParams
+from weft.kernels.plain import PlainSampling
+from weft.kernels.sampling import TokenSampler
+from weft.kernels.triton.kernels import TritonSampling
 from weft.worker.sample_arrays import SampleArrays
-from weft.worker.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+from weft.worker.sampler import sampling_settings
 
 VOCAB = 151_936  # Qwen3's
 CALLS = 20
@@ -37,8 +40,8 @@ def sampling(options: Options) -> Iterator[Figure]:
             logits = (torch.randn(rows, vocab, device=CUDA) * spread).bfloat16()
             for name, params in ASKED.items():
                 ours, torchs = (
-                    microseconds(step(token_sampler, logits, params), calls)
-                    for token_sampler in (TritonTokenSampler(rows, CUDA), TorchTokenSampler(rows))
+                    microseconds(step(each.create_token_sampler(rows), logits, params), calls)
+                    for each in (TritonSampling(CUDA), PlainSampling())
                 )
                 row = f"{rows} row{'s' * (rows > 1)}, {kind} logits, {name}"
                 yield Figure(row, round(ours, 1), "us", bound, note=f"torch {torchs:,.0f} us")
@@ -61,7 +64,7 @@ def step(token_sampler: TokenSampler, logits: torch.Tensor, params: SamplingPara
     """A choice for rows of these parameters, whose settings are no news."""
     slots, positions = np.arange(len(logits)), np.full(len(logits), 7)
     for slot in slots:
-        token_sampler.admit(int(slot), params, int(slot))
+        token_sampler.admit(int(slot), sampling_settings(params), int(slot))
     for _ in range(2):
         arrays = SampleArrays(slots, slots, positions, settings=token_sampler.take_settings_update())
         tensors = arrays.with_tensors(torch.from_numpy(array).to(CUDA) for array in arrays.flatten())

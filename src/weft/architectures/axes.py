@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from weft.architectures.place import Place, Span
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import ModelShape
 
 
@@ -44,27 +45,24 @@ CUT_BY = {
     Axis.EXPERT_PAIRS: "expert_ffn",
     Axis.SHARED_FFN: "shared_ffn",
 }
-# Rows before that of position 0 in OPT's table of position embeddings.
-POSITIONS_BEFORE = {"OPTForCausalLM": 2}
-
 # Length of each span of CUT_BY in the whole model, in indices.
 _SPAN_LENGTHS: dict[str, Callable[[ModelShape], int]] = {
     "q_heads": lambda shape: shape.q_heads,
     "kv_heads": lambda shape: shape.kv_heads,
     "ffn": lambda shape: shape.ffn,
     "vocab": lambda shape: shape.vocab,
-    "expert_ffn": lambda shape: shape.experts.ffn if shape.experts else 0,
-    "shared_ffn": lambda shape: shape.experts.shared_ffn if shape.experts else 0,
+    "expert_ffn": lambda shape: shape.experts.width if shape.experts else 0,
+    "shared_ffn": lambda shape: shape.experts.shared_width if shape.experts else 0,
 }
 # Length of each axis that is never cut, in elements.
 _WHOLE_LENGTHS: dict[Axis, Callable[[ModelShape], int]] = {
     Axis.HIDDEN: lambda shape: shape.hidden,
     Axis.HEAD_DIM: lambda shape: shape.head_dim,
-    Axis.POSITIONS: lambda shape: shape.max_positions + POSITIONS_BEFORE.get(shape.architecture, 0),
+    Axis.POSITIONS: lambda shape: shape.max_positions + find_architecture(shape.architecture).positions_before,
     Axis.EXPERTS: lambda shape: shape.experts.count if shape.experts else 0,
-    Axis.Q_RANK: lambda shape: (shape.mla.q_lora_rank or 0) if shape.mla else 0,
-    Axis.KV_RANK: lambda shape: shape.mla.kv_lora_rank if shape.mla else 0,
-    Axis.LATENT: lambda shape: shape.mla.kv_lora_rank + shape.mla.rope_dim if shape.mla else 0,
+    Axis.Q_RANK: lambda shape: (shape.latent.q_lora_rank or 0) if shape.latent else 0,
+    Axis.KV_RANK: lambda shape: shape.latent.kv_lora_rank if shape.latent else 0,
+    Axis.LATENT: lambda shape: shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0,
 }
 
 
@@ -73,10 +71,10 @@ def per_unit(shape: ModelShape, axis: Axis) -> int:
     match axis:
         case Axis.Q | Axis.KV:
             return shape.head_dim
-        case Axis.KV_UP if shape.mla:
-            return shape.mla.nope_dim + shape.mla.v_dim
-        case Axis.VALUE if shape.mla:
-            return shape.mla.v_dim
+        case Axis.KV_UP if shape.latent:
+            return shape.latent.nope_dim + shape.latent.v_dim
+        case Axis.VALUE if shape.latent:
+            return shape.latent.v_dim
         case Axis.EXPERT_PAIRS:
             return 2
     return 1

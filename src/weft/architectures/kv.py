@@ -14,7 +14,7 @@ BYTES |= {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1}
 def number_bytes(dtype: str) -> int:
     """Bytes of one number in a KV cache of `dtype`. Raises ConfigError for an unknown dtype."""
     if dtype not in BYTES:
-        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}")
+        raise ConfigError(f"unknown KV cache dtype {dtype!r}; known: {', '.join(BYTES)}", code="unknown-kv-cache-dtype")
     return BYTES[dtype]
 
 
@@ -23,8 +23,8 @@ def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place |
 
     Latent attention caches one vector that all heads share. Every tensor-parallel rank holds a copy of that vector.
     """
-    if shape.mla:
-        return (shape.mla.kv_lora_rank + shape.mla.rope_dim) * number_bytes(dtype)
+    if shape.latent:
+        return (shape.latent.kv_lora_rank + shape.latent.rope_dim) * number_bytes(dtype)
     heads = len(place.kv_heads) if place else shape.kv_heads
     return 2 * heads * shape.head_dim * number_bytes(dtype)
 
@@ -37,5 +37,5 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | No
 def kv_bytes(shape: ModelShape, tokens: int, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one sequence of `tokens` tokens on a rank; a layer with a sliding window keeps at most its window."""
     layers = (place or whole(shape)).layers
-    kept = (min(tokens, shape.window(layer) or tokens) for layer in range(layers.start, layers.stop))
+    kept = (min(tokens, shape.layers[layer].window or tokens) for layer in range(layers.start, layers.stop))
     return layer_bytes_per_token(shape, dtype, place) * sum(kept)

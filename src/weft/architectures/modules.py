@@ -7,26 +7,16 @@ Mixtral, vision-language models), both names are known, the module's name first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 
 import msgspec
 
-from weft.architectures.names import NAMES
-from weft.architectures.parameters import Parameter, model_parameters
+from weft.architectures.parameters import Parameter, layer_parameters, outer_parameters
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import ModelShape
 
-_VISION_LANGUAGE = ((r"^language_model\.model\.", "model.language_model."), (r"^language_model\.lm_head\.", "lm_head."))
-_MIXTRAL = ((r"\.block_sparse_moe\.", ".mlp."),)
-# Substitutions (pattern, replacement) from tensor names to module names, by architecture.
-RENAMED: dict[str, tuple[tuple[str, str], ...]] = {
-    "GPT2LMHeadModel": ((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
-    "MixtralForCausalLM": _MIXTRAL,
-    "MiniMaxM2ForCausalLM": _MIXTRAL,
-    "Gemma3ForConditionalGeneration": _VISION_LANGUAGE,
-    "Mistral3ForConditionalGeneration": _VISION_LANGUAGE,
-}
 # Modules without weights.
 EMPTY = {"rotary_emb", "act", "act_fn", "activation_fn", "drop", "dropout"}
 EMPTY |= {"attn_dropout", "resid_dropout", "resid_attn_dropout", "resid_mlp_dropout"}
@@ -51,29 +41,27 @@ class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=8)
 def pipeline_units(shape: ModelShape) -> tuple[PipelineUnit, ...]:
     """All units of a model, in the order of the forward pass: embedding, layers, norm, head."""
-    table = model_parameters(shape)
+    table = outer_parameters(shape)
     embedding = [parameter for parameter in table if parameter.where == "embed"]
     norm = [parameter for parameter in table if parameter.where == "head" and parameter.role != "head"]
-    head = _tensor_names(shape, NAMES[shape.architecture].head + ".weight")
+    head = _tensor_names(shape, find_architecture(shape.architecture).names.head + ".weight")
     return (
         _unit(shape, "embedding", embedding),
-        *(_layer(shape, layer) for layer in range(shape.layers)),
+        *(_layer(shape, layer) for layer in range(len(shape.layers))),
         _unit(shape, "norm", norm),
         PipelineUnit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
     )
 
 
 def _layer(shape: ModelShape, layer: int) -> PipelineUnit:
-    table = model_parameters(shape)
-    held = [parameter for parameter in table if parameter.where == "layer" and parameter.is_in(shape, layer)]
-    unit = _unit(shape, "layer", held, layer)
+    unit = _unit(shape, "layer", layer_parameters(shape, layer), layer)
     # "model.layers.3.self_attn..." is in "model.layers.3".
     words = unit.tensors[0][0].split(".")
     return msgspec.structs.replace(unit, name=".".join(words[: words.index(str(layer)) + 1]), layer=layer)
 
 
 def _unit(
-    shape: ModelShape, kind: Literal["embedding", "layer", "norm"], held: list[Parameter], layer: int = 0
+    shape: ModelShape, kind: Literal["embedding", "layer", "norm"], held: Sequence[Parameter], layer: int = 0
 ) -> PipelineUnit:
     sources = dict.fromkeys(part.source for parameter in held for part in parameter.parts)
     tensors = tuple(_tensor_names(shape, source.replace("{layer}", str(layer))) for source in sources)
@@ -83,7 +71,7 @@ def _unit(
 def _tensor_names(shape: ModelShape, source: str) -> tuple[str, ...]:
     """All names of a tensor: Transformers' own, and the checkpoint's `source` if that differs."""
     renamed = source
-    for pattern, name in RENAMED.get(shape.architecture, ()):
+    for pattern, name in find_architecture(shape.architecture).modules:
         renamed = re.sub(pattern, name, renamed)
     return tuple(dict.fromkeys((renamed, source)))
 

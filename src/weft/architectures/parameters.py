@@ -13,22 +13,17 @@ from typing import Literal
 
 import msgspec
 
+from weft.architectures.architecture import Names
 from weft.architectures.axes import Axis, axis_length, owned
-from weft.architectures.names import NAMES, Names
 from weft.architectures.place import Place
-from weft.architectures.shape import ModelShape
-from weft.errors import ModelError
+from weft.architectures.registry import find_architecture
+from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
 
 # A quantised format treats parameters by role. A vector is a norm, a bias or the like.
 Role = Literal["embedding", "head", "linear", "expert", "router", "vector"]
-On = Literal["every", "dense", "expert"]  # the layers that have a parameter: all, or those without or with experts
-
-ARCHITECTURES = tuple(NAMES)
-# Architectures that the engine runs; the planner knows all of ARCHITECTURES.
-RUNNABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-class Part(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True, cache_hash=True):
     """One source tensor of a parameter, or some of its rows.
 
     - `source`: name in the checkpoint, with `{layer}` and `{expert}` for their numbers.
@@ -43,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
     transposed: bool = False
 
 
-class Parameter(msgspec.Struct, frozen=True):
+class Parameter(msgspec.Struct, frozen=True, cache_hash=True):
     """One parameter of the engine: its parts stacked along dim 0 (merged q, k, v; merged gate and up).
 
     `where` is "embed" on the first stage, "layer" on the stage of its layer, "head" on the last stage. A parameter
@@ -54,62 +49,71 @@ class Parameter(msgspec.Struct, frozen=True):
     where: Literal["embed", "layer", "head"]
     parts: tuple[Part, ...]
     role: Role = "linear"
-    on: On = "every"
 
-    def is_in(self, shape: ModelShape, layer: int) -> bool:
-        """Return True if this layer has the parameter."""
-        return self.on == "every" or (self.on == "expert") == shape.has_experts(layer)
+
+def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]]:
+    """Yield (parameter, layer) for every parameter of a model, in the order of the forward pass.
+
+    `layer` is None outside the layers; within them it stands for `{layer}` in the parameter's name. Raises ModelError
+    for an unknown architecture.
+    """
+    outer = outer_parameters(shape)
+    yield from ((parameter, None) for parameter in outer if parameter.where == "embed")
+    for layer in range(len(shape.layers)):
+        yield from ((parameter, layer) for parameter in layer_parameters(shape, layer))
+    yield from ((parameter, None) for parameter in outer if parameter.where == "head")
 
 
 @lru_cache(maxsize=64)
-def model_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
-    """All parameters of a model, in the order of the forward pass.
-
-    A parameter of the layers comes once, with `{layer}` in its name. Raises ModelError for an unknown architecture.
-    """
-    return tuple(_parameters(shape))
-
-
-def _parameters(shape: ModelShape) -> Iterator[Parameter]:
-    if shape.architecture not in NAMES:
-        raise ModelError(f"unknown architecture {shape.architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    names = NAMES[shape.architecture]
-    layer = _Layer(shape, names)
+def outer_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
+    """Parameters outside the layers: those of the embedding, then the final norm, and the head as the last."""
+    names = find_architecture(shape.architecture).names
     embed = Part(names.embed + ".weight", Axis.VOCAB, Axis.HIDDEN)
-    yield Parameter("embed.weight", "embed", (embed,), "embedding")
+    outer = [Parameter("embed.weight", "embed", (embed,), "embedding")]
     if names.positions:
         positions = Part(names.positions + ".weight", Axis.POSITIONS, Axis.HIDDEN)
-        yield Parameter("positions.weight", "embed", (positions,), "embedding")
-    yield from layer.norm("attention_norm", names.attention_norm)
-    yield from layer.latent_attention() if shape.mla else layer.attention()
-    yield from layer.norm("attention_post_norm", names.attention_post_norm)
-    yield from layer.norm("mlp_norm", names.mlp_norm)
-    if shape.experts is None or shape.experts.dense_layers:
-        yield from layer.mlp()
-    if shape.experts:
-        yield from layer.experts()
-    yield from layer.norm("mlp_post_norm", names.mlp_post_norm)
-    for kind in ("weight", "bias") if names.norm_bias else ("weight",):
-        yield Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis.HIDDEN),), "vector")
+        outer.append(Parameter("positions.weight", "embed", (positions,), "embedding"))
+    for kind in ("weight", "bias") if shape.norm.kind == "layer" else ("weight",):
+        outer.append(Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis.HIDDEN),), "vector"))
     head = embed if shape.tied else Part(names.head + ".weight", Axis.VOCAB, Axis.HIDDEN)
-    yield Parameter("head.weight", "head", (head,), "head")
+    return (*outer, Parameter("head.weight", "head", (head,), "head"))
 
 
-class _Layer:
-    """Parameters of one layer, group by group."""
+def layer_parameters(shape: ModelShape, layer: int) -> tuple[Parameter, ...]:
+    """Parameters of one layer, in the order of the forward pass, with `{layer}` in their names."""
+    return _layer_parameters(
+        find_architecture(shape.architecture).names, shape.layers[layer], shape.norm.kind == "layer"
+    )
 
-    def __init__(self, shape: ModelShape, names: Names) -> None:
-        self.shape, self.names = shape, names
+
+@lru_cache(maxsize=256)
+def _layer_parameters(names: Names, spec: LayerSpec, norm_bias: bool) -> tuple[Parameter, ...]:
+    return tuple(_LayerTable(names, norm_bias).layer(spec))
+
+
+class _LayerTable:
+    """Parameters of one layer, group by group. With `norm_bias`, norms have a bias."""
+
+    def __init__(self, names: Names, norm_bias: bool) -> None:
+        self.names, self.norm_bias = names, norm_bias
+
+    def layer(self, spec: LayerSpec) -> Iterator[Parameter]:
+        names = self.names
+        yield from self.norm("attention_norm", names.attention_norm)
+        if isinstance(spec.mixer, Attention):
+            yield from self.attention(spec.mixer)
+        else:
+            yield from self.latent_attention(spec.mixer)
+        yield from self.norm("attention_post_norm", names.attention_post_norm)
+        yield from self.norm("mlp_norm", names.mlp_norm)
+        if isinstance(spec.ffn, Dense):
+            yield from self.mlp(spec.ffn)
+        else:
+            yield from self.experts(spec.ffn)
+        yield from self.norm("mlp_post_norm", names.mlp_post_norm)
 
     def linear(
-        self,
-        name: str,
-        sources: Sequence[tuple[str, Axis]],
-        cols: Axis,
-        *,
-        bias: bool = False,
-        role: Role = "linear",
-        on: On = "every",
+        self, name: str, sources: Sequence[tuple[str, Axis]], cols: Axis, *, bias: bool = False, role: Role = "linear"
     ) -> Iterator[Parameter]:
         """Yield a matrix and its bias. `sources` are the modules stacked in the matrix, with the axes of their rows."""
         weights, biases, before = [], [], dict[str, tuple[Axis, ...]]()
@@ -121,35 +125,35 @@ class _Layer:
             weights.append(Part(path + endings[0], rows, cols, after, transposed))
             biases.append(Part(path + endings[1], rows, None, after))
             before[source] = (*after, rows)
-        yield Parameter(f"layers.{{layer}}.{name}.weight", "layer", tuple(weights), role, on)
+        yield Parameter(f"layers.{{layer}}.{name}.weight", "layer", tuple(weights), role)
         if bias:
             kind: Role = role if role == "expert" else "vector"
-            yield Parameter(f"layers.{{layer}}.{name}.bias", "layer", tuple(biases), kind, on)
+            yield Parameter(f"layers.{{layer}}.{name}.bias", "layer", tuple(biases), kind)
 
-    def vector(self, name: str, source: str, rows: Axis, on: On = "every") -> Iterator[Parameter]:
-        yield Parameter("layers.{layer}." + name, "layer", (Part(self.names.layer + source, rows),), "vector", on)
+    def vector(self, name: str, source: str, rows: Axis) -> Iterator[Parameter]:
+        yield Parameter("layers.{layer}." + name, "layer", (Part(self.names.layer + source, rows),), "vector")
 
     def norm(self, name: str, source: str, rows: Axis = Axis.HIDDEN) -> Iterator[Parameter]:
+        """Yield the weight and the bias of a norm; nothing if the architecture has no name for it."""
         if source:
             yield from self.vector(f"{name}.weight", f"{source}.weight", rows)
-            if self.names.norm_bias:
+            if self.norm_bias:
                 yield from self.vector(f"{name}.bias", f"{source}.bias", rows)
 
-    def attention(self) -> Iterator[Parameter]:
-        shape, names = self.shape, self.names
+    def attention(self, spec: Attention) -> Iterator[Parameter]:
+        names = self.names
         qkv = tuple(zip(names.qkv, (Axis.Q, Axis.KV, Axis.KV), strict=True))
-        yield from self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=shape.qkv_bias)
-        if shape.qk_norm:
-            q, k = (Axis.HEAD_DIM, Axis.HEAD_DIM) if names.head_norms else (Axis.Q, Axis.KV)
+        yield from self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=spec.bias)
+        if spec.qk_norm != "none":
+            q, k = (Axis.HEAD_DIM, Axis.HEAD_DIM) if spec.qk_norm == "head" else (Axis.Q, Axis.KV)
             yield from self.norm("attention.q_norm", "self_attn.q_norm", q)
             yield from self.norm("attention.k_norm", "self_attn.k_norm", k)
-        if names.sinks:
+        if spec.sinks:
             yield from self.vector("attention.sinks", names.sinks, Axis.HEADS)
-        yield from self.linear("attention.out", [(names.out, Axis.HIDDEN)], Axis.Q, bias=shape.out_bias)
+        yield from self.linear("attention.out", [(names.out, Axis.HIDDEN)], Axis.Q, bias=spec.out_bias)
 
-    def latent_attention(self) -> Iterator[Parameter]:
-        assert self.shape.mla is not None
-        if self.shape.mla.q_lora_rank is None:
+    def latent_attention(self, spec: LatentAttention) -> Iterator[Parameter]:
+        if spec.q_lora_rank is None:
             yield from self.linear("attention.q", [("self_attn.q_proj", Axis.Q)], Axis.HIDDEN)
         else:
             yield from self.linear("attention.q_down", [("self_attn.q_a_proj", Axis.Q_RANK)], Axis.HIDDEN)
@@ -160,43 +164,40 @@ class _Layer:
         yield from self.linear("attention.kv_up", [("self_attn.kv_b_proj", Axis.KV_UP)], Axis.KV_RANK)
         yield from self.linear("attention.out", [(self.names.out, Axis.HIDDEN)], Axis.VALUE)
 
-    def mlp(self) -> Iterator[Parameter]:
-        names, bias = self.names, self.shape.mlp_bias
-        on: On = "dense" if self.shape.experts else "every"
+    def mlp(self, spec: Dense) -> Iterator[Parameter]:
+        names = self.names
         up = [(source, Axis.FFN) for source in names.gate_up]
-        yield from self.linear("mlp.gate_up" if names.gated else "mlp.up", up, Axis.HIDDEN, bias=bias, on=on)
-        yield from self.linear("mlp.down", [(names.down, Axis.HIDDEN)], Axis.FFN, bias=bias, on=on)
+        yield from self.linear("mlp.gate_up" if spec.gated else "mlp.up", up, Axis.HIDDEN, bias=spec.bias)
+        yield from self.linear("mlp.down", [(names.down, Axis.HIDDEN)], Axis.FFN, bias=spec.bias)
 
-    def experts(self) -> Iterator[Parameter]:
-        shape, names = self.shape, self.names
-        assert shape.experts is not None
+    def experts(self, spec: Experts) -> Iterator[Parameter]:
+        names = self.names
         router = [(names.router, Axis.EXPERTS)]
-        yield from self.linear("router", router, Axis.HIDDEN, bias=names.router_bias, role="router", on="expert")
+        yield from self.linear("router", router, Axis.HIDDEN, bias=names.router_bias, role="router")
         if names.correction:
-            yield from self.vector("router.correction", names.correction, Axis.EXPERTS, on="expert")
+            yield from self.vector("router.correction", names.correction, Axis.EXPERTS)
         width = Axis.EXPERT_PAIRS if names.expert_pairs else Axis.EXPERT_FFN
         up = [(names.expert + source, width) for source in names.expert_gate_up]
         down = [(names.expert + names.expert_down, Axis.HIDDEN)]
-        bias = shape.mlp_bias
-        yield from self.linear("experts.gate_up", up, Axis.HIDDEN, bias=bias, role="expert", on="expert")
-        yield from self.linear("experts.down", down, Axis.EXPERT_FFN, bias=bias, role="expert", on="expert")
-        if shape.experts.shared:
+        yield from self.linear("experts.gate_up", up, Axis.HIDDEN, bias=spec.bias, role="expert")
+        yield from self.linear("experts.down", down, Axis.EXPERT_FFN, bias=spec.bias, role="expert")
+        if spec.shared:
             up = [(names.shared + source, Axis.SHARED_FFN) for source in ("gate_proj", "up_proj")]
             down = [(names.shared + "down_proj", Axis.HIDDEN)]
-            yield from self.linear("shared.gate_up", up, Axis.HIDDEN, on="expert")
-            yield from self.linear("shared.down", down, Axis.SHARED_FFN, on="expert")
+            yield from self.linear("shared.gate_up", up, Axis.HIDDEN)
+            yield from self.linear("shared.down", down, Axis.SHARED_FFN)
 
 
 def parameter_count(shape: ModelShape) -> int:
     """Number of learnt numbers in the whole model; a tied head is counted once, with the embedding."""
     total = 0
-    for parameter in model_parameters(shape):
+    for parameter, _ in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
         size = sum(prod(axis_length(shape, axis) for axis in part_axes(part)) for part in parameter.parts)
         if parameter.role == "expert" and shape.experts:
             size *= shape.experts.count
-        total += size * len(layers_of(shape, parameter))
+        total += size
     return total
 
 
@@ -205,29 +206,17 @@ def part_axes(part: Part) -> tuple[Axis, ...]:
     return (part.rows,) if part.cols is None else (part.rows, part.cols)
 
 
-def layers_of(shape: ModelShape, parameter: Parameter) -> list[int]:
-    """Numbers of the layers that have the parameter; [0] for a parameter outside the layers."""
-    if parameter.where != "layer":
-        return [0]
-    return [layer for layer in range(shape.layers) if parameter.is_in(shape, layer)]
-
-
 def rank_parameters(shape: ModelShape, place: Place) -> Iterator[tuple[str, Parameter, int | None]]:
     """Yield (name, parameter, layer) for all parameters of a rank; layer is None outside the layers.
 
     A tied head on the embedding's own stage is left out: the model uses the embedding.
     """
-    table = model_parameters(shape)
-    for parameter in table:
-        if parameter.where == "embed" and is_held_outside_layers(shape, place, parameter):
-            yield parameter.name, parameter, None
-    for layer in range(place.layers.start, place.layers.stop):
-        for parameter in table:
-            if parameter.where == "layer" and parameter.is_in(shape, layer):
-                yield parameter.name.format(layer=layer), parameter, layer
-    for parameter in table:
-        if parameter.where == "head" and is_held_outside_layers(shape, place, parameter):
-            yield parameter.name, parameter, None
+    for parameter, layer in model_parameters(shape):
+        if layer is None:
+            if is_held_outside_layers(shape, place, parameter):
+                yield parameter.name, parameter, None
+        elif layer in place.layers:
+            yield parameter.name.format(layer=layer), parameter, layer
 
 
 def is_held_outside_layers(shape: ModelShape, place: Place, parameter: Parameter) -> bool:

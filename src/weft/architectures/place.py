@@ -16,6 +16,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
+
     def scaled(self, by: int) -> Span:
         return Span(self.start * by, self.stop * by)
 
@@ -77,12 +80,12 @@ def whole(shape: ModelShape) -> Place:
         stages=1,
         tp_rank=0,
         tp_size=1,
-        layers=Span(0, shape.layers),
+        layers=Span(0, len(shape.layers)),
         q_heads=Span(0, shape.q_heads),
         kv_heads=Span(0, shape.kv_heads),
         ffn=Span(0, shape.ffn),
         vocab=Span(0, shape.vocab),
         experts=Span(0, experts.count if experts else 0),
-        expert_ffn=Span(0, experts.ffn if experts else 0),
-        shared_ffn=Span(0, experts.shared_ffn if experts else 0),
+        expert_ffn=Span(0, experts.width if experts else 0),
+        shared_ffn=Span(0, experts.shared_width if experts else 0),
     )

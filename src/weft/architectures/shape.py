@@ -1,7 +1,11 @@
-"""Model shapes: the dimensions and options that define a model's computation, independent of any device."""
+"""Model shapes: the dimensions and options that define a model's computation, independent of any device.
+
+A decoder is a tuple of layers, each a value: a mixer (what tokens learn of each other), a feed-forward part and norms.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -11,10 +15,13 @@ from weft.architectures.published import PublishedQuantization
 DType = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+# Functions of an MLP; "gelu_tanh" is GELU by its approximation with tanh.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
 THETA = 10000.0  # base of a rotary embedding if the checkpoint gives none
 
 
-class Rope(msgspec.Struct, frozen=True, kw_only=True):
+class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Rotary position embedding: its base `theta`, and the scaling of its frequencies for longer contexts.
 
     `kind` is Transformers' `rope_type`. The other fields are parameters of that scaling, None if the checkpoint does
@@ -46,85 +53,228 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
             return max_positions
         return max(max_positions, int(self.original_max_positions * self.factor))
 
+    def stretched(self, max_positions: int) -> int:
+        """Largest length in tokens of a model that was trained at `max_positions`.
 
-class Experts(msgspec.Struct, frozen=True, kw_only=True):
-    """Mixture of experts: a router sends each token through `top_k` of `count` experts, each `ffn` wide.
+        Linear and dynamic scaling stretch that length, unless the checkpoint says that it is stretched already.
+        """
+        if self.kind not in ("linear", "dynamic"):
+            return max_positions
+        return int((self.original_max_positions or max_positions) * self.factor)
 
-    `shared` experts, together `shared_ffn` wide, see every token. The layers in `dense_layers` have an MLP, as wide as
-    the shape's own `ffn`, and no experts.
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cache_hash=True):
+    """Attention of `heads` query heads in groups that share one of `kv_heads` keys and values, `head_dim` long each.
+
+    - `scale`: factor on the product of query and key; head_dim^-0.5 unless the model says otherwise.
+    - `window`: sliding window in tokens (a query sees itself and the window - 1 tokens before it); None: all of them.
+    - `qk_norm`: norm of queries and keys before the rotation: of each "head" by itself, or over "all" heads at once.
+    - `bias`: the projections of queries, keys and values have one; `out_bias`: the output projection.
+    - `sinks`: each query head has a learnt logit that takes part in the softmax and has no value.
     """
 
-    count: int
-    top_k: int
-    ffn: int
-    shared: int = 0
-    shared_ffn: int = 0
-    dense_layers: tuple[int, ...] = ()
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope = Rope()
+    window: int | None = None
+    qk_norm: Literal["none", "head", "all"] = "none"
+    bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Number of query heads per KV head."""
+        return self.heads // self.kv_heads
 
 
-class Latent(msgspec.Struct, frozen=True, kw_only=True):
+class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, tag="latent", cache_hash=True):
     """Multi-head latent attention: the cache holds one vector of `kv_lora_rank` + `rope_dim` per token and layer.
 
-    A head's query and key are `nope_dim` + `rope_dim` long (the shape's `head_dim`), its value `v_dim`. If
-    `q_lora_rank` is None, queries are projected in one step.
+    A head's query and key are `nope_dim` + `rope_dim` long, its value `v_dim`. If `q_lora_rank` is None, queries are
+    projected in one step.
     """
 
+    heads: int
     kv_lora_rank: int
     q_lora_rank: int | None
     nope_dim: int
     rope_dim: int
     v_dim: int
+    scale: float
+    rope: Rope = Rope()
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Length of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def group(self) -> int:
+        return 1
+
+    @property
+    def window(self) -> None:
+        return None
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder-only model. Lengths are in tokens; `head_dim` is independent of `hidden`.
+class Dense(msgspec.Struct, frozen=True, kw_only=True, tag="dense", cache_hash=True):
+    """MLP of `width` columns. If `gated`, its up projection is multiplied by the activated gate; else it is activated
+    itself. With `bias` every projection has one."""
 
-    - `windows[layer]`: the layer's sliding window in tokens (a query sees itself and the window-1 tokens before it);
-      None for full attention.
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_hash=True):
+    """Mixture of experts: a router sends each token through `top_k` of `count` experts, each an MLP of `width` columns.
+
+    `shared` experts, together `shared_width` wide, see every token. The router's weights are a softmax over all
+    experts; if `normalised`, those of the chosen ones are scaled to a sum of 1.
+    """
+
+    count: int
+    top_k: int
+    width: int
+    shared: int = 0
+    shared_width: int = 0
+    normalised: bool = True
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+Mixer = Attention | LatentAttention
+FeedForward = Dense | Experts
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """One decoder layer: a mixer and a feed-forward part, each added to the residual.
+
+    `norms`: each part's input is normalised ("pre"), its output before it is added ("post"), or "both".
+    """
+
+    mixer: Mixer
+    ffn: FeedForward
+    norms: Literal["pre", "post", "both"] = "pre"
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of the layer in tokens; None if it attends to the whole context."""
+        return self.mixer.window
+
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.ffn, Experts)
+
+
+class Norm(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Kind of a model's norms: RMS norm or layer norm, which has a mean and a bias as well.
+
+    `offset` is added to a norm's weight as the checkpoint stores it (1 in Gemma).
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """One decoder-only model: an embedding, layers, a final norm and a head. Lengths are in tokens.
+
+    All layers have the same numbers of query and KV heads, all MLPs one width, and all mixtures the same number of
+    experts and one width: a rank's share of a model (`Place`) is one range of each.
+
+    - `embedding_scale`: factor on the embedding's rows.
+    - `tied`: the head is the embedding.
     - `dtype`: the checkpoint's own dtype.
     - `bos`: token id that starts a text, if any. `eos`: all token ids that end an answer, from config and
       generation_config together.
-    - `ffn`: MLP width; in a model with `experts`, that of the layers without experts.
     - `published`: storage format of the weights, if GPTQ, AWQ or compressed-tensors quantised them.
     """
 
     architecture: str
-    layers: int
+    layers: tuple[LayerSpec, ...]
     hidden: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
     vocab: int
     max_positions: int
-    norm_eps: float = 1e-6
-    rope: Rope = Rope()
+    norm: Norm = Norm()
+    embedding_scale: float = 1.0
     tied: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
-    experts: Experts | None = None
-    mla: Latent | None = None
     dtype: DType = "bfloat16"
     published: PublishedQuantization | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
     @property
+    def mixer(self) -> Mixer:
+        """Mixer of the first layer: its numbers of heads and their lengths are every layer's."""
+        return self.layers[0].mixer
+
+    @property
+    def q_heads(self) -> int:
+        return self.layers[0].mixer.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layers[0].mixer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Length of a head's query and key, independent of `hidden`."""
+        return self.layers[0].mixer.head_dim
+
+    @property
     def group(self) -> int:
         """Number of query heads per KV head."""
-        return self.q_heads // self.kv_heads
+        return self.layers[0].mixer.group
+
+    @property
+    def latent(self) -> LatentAttention | None:
+        """The model's latent attention, if it has that kind."""
+        mixer = self.layers[0].mixer
+        return mixer if isinstance(mixer, LatentAttention) else None
+
+    @property
+    def ffn(self) -> int:
+        """Width of the model's MLPs; 0 if every layer has experts."""
+        return _feed_forwards(self)[0]
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of the layers that have experts; None if no layer has them."""
+        return _feed_forwards(self)[1]
+
+    @property
+    def has_windows(self) -> bool:
+        return any(layer.window is not None for layer in self.layers)
 
     @property
     def longest(self) -> int:
-        """Largest length in tokens: linear and dynamic rotary scaling stretch the model's own length."""
-        stretched = self.rope.kind in ("linear", "dynamic")
-        return int(self.max_positions * self.rope.factor) if stretched else self.max_positions
+        """Largest length in tokens."""
+        return max(layer.mixer.rope.stretched(self.max_positions) for layer in self.distinct_layers)
 
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer] if self.windows else None
+    @property
+    def distinct_layers(self) -> tuple[LayerSpec, ...]:
+        """The different layers of the model, each once, in the order of their first use."""
+        return _distinct_layers(self)
 
-    def has_experts(self, layer: int) -> bool:
-        return self.experts is not None and layer not in self.experts.dense_layers
+
+@lru_cache(maxsize=64)
+def _feed_forwards(shape: ModelShape) -> tuple[int, Experts | None]:
+    """Width of the dense layers and the mixture of the others."""
+    parts = [layer.ffn for layer in shape.distinct_layers]
+    width = next((part.width for part in parts if isinstance(part, Dense)), 0)
+    return width, next((part for part in parts if isinstance(part, Experts)), None)
+
+
+@lru_cache(maxsize=64)
+def _distinct_layers(shape: ModelShape) -> tuple[LayerSpec, ...]:
+    return tuple(dict.fromkeys(shape.layers))

@@ -45,7 +45,7 @@ def read_result(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
+        raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-result") from None
     for part in (text, text.rpartition("\n")[2]):
         try:
             result = json.loads(part)
@@ -53,7 +53,9 @@ def read_result(path: str) -> dict[str, Any]:
             continue
         if isinstance(result, dict):
             return result
-    raise ConfigError(f"{path} holds no result: neither the file nor its last line is a JSON object")
+    raise ConfigError(
+        f"{path} holds no result: neither the file nor its last line is a JSON object", code="no-result-in-file"
+    )
 
 
 def figure_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:

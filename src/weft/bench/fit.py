@@ -64,7 +64,7 @@ class PointPredictor:
             (model, precision): deploy(
                 shape,
                 tensor_weights=[1.0],
-                stage_layers=[shape.layers],
+                stage_layers=[len(shape.layers)],
                 gpus=[0],
                 precision=precision,
                 kv_dtype=self.whole,

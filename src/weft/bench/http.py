@@ -24,7 +24,7 @@ class HttpRefusal(HttpFailure):
     """A response with a status other than 200, and its `body`."""
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"HTTP {status}")
+        super().__init__(f"HTTP {status}", code="http-status")
         self.status, self.body = status, body
 
 
@@ -58,7 +58,9 @@ def _split_url(url: str) -> tuple[str, str, int | None, str]:
     except ValueError:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise ConfigError(f"{url!r} is not the address of a server; write it as http://127.0.0.1:8000")
+        raise ConfigError(
+            f"{url!r} is not the address of a server; write it as http://127.0.0.1:8000", code="not-a-server-address"
+        )
     return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
 
 
@@ -119,7 +121,9 @@ class HttpClient:
             _, connection = await loop.create_connection(Connection, server.host, server.port, ssl=server.tls)
         except OSError as error:
             # asyncio's own text lists every address that was tried.
-            raise HttpFailure(f"cannot connect to {server.url}: {error_reason(error)}") from error
+            raise HttpFailure(
+                f"cannot connect to {server.url}: {error_reason(error)}", code="cannot-connect"
+            ) from error
         return connection, True
 
 
@@ -144,7 +148,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, listener: BodyListener) -> None:
         """Send a request and wait for the end of its response."""
         if self._transport is None or self._transport.is_closing():
-            raise HttpFailure("the server closed the connection")
+            raise HttpFailure("the server closed the connection", code="connection-closed")
         self._done, self._listener = self._loop.create_future(), listener
         self._parser = httptools.HttpResponseParser(self)
         self._status, self._framed, self._keep, self.answered = 0, False, False, False
@@ -173,15 +177,17 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._end(HttpFailure(f"the response is not HTTP: {error}"))
+            self._end(HttpFailure(f"the response is not HTTP: {error}", code="response-not-http"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._status and not self._framed:
             self._end(None)  # a body without a length ends with its connection
         elif not self.answered:
-            self._end(HttpFailure("the server closed the connection before it answered"))
+            self._end(HttpFailure("the server closed the connection before it answered", code="closed-before-response"))
         else:
-            self._end(HttpFailure("the server closed the connection in the middle of its response"))
+            self._end(
+                HttpFailure("the server closed the connection in the middle of its response", code="closed-in-response")
+            )
 
     # Callbacks of the parser
 

@@ -127,9 +127,9 @@ class StreamListener:
         try:
             event = _decoder.decode(text)
         except msgspec.MsgspecError as error:
-            raise HttpFailure(f"an event that is not in OpenAI's format: {error}") from None
+            raise HttpFailure(f"an event that is not in OpenAI's format: {error}", code="event-not-openai") from None
         if event.error is not None:
-            raise HttpFailure(f"in the stream: {error_text(event.error)}")
+            raise HttpFailure(f"in the stream: {error_text(event.error)}", code="error-in-stream")
         if event.usage is not None:
             self._count(event.usage)
         for choice in event.choices:

@@ -55,7 +55,8 @@ def run_batch(llm: LLM, requests: Sequence[BenchRequest]) -> BatchRun:
         if generated != request.output_len:
             raise ConfigError(
                 f"a request ended after {generated} of {request.output_len} tokens: {len(request.prompt)} + "
-                f"{request.output_len} tokens are more than --max-model-len"
+                f"{request.output_len} tokens are more than --max-model-len",
+                code="request-ended-early",
             )
         output_tokens += generated
         ttfts.append(times.first_token_s - times.arrival_s)

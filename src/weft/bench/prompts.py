@@ -64,7 +64,9 @@ def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --dataset-path {path}: {error_reason(error)}") from None
+        raise ConfigError(
+            f"cannot read --dataset-path {path}: {error_reason(error)}", code="cannot-read-dataset"
+        ) from None
     rows = _sharegpt(text)
     if rows is None:
         rows = []
@@ -73,7 +75,7 @@ def read_prompts(path: str, *, output_len: int) -> list[Prompt]:
                 rows.append((f"{path}, line {number}", _json(line, f"{path}, line {number}")))
     prompts = [_prompt(row, where, output_len) for where, row in rows]
     if not prompts:
-        raise ConfigError(f"--dataset-path {path} holds no prompts; it must be {FORMS}")
+        raise ConfigError(f"--dataset-path {path} holds no prompts; it must be {FORMS}", code="dataset-without-prompts")
     return prompts
 
 
@@ -81,7 +83,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is not JSON ({error}); the file must be {FORMS}") from None
+        raise ConfigError(f"{where} is not JSON ({error}); the file must be {FORMS}", code="dataset-not-json") from None
 
 
 def _sharegpt(text: str) -> list[tuple[str, Any]] | None:
@@ -106,9 +108,11 @@ def _prompt(row: Any, where: str, output_len: int) -> Prompt:
     length = fields.get("output_tokens", fields.get("max_tokens"))
     length = output_len if length is None else length
     if not _is_content(content):
-        raise ConfigError(f"{where} holds no prompt: the file must be {FORMS}")
+        raise ConfigError(f"{where} holds no prompt: the file must be {FORMS}", code="dataset-line-without-prompt")
     if type(length) is not int or length < 1:
-        raise ConfigError(f"{where} asks for {length!r} tokens; it must be a whole number of 1 or more")
+        raise ConfigError(
+            f"{where} asks for {length!r} tokens; it must be a whole number of 1 or more", code="bad-output-length"
+        )
     return Prompt(content, length)
 
 

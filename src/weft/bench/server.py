@@ -43,9 +43,12 @@ class ServeProcess:
         try:
             while not is_ready(port):
                 if self._process.poll() is not None:
-                    raise WeftError(f"weft serve {' '.join(arguments)} ended: {self._last_line()}")
+                    raise WeftError(f"weft serve {' '.join(arguments)} ended: {self._last_line()}", code="server-ended")
                 if time.monotonic() - start > patience_s:
-                    raise WeftError(f"weft serve {' '.join(arguments)} was not ready after {patience_s:.0f} s")
+                    raise WeftError(
+                        f"weft serve {' '.join(arguments)} was not ready after {patience_s:.0f} s",
+                        code="server-not-ready",
+                    )
                 time.sleep(POLL_S)
             self.seconds = time.monotonic() - start
         except BaseException:

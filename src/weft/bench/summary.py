@@ -150,7 +150,8 @@ def parse_limits(words: Sequence[str]) -> dict[str, float]:
             limit = -1.0
         if name not in ("ttft", "tpot", "e2el") or not 0 < limit < float("inf"):
             raise ConfigError(
-                f"--goodput {word!r} is not a limit; give ttft, tpot or e2el in milliseconds, as in ttft:1000 tpot:50"
+                f"--goodput {word!r} is not a limit; give ttft, tpot or e2el in milliseconds, as in ttft:1000 tpot:50",
+                code="bad-goodput-limit",
             )
         limits[name] = limit
     return limits

@@ -46,7 +46,8 @@ def nano_vllm(vocab: int, seed: int = 0) -> list[BenchRequest]:
     """
     if vocab <= NANO_IDS:
         raise ConfigError(
-            f"the nano-vllm workload draws token ids up to {NANO_IDS}; this model's vocabulary has {vocab}"
+            f"the nano-vllm workload draws token ids up to {NANO_IDS}; this model's vocabulary has {vocab}",
+            code="vocabulary-too-small",
         )
     random = Random(seed)
     prompts = [

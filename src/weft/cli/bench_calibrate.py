@@ -107,9 +107,15 @@ def measured_config(arguments: Namespace) -> EngineConfig:
     config = engine_config(arguments, **({} if getattr(arguments, "model", "") else {"model": "synthetic"}))
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if (getattr(config, name) or 1) > 1:
-            raise UsageError(f"--{name.replace('_', '-')}: one rank is measured, alone on each kind of device")
+            raise UsageError(
+                f"--{name.replace('_', '-')}: one rank is measured, alone on each kind of device",
+                code="several-ranks-to-calibrate",
+            )
     if config.tensor_split or config.pipeline_split:
-        raise UsageError("one rank is measured, alone on each kind of device; leave the splits out")
+        raise UsageError(
+            "one rank is measured, alone on each kind of device; leave the splits out",
+            code="several-ranks-to-calibrate",
+        )
     return config
 
 
@@ -124,7 +130,9 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
         if not 0 <= index < len(specs):
-            raise ConfigError(f"device_ids names GPU {index}; visible here are 0 to {len(specs) - 1}")
+            raise ConfigError(
+                f"device_ids names GPU {index}; visible here are 0 to {len(specs) - 1}", code="device-ids-beyond-gpus"
+            )
         kinds.setdefault(specs[index].name, (index, specs[index]))
     return list(kinds.values())
 
@@ -267,7 +275,7 @@ def device_lines(device: DeviceResult) -> list[str]:
     errors = fit.fit_errors(points, device.fit)
     rows = [
         [
-            f"{point.model}, {point.shape.layers} layers of {point.shape.hidden}",
+            f"{point.model}, {len(point.shape.layers)} layers of {point.shape.hidden}",
             point.load.kind,
             str(point.load.batch),
             f"{point.load.length:,}",
@@ -307,7 +315,7 @@ def device_json(device: DeviceResult) -> dict[str, Any]:
         {
             "model": point.model,
             "precision": point.precision,
-            "layers": point.shape.layers,
+            "layers": len(point.shape.layers),
             "hidden": point.shape.hidden,
             **msgspec.to_builtins(point.load),
             "seconds": point.seconds,

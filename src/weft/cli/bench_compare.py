@@ -15,12 +15,14 @@ from weft.errors import ConfigError
 def main(arguments: Namespace) -> int:
     """Print the table; return 1 if a figure is worse by more than the tolerance."""
     if len(arguments.argument) != 2:
-        raise UsageError("weft bench compare takes two files: the old result, then the new one")
+        raise UsageError(
+            "weft bench compare takes two files: the old result, then the new one", code="needs-two-results"
+        )
     first, second = arguments.argument
     old, new = read_result(first), read_result(second)
     compared = figure_changes(old, new)
     if not compared:
-        raise ConfigError(f"{first} and {second} have no figure in common")
+        raise ConfigError(f"{first} and {second} have no figure in common", code="no-common-figure")
     worse = [change for change in compared if change.worse(arguments.tolerance)]
     different = changed_settings(old, new)
     if getattr(arguments, "json", False):

@@ -102,7 +102,7 @@ def check_settings(arguments: Namespace) -> BenchSettings:
     if path := given.get("save_result"):
         folder = Path(path).absolute().parent
         if not folder.is_dir():
-            raise UsageError(f"--save-result {path}: the directory {folder} does not exist")
+            raise UsageError(f"--save-result {path}: the directory {folder} does not exist", code="folder-missing")
     return BenchSettings(
         draw=prompt_source(arguments),
         count=arguments.num_prompts,
@@ -115,16 +115,26 @@ def check_settings(arguments: Namespace) -> BenchSettings:
 
 def _check_server_flags(given: dict[str, Any]) -> None:
     if not server_url(given) and not given.get("model"):
-        raise UsageError("which server? Give a MODEL to serve, or --base-url of a running server")
+        raise UsageError(
+            "which server? Give a MODEL to serve, or --base-url of a running server", code="server-missing"
+        )
     if given.get("base_url") and ("host" in given or "port" in given):
-        raise UsageError("--base-url and --host or --port both give the server's address; give one of them")
+        raise UsageError(
+            "--base-url and --host or --port both give the server's address; give one of them",
+            code="server-address-twice",
+        )
 
 
 def _check_dataset_flags(given: dict[str, Any]) -> None:
     if given.get("dataset_name", "random") != "random" and "dataset_path" not in given:
-        raise UsageError(f"--dataset-name {given['dataset_name']} needs a file; name it with --dataset-path")
+        raise UsageError(
+            f"--dataset-name {given['dataset_name']} needs a file; name it with --dataset-path",
+            code="dataset-path-missing",
+        )
     if given.get("dataset_name") == "random" and "dataset_path" in given:
-        raise UsageError("--dataset-name random draws prompts at random; leave --dataset-path out")
+        raise UsageError(
+            "--dataset-name random draws prompts at random; leave --dataset-path out", code="dataset-path-unused"
+        )
 
 
 def server_url(given: dict[str, Any]) -> str | None:
@@ -164,9 +174,13 @@ def _check_api(prompts: list[Prompt], arguments: Namespace) -> None:
     messages = any(isinstance(item, dict) for item in first_items)
     ids = any(type(item) is int for item in first_items)
     if messages and arguments.backend == "openai":
-        raise UsageError(f"{arguments.dataset_path} holds messages, which need --backend openai-chat")
+        raise UsageError(
+            f"{arguments.dataset_path} holds messages, which need --backend openai-chat", code="dataset-needs-chat"
+        )
     if ids and arguments.backend == "openai-chat":
-        raise UsageError(f"{arguments.dataset_path} holds token ids, which need --backend openai")
+        raise UsageError(
+            f"{arguments.dataset_path} holds token ids, which need --backend openai", code="dataset-needs-completions"
+        )
 
 
 def vocabulary_size(given: dict[str, Any]) -> int:
@@ -230,18 +244,22 @@ def served_model(server: ServerAddress, given: dict[str, Any]) -> str:
     except HttpRefusal as error:
         if error.status in (401, 403):
             raise WeftError(
-                f"{server.url} needs another key ({error_text(error.body)}); give it with --api-key"
+                f"{server.url} needs another key ({error_text(error.body)}); give it with --api-key",
+                code="api-key-refused",
             ) from None
         if not fallback:
             raise WeftError(
-                f"{server.url} does not list its models ({error}); name one with --served-model-name"
+                f"{server.url} does not list its models ({error}); name one with --served-model-name",
+                code="models-not-listed",
             ) from None
         return fallback
     except HttpFailure as error:
-        raise WeftError(f"{error}; is the server running?") from None
+        raise WeftError(f"{error}; is the server running?", code="server-unreachable") from None
     except (ValueError, LookupError, TypeError):
         if not fallback:
-            raise WeftError(f"{server.url} lists no model; name one with --served-model-name") from None
+            raise WeftError(
+                f"{server.url} lists no model; name one with --served-model-name", code="no-model-listed"
+            ) from None
         return fallback
     return name or first
 
@@ -291,7 +309,7 @@ async def _send_load(
             first = RequestRecord(due_s=0.0, requested_tokens=prompt.output_len)
             await send_request(client, target.asking, first, target.asking.body(prompt))
             if first.error is not None:
-                raise WeftError(f"{target.server.url} does not answer: {first.error}")
+                raise WeftError(f"{target.server.url} does not answer: {first.error}", code="server-not-answering")
         return await run_open_loop(
             client,
             target.asking,

@@ -61,9 +61,11 @@ def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
     given = vars(arguments)
     rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
     if len(rates) > 1 and len(limits) > 1:
-        raise UsageError("--request-rate and --max-concurrency both have several values; vary one of them")
+        raise UsageError(
+            "--request-rate and --max-concurrency both have several values; vary one of them", code="two-varied-loads"
+        )
     if not rates and not limits:
-        raise UsageError("which loads? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16")
+        raise UsageError("which loads? Give --request-rate 1,2,4,8 or --max-concurrency 1,4,16", code="load-missing")
     if len(rates) > 1 or not limits:
         limit = int(limits[0]) if limits else None
         return "request_rate", [LoadPoint(rate, arguments.burstiness, limit) for rate in rates]

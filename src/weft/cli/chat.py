@@ -16,7 +16,7 @@ from weft.cli import engine, terminal
 from weft.cli.chat_settings import changed_setting, settings_text
 from weft.cli.flags import sampling_options
 from weft.core.params import SamplingParams
-from weft.errors import RequestError, error_reason
+from weft.errors import ConfigError, RequestError, error_reason
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -25,10 +25,6 @@ WELCOME = "Chat with {model}. Type a message, or /help for the commands. Ctrl-C 
 CTRL_C_HINT = "Ctrl-C once more ends the chat; so do Ctrl-D and /exit"
 HELP_INDENT = 19  # columns before the explanation of a command
 Messages = list[dict[str, str]]
-
-
-class ChatError(Exception):
-    """A chat command that failed; the message is one line."""
 
 
 @dataclass
@@ -59,7 +55,7 @@ class Chat:
         elif name in COMMANDS:
             try:
                 COMMANDS[name].action(self, argument.strip())
-            except ChatError as error:
+            except (ConfigError, RequestError) as error:
                 notify(f"weft: error: {error}")
         else:
             notify(f"unknown command {name}; the commands are:\n{help_text()}")
@@ -80,9 +76,9 @@ class Chat:
         return True
 
     def retry(self, _: str) -> None:
-        """Answer the last message again; the old answer stays if there is no new one."""
+        """Answer the last message again; the old answer stays if there is no new one. Raises ConfigError."""
         if not self.history:
-            raise ChatError("there is no answer to repeat")
+            raise ConfigError("there is no answer to repeat", code="no-answer-to-repeat")
         before = self.history
         self.history = before[:-2]
         if not self.answer(before[-2]["content"]):
@@ -99,28 +95,28 @@ class Chat:
         notify(f"system message: {text}" if text else "no system message")
 
     def set_sampling(self, words: str) -> None:
-        """Change a sampling parameter ("temperature 0.5") if `words` are given, then list all of them."""
+        """Change a sampling parameter ("temperature 0.5") if `words` are given, then list all of them.
+
+        Raises ConfigError and RequestError.
+        """
         if words:
-            try:
-                options = changed_setting(self.options, words)
-                self.params = self.llm.sampling_params(**options)
-            except (ValueError, RequestError) as error:
-                raise ChatError(str(error)) from None
+            options = changed_setting(self.options, words)
+            self.params = self.llm.sampling_params(**options)
             self.options = options
         notify(settings_text(self.params))
 
     def save(self, name: str) -> None:
-        """Write the conversation as JSON to a new file."""
+        """Write the conversation as JSON to a new file. Raises ConfigError."""
         if not name:
-            raise ChatError("which file? As in: /save conversation.json")
+            raise ConfigError("which file? As in: /save conversation.json", code="file-missing")
         path = Path(name).expanduser()
         try:
             with path.open("x", encoding="utf-8") as file:
                 json.dump(self.messages, file, ensure_ascii=False, indent=1)
         except FileExistsError:
-            raise ChatError(f"{path} exists already; give another name") from None
+            raise ConfigError(f"{path} exists already; give another name", code="file-exists") from None
         except OSError as error:
-            raise ChatError(f"cannot write {path}: {error_reason(error)}") from None
+            raise ConfigError(f"cannot write {path}: {error_reason(error)}", code="cannot-write-output") from None
         notify(f"saved {len(self.messages)} messages as {path}")
 
     def help(self, _: str) -> None:

@@ -9,34 +9,38 @@ from typing import Any
 from weft.cli.flags import SAMPLING, Flag
 from weft.cli.hints import did_you_mean
 from weft.core.params import SamplingParams
+from weft.errors import ConfigError
 
 SWITCH = {"on": True, "off": False}
 FLAGS = {flag.dest: flag for flag in SAMPLING}
 
 
 def changed_setting(options: Mapping[str, Any], words: str) -> dict[str, Any]:
-    """`options` with one parameter changed by `words`, as in "temperature 0.5". Raises ValueError with one line."""
+    """`options` with one parameter changed by `words`, as in "temperature 0.5". Raises ConfigError."""
     name, _, text = words.partition(" ")
     flag = FLAGS.get(name.lstrip("-").replace("-", "_"))
     if flag is None:
         names = sorted(FLAGS)
         hint = did_you_mean(name, names)
-        raise ValueError(f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}the parameters are {', '.join(names)}")
+        raise ConfigError(
+            f"unknown parameter {name!r}; {f'{hint} ' * bool(hint)}the parameters are {', '.join(names)}",
+            code="unknown-parameter",
+        )
     if not text.strip():
-        raise ValueError(f"{flag.dest} needs a value: {flag.help}")
+        raise ConfigError(f"{flag.dest} needs a value: {flag.help}", code="flag-needs-value")
     return {**options, flag.dest: _parse_value(flag, text.strip())}
 
 
 def _parse_value(flag: Flag, text: str) -> Any:
     if flag.parse is None:
         if text not in SWITCH:
-            raise ValueError(f"{flag.dest} is {text!r}; it must be on or off")
+            raise ConfigError(f"{flag.dest} is {text!r}; it must be on or off", code="flag-needs-boolean")
         return SWITCH[text]
     try:
         value = flag.parse(text)
     except (ValueError, ArgumentTypeError) as error:
         reason = error if isinstance(error, ArgumentTypeError) else f"{text!r} is not a number"
-        raise ValueError(f"{flag.dest}: {reason}") from None
+        raise ConfigError(f"{flag.dest}: {reason}", code="invalid-flag-value") from None
     return (value,) if flag.repeated else value
 
 

@@ -21,6 +21,7 @@ from weft.planner.cost import Prediction
 from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout, Workload
 from weft.planner.objections import unsupported_reasons
+from weft.planner.plan_json import codes, sentences
 from weft.planner.profiles import load_profile
 from weft.planner.question import Question
 from weft.planner.search import search
@@ -32,11 +33,11 @@ IN_CLAIM = ("model", "gpus", "nodes", "network", "precision", "quantization")
 def main(arguments: Namespace) -> int:
     """Print the verdict; return 3 if the claim is impossible."""
     if hasattr(arguments, "html"):
-        raise UsageError("--check prints a verdict and --html writes a plan; give one of them")
+        raise UsageError("--check prints a verdict and --html writes a plan; give one of them", code="check-with-html")
     twice = [name for name in IN_CLAIM if hasattr(arguments, name)]
     if twice:
         flag = "MODEL" if twice[0] == "model" else f"--{twice[0]}"
-        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out")
+        raise UsageError(f"--check has the model and the hardware in its claim; leave {flag} out", code="flag-in-claim")
     claim = parse_claim(arguments.check)
     model = lookup.look_up(claim.model, hf_token=getattr(arguments, "hf_token", None))
     cluster, precision = parse_cluster(claim.gpus), canonical(claim.precision)
@@ -97,6 +98,8 @@ def verdict_json(
             "error_band": prediction.error_band,
         }
     objection = predicted if isinstance(predicted, str) else None
+    figures["reasons"] = sentences(verdict.reasons)
+    figures["reason_codes"] = codes(verdict.reasons)
     return {"claim": claim, **figures, "predicted": speed, "objection": objection}
 
 

@@ -36,7 +36,9 @@ def main(arguments: Namespace) -> int:
     model = find_model(arguments)
     question = build_question(arguments, model)
     if question.price is None:
-        raise UsageError("what does a GPU cost? Give dollars per GPU and hour, as in --price 2.49")
+        raise UsageError(
+            "what does a GPU cost? Give dollars per GPU and hour, as in --price 2.49", code="price-missing"
+        )
     best = search(question).best
     if best is None:
         print(f"{model.name} does not fit this hardware; weft plan shows why", file=sys.stderr)
@@ -89,7 +91,8 @@ def api_quotes(arguments: Namespace, model: Model, each: Usage) -> list[Quote]:
     if not sellers and hasattr(arguments, "demand"):
         raise ConfigError(
             f"Weft knows no API that sells {model.name}; name another model, as in --against gpt-4o-mini, or give "
-            "prices, as in --api-price 0.15/0.60"
+            "prices, as in --api-price 0.15/0.60",
+            code="no-api-price",
         )
     return sellers
 

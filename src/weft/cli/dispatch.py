@@ -31,10 +31,8 @@ def dispatch(words: Sequence[str]) -> int:
         status = run_command(list(words))
         sys.stdout.flush()
         return status
-    except UsageError as error:
-        return fail(str(error), 2)
     except WeftError as error:
-        return fail(str(error), 1)
+        return report(error)
     except BrokenPipeError:
         # Whoever read our output has had enough.
         streams.end_output()
@@ -84,6 +82,11 @@ def expand_model_name(command: Command, arguments: Namespace) -> None:
     arguments.model = model_names.full_name(typed, folder=getattr(arguments, "download_dir", None))
     if line := model_names.notice(typed, arguments.model):
         print(f"weft: {line}", file=sys.stderr)
+
+
+def report(error: WeftError) -> int:
+    """Print the error as one line; return the status: 2 for wrong usage, 1 for any other error."""
+    return fail(str(error), 2 if isinstance(error, UsageError) else 1)
 
 
 def fail(message: str, status: int) -> int:

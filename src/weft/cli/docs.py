@@ -85,7 +85,7 @@ def flag_row(flag: Flag) -> str:
     value = "" if flag.parse is None else " " + (flag.metavar or flag.name.rpartition("-")[2].upper())
     if flag.choices:
         value = " {" + ",".join(flag.choices) + "}"
-    names = [f"`{flag.option}{value}`", *([f"`{flag.short}`"] if flag.short else [])]
+    names = [f"`{flag.long}{value}`", *([f"`{flag.short}`"] if flag.short else [])]
     meaning = f"{flag.help}{default_text(flag)}".replace("|", "\\|")
     return f"| {', '.join(names)} | {meaning} |"
 

@@ -33,15 +33,17 @@ def check_emit_flags(arguments: Namespace) -> None:
     if not hasattr(arguments, "emit"):
         alone = next((name for name in EMIT_FLAGS if hasattr(arguments, name)), None)
         if alone:
-            raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET")
+            raise UsageError(f"--{alone.replace('_', '-')} works only with --emit TARGET", code="emit-missing")
         return
     other = next((name for name in ("check", "json", "html") if getattr(arguments, name, False)), None)
     if other:
-        raise UsageError(f"--emit and --{other} print different answers; give one of them")
+        raise UsageError(
+            f"--emit and --{other} print different answers; give one of them", code="emit-with-other-answer"
+        )
     if getattr(arguments, "emit_to", None) == "":
-        raise UsageError("--emit-to is empty; give a folder, or . for this one")
+        raise UsageError("--emit-to is empty; give a folder, or . for this one", code="emit-to-empty")
     if hasattr(arguments, "force") and not hasattr(arguments, "emit_to"):
-        raise UsageError("--force lets --emit-to DIR overwrite files; give --emit-to too")
+        raise UsageError("--force lets --emit-to DIR overwrite files; give --emit-to too", code="force-without-emit-to")
 
 
 def main(arguments: Namespace) -> int:
@@ -54,7 +56,8 @@ def main(arguments: Namespace) -> int:
     target = TARGETS[arguments.emit]
     if arguments.engine not in ("weft", *target.engines):
         raise UsageError(
-            f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}"
+            f"--emit {target.name} writes for {' or '.join(target.engines)}, not --engine {arguments.engine}",
+            code="emit-engine-mismatch",
         )
     path = getattr(arguments, "infernet_config", None)
     config = infernet_config.read_node_config(path) if path is not None else None
@@ -89,7 +92,9 @@ def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeC
 
     if not getattr(arguments, "model", ""):
         if config is None or not config.instances:
-            raise UsageError(f"which model? Give MODEL, since {arguments.infernet_config} names none")
+            raise UsageError(
+                f"which model? Give MODEL, since {arguments.infernet_config} names none", code="model-missing"
+            )
         arguments.model = infernet_config.model_of_tag(config.instances[0].model)
     model = plan.find_model(arguments)
     if model.name == demo.NAME and not {"weft", "llama.cpp"} & set(target.engines):
@@ -115,9 +120,15 @@ def named_deployment(
     )
     for name in names:
         if not name.strip() or not name.isprintable() or name.startswith("-"):
-            raise UsageError(f"{name!r} is not a name that clients can use; give another with --served-model-name")
+            raise UsageError(
+                f"{name!r} is not a name that clients can use; give another with --served-model-name",
+                code="unusable-served-name",
+            )
     if not source.name.isprintable():
-        raise UsageError(f"the path {source.name!r} has characters that cannot be written to these files; rename it")
+        raise UsageError(
+            f"the path {source.name!r} has characters that cannot be written to these files; rename it",
+            code="unwritable-path",
+        )
     return Deployment(
         question=choice.question,
         candidate=choice.candidate,
@@ -137,13 +148,17 @@ def first_port(
     given = getattr(arguments, "port", None)
     if not target.port:
         if given is not None:
-            raise UsageError(f"--port {given}: the files of --emit {target.name} have no port; leave --port out")
+            raise UsageError(
+                f"--port {given}: the files of --emit {target.name} have no port; leave --port out",
+                code="emit-without-port",
+            )
         return 0
     first = given or (instance.port if instance else None) or target.port
     last = first + layout.data_parallel - 1
     if last > LAST_PORT:
         raise UsageError(
-            f"--port {first} and the next {layout.data_parallel - 1} ports for the replicas exceed {LAST_PORT}"
+            f"--port {first} and the next {layout.data_parallel - 1} ports for the replicas exceed {LAST_PORT}",
+            code="too-few-ports",
         )
     return first
 

@@ -63,7 +63,7 @@ class Flag:
     config_default: Any = None
 
     @property
-    def option(self) -> str:
+    def long(self) -> str:
         return "--" + self.name
 
     @property

@@ -51,13 +51,19 @@ def main(arguments: Namespace) -> int:
 def check_hardware_flags(given: dict[str, Any]) -> None:
     """Raise UsageError for flags that contradict each other."""
     if given.get("json", False) and given.get("yaml", False):
-        raise UsageError("--json and --yaml are two formats of the same answer; give one of them")
+        raise UsageError("--json and --yaml are two formats of the same answer; give one of them", code="json-and-yaml")
     if not given.get("refresh_hardware", False):
         return
     if is_described(given):
-        raise UsageError("--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware")
+        raise UsageError(
+            "--refresh-hardware measures this machine, but --gpus and --nodes describe other hardware",
+            code="refresh-of-other-hardware",
+        )
     if not given.get("measure", True):
-        raise UsageError("--refresh-hardware measures this machine, but --no-measure measures nothing")
+        raise UsageError(
+            "--refresh-hardware measures this machine, but --no-measure measures nothing",
+            code="refresh-without-measuring",
+        )
 
 
 def is_described(given: dict[str, Any]) -> bool:
@@ -88,7 +94,7 @@ def machine_speeds(here: Host, *, measure: bool, refresh: bool) -> Speeds:
 def planned_machine(here: Host, measured: Speeds) -> Cluster:
     """This machine as `weft plan` sees it. Raises ConfigError if there is no GPU and the CPU was not measured."""
     if not here.gpus and measured.cpu is None:
-        raise ConfigError("the CPU's speed is not known; leave --no-measure out")
+        raise ConfigError("the CPU's speed is not known; leave --no-measure out", code="cpu-speed-unknown")
     return host_cluster(here, measured)
 
 

@@ -13,6 +13,7 @@ from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
 from weft.plan.rules import check_layout
 from weft.planner.domains import usable_devices
+from weft.planner.note import Note, create_note
 from weft.planner.question import LayoutConstraints
 
 
@@ -28,15 +29,12 @@ def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
     return cluster if limits is None else max_memory.cap_cluster(cluster, max_memory.parse_max_memory(limits))
 
 
-def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[str, ...]:
+def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[Note, ...]:
     """Notes on flags that have no effect."""
     names = [name for name in given.get("max_memory") or {} if name in ("cpu", "disk")]
     if not names or cluster.on_cpu:
         return ()
-    return (
-        f"--max-memory {names[0]}={given['max_memory'][names[0]]} has no effect: all layers run on GPUs, and nothing "
-        f"is put on {names[0]}",
-    )
+    return (create_note("max_memory_without_effect", device=names[0], limit=given["max_memory"][names[0]]),)
 
 
 def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
@@ -72,7 +70,7 @@ def check_sizes(given: dict[str, Any], model: Model) -> tuple[int | None, int | 
             pipeline_split=given.get("pipeline_split"),
         )
     except (ConfigError, PlanError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code=error.code) from None
 
 
 def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
@@ -83,14 +81,14 @@ def check_rank_count(sizes: Sequence[int], cluster: Cluster) -> None:
     factors = [str(size) for size in sizes if size > 1]
     product = f"{' x '.join(factors)} = {needed}" if len(factors) > 1 else str(needed)
     has = "the hardware has" if available == len(cluster.gpus) else "--max-memory leaves"
-    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}")
+    raise UsageError(f"{product} ranks need as many GPUs; {has} {available}", code="more-ranks-than-gpus")
 
 
 def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool | None:
     """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
     choice: bool | None = given.get("enable_expert_parallel")
     if choice and model.shape.experts is None:
-        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts")
+        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts", code="no-experts")
     # Sizes describe the whole layout.
     return False if choice is None and sized else choice
 
@@ -108,7 +106,8 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
     if gpus and "cpu" in stages.devices:
         raise UsageError(
             f"--device-map puts the whole model on cpu, but the plan is for {gpus} GPU{'s' * (gpus > 1)}: leave "
-            "--device-map out, or plan for a machine without GPUs"
+            "--device-map out, or plan for a machine without GPUs",
+            code="device-map-on-cpu",
         )
     placement.check_stages(stages, given)
     return LayoutConstraints(

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """argparse that raises UsageError instead of exiting with a page of usage, and takes no abbreviations."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+        raise UsageError(f"{message} (see {self.prog} --help)", code="invalid-flag-value")
 
     def print_help(self, file: Any = None) -> None:
         # argparse's own method hides the error of a closed pipe.
@@ -49,9 +49,11 @@ def find_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
             return command, list(argv[length:])
     family = [name for name in COMMANDS if name.startswith(f"{argv[0]} ")]
     if family:
-        raise UsageError(f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in family)}")
+        raise UsageError(
+            f"weft {argv[0]} needs one of: {', '.join(name.split()[1] for name in family)}", code="subcommand-missing"
+        )
     known = sorted({name.split()[0] for name in COMMANDS})
-    raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}")
+    raise UsageError(f"unknown command {argv[0]!r}{hints.unknown_command(argv[0], known)}", code="unknown-command")
 
 
 def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
@@ -69,7 +71,10 @@ def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
     if command.takes_prompt:
         set_prompt(arguments, extra)
     elif extra:
-        raise UsageError(f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}")
+        raise UsageError(
+            f"unexpected argument {extra[0]!r} for weft {command.name}; for example: {command.example}",
+            code="unexpected-argument",
+        )
     if command.argument == "MODEL":
         set_model(command, arguments)
     arguments.command = command.name
@@ -83,7 +88,9 @@ def refuse_unknown_flags(command: Command, words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("-") and word != "-":
             name = word.partition("=")[0]
-            raise UsageError(f"unknown flag {name} for weft {command.name}{hints.unknown_flag(command, name)}")
+            raise UsageError(
+                f"unknown flag {name} for weft {command.name}{hints.unknown_flag(command, name)}", code="unknown-flag"
+            )
 
 
 def set_model(command: Command, arguments: argparse.Namespace) -> None:
@@ -97,7 +104,7 @@ def set_model(command: Command, arguments: argparse.Namespace) -> None:
     # A claim to check names its model itself, and so does a node's configuration.
     named_elsewhere = hasattr(arguments, "check") or hasattr(arguments, "infernet_config")
     if command.needs_model and not named_elsewhere and not getattr(arguments, "model", ""):
-        raise UsageError(f"which model? For example: {command.example}")
+        raise UsageError(f"which model? For example: {command.example}", code="model-missing")
 
 
 def set_prompt(arguments: argparse.Namespace, extra: list[str]) -> None:
@@ -119,7 +126,7 @@ def without_vllm_flags(argv: list[str], own: Sequence[str] = ()) -> tuple[list[s
     try:
         return vllm.strip_vllm_flags(argv, frozenset(own))
     except vllm.RefusedFlag as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error), code="refused-vllm-flag") from None
 
 
 def build_parser(command: Command) -> Parser:
@@ -148,7 +155,7 @@ def build_parser(command: Command) -> Parser:
 
 def add_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     """Add a flag to argparse's group."""
-    names = [flag.option, *([flag.short] if flag.short else [])]
+    names = [flag.long, *([flag.short] if flag.short else [])]
     about = (flag.help + default_text(flag)).replace("%", "%%")
     if flag.parse is None:
         group.add_argument(*names, dest=flag.dest, action=argparse.BooleanOptionalAction, help=about)
@@ -183,7 +190,7 @@ def option_names(command: Command) -> list[str]:
     """Every spelling of every flag of a command."""
     names = ["--config", "--help", "-h"]
     for flag in command.flags:
-        names += [flag.option, *([flag.short] if flag.short else [])]
+        names += [flag.long, *([flag.short] if flag.short else [])]
         if flag.parse is None:
             names.append(f"--no-{flag.name}")
     return names
@@ -216,8 +223,11 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
             warn_of_vllm_key(command, key, value, path)
             continue
         if keys.setdefault(flag, key) != key:
-            raise UsageError(f"{path} has {keys[flag]!r} and {key!r}, which are the same flag; give one of them")
-        if value is not None and not given & {flag.option, flag.short, f"--no-{flag.name}"}:
+            raise UsageError(
+                f"{path} has {keys[flag]!r} and {key!r}, which are the same flag; give one of them",
+                code="flag-twice-in-config",
+            )
+        if value is not None and not given & {flag.long, flag.short, f"--no-{flag.name}"}:
             from_file += typed_words(flag, value, path)
     return from_file + argv
 
@@ -228,7 +238,7 @@ def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> No
     text = json.dumps(value) if isinstance(value, dict | list) else value
     unknown, warnings = without_vllm_flags([f"{option}={text}"])
     if unknown:
-        raise UsageError(f"unknown flag {key!r} in {path}{hints.unknown_flag(command, option)}")
+        raise UsageError(f"unknown flag {key!r} in {path}{hints.unknown_flag(command, option)}", code="unknown-flag")
     for warning in warnings:
         logger.warning(warning)
 
@@ -237,15 +247,15 @@ def typed_words(flag: Flag, value: Any, path: str) -> list[str]:
     """The words that give a flag a value from the YAML file `path`. Raises UsageError for a value of the wrong type."""
     if flag.parse is None:
         if not isinstance(value, bool):
-            raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false")
-        return [flag.option if value else f"--no-{flag.name}"]
+            raise UsageError(f"{flag.name} in {path} is {value!r}; it must be true or false", code="flag-needs-boolean")
+        return [flag.long if value else f"--no-{flag.name}"]
     if isinstance(value, bool):
-        raise UsageError(f"{flag.name} in {path} is {value}; this flag takes a value")
+        raise UsageError(f"{flag.name} in {path} is {value}; this flag takes a value", code="flag-needs-value")
     items = value if isinstance(value, list) else [value]
     if flag.several or flag.repeated:
-        return [f"{flag.option}={item}" for item in items]
+        return [f"{flag.long}={item}" for item in items]
     text = json.dumps(value) if isinstance(value, dict) else ",".join(map(str, items))
-    return [f"{flag.option}={text}"]
+    return [f"{flag.long}={text}"]
 
 
 def read_config_file(path: str) -> dict[Any, Any]:
@@ -253,11 +263,13 @@ def read_config_file(path: str) -> dict[Any, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read --config {path}: {error_reason(error)}") from None
+        raise UsageError(f"cannot read --config {path}: {error_reason(error)}", code="cannot-read-config") from None
     try:
         content = load_yaml(text) or {}
     except ValueError as error:
-        raise UsageError(f"--config {path} is not YAML: {error}") from None
+        raise UsageError(f"--config {path} is not YAML: {error}", code="config-not-yaml") from None
     if not isinstance(content, dict):
-        raise UsageError(f"--config {path} must hold flags with values, as in: max-model-len: 4096")
+        raise UsageError(
+            f"--config {path} must hold flags with values, as in: max-model-len: 4096", code="config-not-mapping"
+        )
     return content

@@ -122,11 +122,11 @@ def repeated_flags(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         if value in (None, False, flag.default) or flag.name in NOT_REPEATED:
             continue
         if isinstance(value, dict):
-            yield flag.option, json.dumps(value)
+            yield flag.long, json.dumps(value)
         elif flag.parse is None:
-            yield (flag.option,)
+            yield (flag.long,)
         else:
-            yield flag.short or flag.option, join_commas(value) if isinstance(value, tuple) else f"{value}"
+            yield flag.short or flag.long, join_commas(value) if isinstance(value, tuple) else f"{value}"
 
 
 def compressed_precision(given: dict[str, Any]) -> str | None:
@@ -138,9 +138,15 @@ def compressed_precision(given: dict[str, Any]) -> str | None:
         return None
     name = given["quantization"]
     if given["engine"] != "weft":
-        raise UsageError(f"--quantization {name} is for Weft's own engine; for {given['engine']} give --precision")
+        raise UsageError(
+            f"--quantization {name} is for Weft's own engine; for {given['engine']} give --precision",
+            code="quantization-of-other-engine",
+        )
     if "precision" in given:
-        raise UsageError(f"--quantization {name} and --precision {given['precision']} both set it; give one of them")
+        raise UsageError(
+            f"--quantization {name} and --precision {given['precision']} both set it; give one of them",
+            code="quantization-and-precision",
+        )
     return ONLINE_QUANTIZATIONS[name]
 
 
@@ -153,7 +159,10 @@ def planned_speculation(arguments: Namespace, model: Model) -> Speculation | Non
     if config is None:
         return None
     if arguments.engine != "weft":
-        raise UsageError(f"--speculative-config is for Weft's own engine, not for {arguments.engine}; leave it out")
+        raise UsageError(
+            f"--speculative-config is for Weft's own engine, not for {arguments.engine}; leave it out",
+            code="speculation-of-other-engine",
+        )
 
     def find_draft(name: str) -> DraftModel:
         named = Namespace(**{**vars(arguments), "model": name, "revision": None})
@@ -170,7 +179,9 @@ def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tu
         return ("fp16" if own == "bf16" and old else own,)
     precisions = tuple(dict.fromkeys(canonical(name) for name in names.split(",") if name.strip()))
     if not precisions:
-        raise UsageError("--precision is empty; give one as in int4, or several as in bf16,int4")
+        raise UsageError(
+            "--precision is empty; give one as in int4, or several as in bf16,int4", code="precision-empty"
+        )
     return precisions
 
 
@@ -178,13 +189,17 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
     """The workload of the flags, with the usual lengths if they give none. Raises UsageError and ConfigError."""
     longest, length = model.shape.longest, given.get("max_model_len")
     if length is not None and length > longest:
-        raise ConfigError(f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less")
+        raise ConfigError(
+            f"max_model_len is {length}; {model.name} goes up to {longest:,} tokens: give that or less",
+            code="max-model-len-above-model",
+        )
     most = length or longest
     input_len, output_len = default_lengths(given.get("input_len"), given.get("output_len"), most)
     if length is not None and input_len + output_len > max(length, 2):
         raise UsageError(
             f"--input-len {input_len} and --output-len {output_len} make {input_len + output_len:,} tokens; "
-            f"--max-model-len is {length:,}"
+            f"--max-model-len is {length:,}",
+            code="lengths-above-max-model-len",
         )
     return Workload(
         input_len=input_len, output_len=output_len, concurrency=given.get("concurrency"), max_model_len=length
@@ -195,11 +210,14 @@ def described_cluster(given: dict[str, Any]) -> Cluster:
     """The cluster of --gpus or --nodes, or this machine."""
     gpus, nodes, network = given.get("gpus"), given.get("nodes"), given.get("network")
     if gpus is not None and nodes is not None:
-        raise UsageError("--gpus and --nodes both describe the hardware; give one of them")
+        raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
     if nodes is not None:
         return parse_nodes(nodes, network)
     if network is not None:
-        raise UsageError(f"--network {network} is for several machines; give them with --nodes, as in 2x8xH100")
+        raise UsageError(
+            f"--network {network} is for several machines; give them with --nodes, as in 2x8xH100",
+            code="network-of-one-machine",
+        )
     if gpus is None:
         return machine.probe_cluster(refresh=given.get("refresh_hardware", False))
     return hardware_file.read_hardware_file(gpus) if hardware_file.is_hardware_file(gpus) else parse_gpus(gpus)

@@ -35,15 +35,22 @@ def main(arguments: Namespace) -> int:
     """Print the table, or its JSON; 3 if none of the models fits."""
     check_model_flags(arguments)
     cluster = planned_cluster(vars(arguments))
-    models, rows, answers = catalogue.well_known(), [], []
+    models = catalogue.well_known()
+    rows: list[dict[str, Any]] = []
+    answers: list[SearchResult] = []
+    refusals: list[WeftError] = []
     with progress(len(models)) as advance:
         for model in models:
             advance(model.name)
             answer = plan_model(arguments, model, cluster)
-            rows.append(row_json(answer, model) if isinstance(answer, SearchResult) else refused_json(model, answer))
-            answers += [answer] if isinstance(answer, SearchResult) else []
+            if isinstance(answer, SearchResult):
+                rows.append(row_json(answer, model))
+                answers.append(answer)
+            else:
+                rows.append(refused_json(model, answer))
+                refusals.append(answer)
     if not answers:
-        raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}")
+        raise UsageError(f"{rows[0]['name']}: {rows[0]['reason']}", code=refusals[0].code)
     overview = {**head_json(answers[0]), "models": rows}
     if getattr(arguments, "json", False):
         print(json.dumps(overview))
@@ -58,7 +65,8 @@ def check_model_flags(arguments: Namespace) -> None:
     for name in (*promised, *OF_ONE_MODEL):
         if hasattr(arguments, name):
             raise UsageError(
-                f"which model? --{name.replace('_', '-')} needs one; for example: weft plan Qwen3-8B --gpus 1xRTX4090"
+                f"which model? --{name.replace('_', '-')} needs one; for example: weft plan Qwen3-8B --gpus 1xRTX4090",
+                code="model-missing",
             )
 
 

@@ -20,7 +20,9 @@ STDOUT = "-"  # as the name of a file
 def check_outputs(arguments: Namespace) -> None:
     """Raise UsageError if two outputs go to standard output."""
     if getattr(arguments, "json", False) and getattr(arguments, "html", None) == STDOUT:
-        raise UsageError("--json and --html - both write to standard output; give --html a file")
+        raise UsageError(
+            "--json and --html - both write to standard output; give --html a file", code="two-outputs-to-stdout"
+        )
 
 
 def write_outputs(
@@ -68,5 +70,5 @@ def write_page(name: str, text: str) -> None:
     try:
         Path(name).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write {name}: {error_reason(error)}") from None
+        raise UsageError(f"cannot write {name}: {error_reason(error)}", code="cannot-write-output") from None
     print(f"wrote {name}", file=sys.stderr)

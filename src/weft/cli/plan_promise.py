@@ -42,12 +42,15 @@ def check_promise_flags(arguments: Namespace) -> None:
     loads = [f"--{name} {given[name]}" for name in ("users", "rate") if name in given]
     if "slo" not in given:
         named = loads[0] if loads else "--think"
-        raise UsageError(f"{named} needs a promise, as in --slo ttft_p95=1s; without a promise: weft simulate MODEL")
+        raise UsageError(
+            f"{named} needs a promise, as in --slo ttft_p95=1s; without a promise: weft simulate MODEL",
+            code="promise-missing",
+        )
     if not loads:
-        raise UsageError(f"--slo {given['slo']} needs a load, as in --users 300 or --rate 4")
+        raise UsageError(f"--slo {given['slo']} needs a load, as in --users 300 or --rate 4", code="load-missing")
     for name, remedy in REFUSED.items():
         if given.get(name) is not None:
-            raise UsageError(remedy)
+            raise UsageError(remedy, code="excluded-by-slo")
     simulate_study.check_load_flags(given)
     parse_objective(given["slo"])
 

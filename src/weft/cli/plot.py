@@ -121,14 +121,19 @@ def _draw_curve(field: list[list[str]], positions: Sequence[tuple[float, float]]
 def check_image_path(path: str) -> None:
     """Raise UsageError if no image can be written to a file of this name."""
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot draws with matplotlib, which is not installed (pip install matplotlib)")
+        raise UsageError(
+            "--plot draws with matplotlib, which is not installed (pip install matplotlib)", code="matplotlib-missing"
+        )
     from matplotlib.backend_bases import FigureCanvasBase
 
     file, kinds = Path(path).absolute(), sorted(FigureCanvasBase.get_supported_filetypes())
     if not file.parent.is_dir():
-        raise UsageError(f"--plot {path}: the directory {file.parent} does not exist")
+        raise UsageError(f"--plot {path}: the directory {file.parent} does not exist", code="folder-missing")
     if file.suffix and file.suffix[1:].lower() not in kinds:
-        raise UsageError(f"--plot {path}: {file.suffix} is not an image format; use one of {' '.join(kinds)}")
+        raise UsageError(
+            f"--plot {path}: {file.suffix} is not an image format; use one of {' '.join(kinds)}",
+            code="unknown-image-format",
+        )
 
 
 def write_image(path: str, panels: Sequence[Panel], *, title: str) -> None:
@@ -144,7 +149,7 @@ def write_image(path: str, panels: Sequence[Panel], *, title: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}") from None
+        raise ConfigError(f"cannot write the plot {path}: {error_reason(error)}", code="cannot-write-output") from None
 
 
 def line_colors(panels: Sequence[Panel]) -> dict[str, str]:

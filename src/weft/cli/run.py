@@ -92,20 +92,24 @@ def read_prompt(arguments: Namespace) -> str:
     """The prompt from the command line or standard input. Raises UsageError for an empty one, unless --raw is given."""
     words = " ".join(arguments.prompt_words)
     if words and hasattr(arguments, "prompt"):
-        raise UsageError(f"two prompts: {words!r} and --prompt {arguments.prompt!r}; give one of them")
+        raise UsageError(
+            f"two prompts: {words!r} and --prompt {arguments.prompt!r}; give one of them", code="two-prompts"
+        )
     text = words or (str(arguments.prompt) if hasattr(arguments, "prompt") else _standard_input())
     if not text.strip() and not getattr(arguments, "raw", False):
-        raise UsageError(f"the prompt is empty; {EXAMPLE}")
+        raise UsageError(f"the prompt is empty; {EXAMPLE}", code="empty-prompt")
     return text
 
 
 def _standard_input() -> str:
     if sys.stdin.isatty():
-        raise UsageError(f"no prompt; {EXAMPLE}")
+        raise UsageError(f"no prompt; {EXAMPLE}", code="prompt-missing")
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not valid UTF-8: {error.reason} at byte {error.start}") from None
+        raise UsageError(
+            f"standard input is not valid UTF-8: {error.reason} at byte {error.start}", code="input-not-utf8"
+        ) from None
 
 
 def report(

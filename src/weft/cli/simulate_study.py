@@ -46,11 +46,11 @@ def check_load_flags(given: dict[str, Any]) -> None:
 def _check_loads(given: dict[str, Any]) -> None:
     loads = [f"--{name}" for name in ("rate", "rates", "users") if name in given]
     if len(loads) > 1:
-        raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them")
+        raise UsageError(f"{loads[0]} and {loads[1]} are different loads; give one of them", code="two-loads")
     if "users" in given and "trace" in given:
-        raise UsageError("--users and --trace are different loads; give one of them")
+        raise UsageError("--users and --trace are different loads; give one of them", code="two-loads")
     if "think" in given and "users" not in given:
-        raise UsageError("--think is the time that users think; give --users too")
+        raise UsageError("--think is the time that users think; give --users too", code="think-without-users")
 
 
 def _check_lengths(given: dict[str, Any]) -> None:
@@ -58,21 +58,25 @@ def _check_lengths(given: dict[str, Any]) -> None:
     for file, names in excluded.items():
         twice = [name for name in names if name in given]
         if file in given and twice:
-            raise UsageError(f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out")
+            raise UsageError(
+                f"--{file} has lengths of its own; leave --{twice[0].replace('_', '-')} out", code="lengths-given-twice"
+            )
 
 
 def _check_find(given: dict[str, Any]) -> None:
     wanted = given["find"]
     if "slo" not in given:
-        raise UsageError(f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms")
+        raise UsageError(
+            f"--find {wanted} needs a promise, as in --slo ttft_p95=1s,tpot_p95=50ms", code="promise-missing"
+        )
     if "users" in given:
-        raise UsageError("--find needs a rate of requests or a trace, not --users")
+        raise UsageError("--find needs a rate of requests or a trace, not --users", code="find-with-users")
     if wanted in given:
-        raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out")
+        raise UsageError(f"--find {wanted} finds that number; leave --{wanted} out", code="found-number-given")
     if wanted == "replicas" and not {"rate", "trace"} & given.keys():
-        raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE")
+        raise UsageError("--find replicas needs the load, as in --rate 10 or --trace FILE", code="load-missing")
     if "rates" in given:
-        raise UsageError(f"--find {wanted} takes one load; leave --rates out")
+        raise UsageError(f"--find {wanted} takes one load; leave --rates out", code="find-with-several-rates")
 
 
 def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int | None]:
@@ -93,13 +97,17 @@ def parse_load(given: dict[str, Any], model: Model) -> tuple[SimulatedLoad, int 
         seed=given["seed"],
     )
     if trace and trace_rate(trace) == inf:
-        raise ConfigError(f"trace {given['trace']}: all its requests arrive at the same time, so it has no duration")
+        raise ConfigError(
+            f"trace {given['trace']}: all its requests arrive at the same time, so it has no duration",
+            code="trace-without-duration",
+        )
     if rows := trace or drawn.rows:
         return load, min(longest_row(rows), most)
     longest = longest_drawn(drawn.input_len, drawn.output_len)
     if longest is not None and longest > most:
         raise ConfigError(
-            f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}"
+            f"--input-len and --output-len make up to {longest:,} tokens; {model.name} goes up to {most:,}",
+            code="lengths-above-model",
         )
     return load, longest
 
@@ -110,7 +118,9 @@ def parse_drawn(given: dict[str, Any], model: Model, most: int) -> RequestDistri
     input_len, output_len = drawn_lengths(given, most)
     prefix_len = given.get("prefix_len", 0)
     if prefix_len >= most:
-        raise ConfigError(f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens")
+        raise ConfigError(
+            f"--prefix-len is {prefix_len:,}; {model.name} goes up to {most:,} tokens", code="prefix-above-model"
+        )
     return RequestDistribution(
         input_len=input_len,
         output_len=output_len,
@@ -194,7 +204,8 @@ def study_replicas(given: dict[str, Any], question: Question, best: Candidate) -
     if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
-            "other hardware, or give --no-enable-expert-parallel"
+            "other hardware, or give --no-enable-expert-parallel",
+            code="replicas-share-experts",
         )
     if "replicas" in given:
         return [replicas[number % len(replicas)] for number in range(given["replicas"])]
@@ -234,7 +245,9 @@ def simulated_times(given: dict[str, Any], load: SimulatedLoad, usual_s: float) 
     if "warmup" in given:
         warmup_s = 0.0 if given["warmup"].strip() in ("0", "0s") else parse_duration(given["warmup"], "--warmup")
     if warmup_s >= duration_s:
-        raise UsageError(f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure")
+        raise UsageError(
+            f"--warmup is {warmup_s:g} s of {duration_s:g} s, which leaves no time to measure", code="warmup-too-long"
+        )
     return MeasurementWindow(duration_s=duration_s, warmup_s=warmup_s)
 
 

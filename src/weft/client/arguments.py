@@ -70,7 +70,7 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     try:
         config = msgspec.convert({"model": full, **values}, EngineConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}".replace("`$.", "`")) from None
+        raise ConfigError(f"{error}".replace("`$.", "`"), code="invalid-argument") from None
     check_config(config)
     return config
 
@@ -94,8 +94,8 @@ def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
     flag = vllm_arguments().get(name.replace("_", "-"))
     if flag is None:
         suggestion = nearest_name(name, known, OTHER_NAMES)
-        raise ConfigError(f"unknown argument {name!r}{suggestion}")
+        raise ConfigError(f"unknown argument {name!r}{suggestion}", code="unknown-argument")
     if why := flag.refusal(value):
-        raise ConfigError(f"{name}={value!r}: {why}")
+        raise ConfigError(f"{name}={value!r}: {why}", code="refused-argument")
     if value is not None and not flag.refused:
         log.warning("%s: %s", name, flag.warning)

@@ -18,7 +18,7 @@ from weft.client.opening import Message, check_params, describe_engine, open_mod
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
 from weft.core.params import SamplingParams
-from weft.core.request import Stats
+from weft.core.request import Stats, duplicate_id_error
 from weft.errors import OutputError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
@@ -147,24 +147,29 @@ class AsyncLLM:
     @property
     def _started(self) -> StartedEngine:
         if self._start is None or not self._start.done():
-            raise RequestError("this AsyncLLM has not started; use `async with`, or `await llm.start()`")
+            raise RequestError(
+                "this AsyncLLM has not started; use `async with`, or `await llm.start()`", code="not-started"
+            )
         return self._start.result()
 
     async def _ready(self) -> StartedEngine:
         """Wait until the engine has started. The first caller starts it, and may be cancelled without harm."""
         loop = asyncio.get_running_loop()
         if self._ended:
-            raise RequestError(SHUT_DOWN)
+            raise RequestError(SHUT_DOWN, code="engine-closed")
         if self._start is None:
             self._loop, self._start = loop, loop.create_task(self._open())
         if loop is not self._loop:
-            raise RequestError("this AsyncLLM belongs to another event loop; make one in each, or share the loop")
+            raise RequestError(
+                "this AsyncLLM belongs to another event loop; make one in each, or share the loop",
+                code="other-event-loop",
+            )
         try:
             return await asyncio.shield(self._start)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._start.cancelled() and task and not task.cancelling():
-                raise RequestError(SHUT_DOWN) from None
+                raise RequestError(SHUT_DOWN, code="engine-closed") from None
             raise
 
     async def _open(self) -> StartedEngine:
@@ -197,7 +202,7 @@ class AsyncLLM:
         collector = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
         name = collector.output.request_id if request_id is None else request_id
         if name in self._running:
-            raise RequestError(f"a request {name!r} is running already; ids must differ", param="request_id")
+            raise duplicate_id_error(name)
         collector.output.request_id = name
         self._running[name] = collector
         try:
@@ -209,7 +214,7 @@ class AsyncLLM:
                     if delta.cut:
                         engine.abort([output.id])
                     if collector.error:
-                        raise OutputError(collector.error)
+                        raise OutputError(collector.error.reason, code=collector.error.code)
                     yield collector.output
             if not collector.output.finished:
                 yield _mark_aborted(collector.output)

@@ -22,11 +22,15 @@ def check_ids(params: SamplingParams, vocab: int) -> None:
         for token in ids:
             if not 0 <= token < vocab:
                 raise RequestError(
-                    f"{field} has token id {token}, outside the vocabulary, 0 to {vocab - 1}", param=field
+                    f"{field} has token id {token}, outside the vocabulary, 0 to {vocab - 1}",
+                    param=field,
+                    code="token-id-out-of-range",
                 )
 
 
 def check_priority(priority: object) -> None:
     """Raise RequestError for a priority that is no 64-bit integer."""
     if not isinstance(priority, int) or priority not in PRIORITIES:
-        raise RequestError(f"priority is {priority!r:.60}; it must be a 64-bit integer", param="priority")
+        raise RequestError(
+            f"priority is {priority!r:.60}; it must be a 64-bit integer", param="priority", code="invalid-priority"
+        )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutput
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
-from weft.core.step import TokenLogprobs
+from weft.core.step import SlotFailure, TokenLogprobs
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Collector:
         arrival_s: float,
     ) -> None:
         self.params = params
-        self.error: str | None = None
+        self.error: SlotFailure | None = None
         self.requests = requests
         self._tokenizer = tokenizer
         prompt = requests[0].prompt

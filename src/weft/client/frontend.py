@@ -140,11 +140,17 @@ class Frontend:
             self.check_text(prompt, param=param)
             return Prompt(self.pack_prompt(self.encode(prompt, special=special, param=param), param=param), prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}", param=param)
+            raise RequestError(
+                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
+                param=param,
+                code="invalid-prompt",
+            )
         try:
             ids = [operator.index(token) for token in prompt]
         except TypeError:
-            raise RequestError("a prompt given as a list must hold token ids, all integers", param=param) from None
+            raise RequestError(
+                "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
+            ) from None
         return Prompt(self.pack_prompt(ids, param=param))
 
     def _parse_dict(self, prompt: Mapping[str, Any], *, special: bool, param: str) -> Prompt:
@@ -154,18 +160,21 @@ class Frontend:
         if text is not None:
             return self.parse_prompt(text, special=special, param=param)
         raise RequestError(
-            f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}', param=param
+            f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}',
+            param=param,
+            code="prompt-dict-without-prompt",
         )
 
     def pack_prompt(self, ids: list[int], *, param: str = "prompt") -> TokenIds:
         """Pack a prompt's ids. Raises RequestError for no ids, too many of them, or one outside the vocabulary."""
         if not ids:
-            raise RequestError("the prompt is empty; give at least one token", param=param)
+            raise RequestError("the prompt is empty; give at least one token", param=param, code="empty-prompt")
         if len(ids) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and this model's maximum context length is "
                 f"{self.max_model_len}, answer included; send at most {self.max_model_len - 1}",
                 param=param,
+                code="prompt-too-long",
             )
         self._check_ids(ids, param)
         return TokenIds.pack(ids)
@@ -261,7 +270,9 @@ class Frontend:
     def _require_tokenizer(self, feature: str, param: str) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError(
-                f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)", param=param
+                f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)",
+                param=param,
+                code="tokenizer-missing",
             )
         return self.tokenizer
 
@@ -279,12 +290,17 @@ class Frontend:
                 f"the prompt has {len(text):,} characters and this model's maximum context length is "
                 f"{self.max_model_len} tokens, answer included; send at most {most:,} characters",
                 param=param,
+                code="prompt-too-long",
             )
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self.vocab:
-                raise RequestError(f"token id {token} is outside the vocabulary, 0 to {self.vocab - 1}", param=param)
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary, 0 to {self.vocab - 1}",
+                    param=param,
+                    code="token-id-out-of-range",
+                )
 
 
 def _cut_after(text: str, content: object) -> str:
@@ -295,5 +311,6 @@ def _cut_after(text: str, content: object) -> str:
         raise RequestError(
             "continue_final_message needs a last message whose content is a text that the template shows",
             param="messages",
+            code="nothing-to-continue",
         )
     return text[: at + len(last)]

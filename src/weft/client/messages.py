@@ -38,10 +38,14 @@ class CoreStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """A request that the core does not take: the queue is `full`, or the request can never run."""
+    """A request that the core does not take: the queue is `full`, or the request can never run.
+
+    `message`, `code` and `param` are the error's.
+    """
 
     id: str
     message: str
+    code: str
     full: bool
     param: str | None = None
 

@@ -44,6 +44,7 @@ def check_params(params: object) -> None:
         raise RequestError(
             f"sampling_params is {params!r}; it must be a SamplingParams, a list of them, or None",
             param="sampling_params",
+            code="invalid-sampling-params",
         )
 
 

@@ -81,10 +81,10 @@ class CoreProcess(CoreLoop):
             self.core.add(request)
         except QueueFullError as error:
             self._note_ended([request.id])
-            self.parent.send(RequestRefused(request.id, str(error), True))
+            self.parent.send(RequestRefused(request.id, str(error), error.code, True))
         except RequestError as error:
             self._note_ended([request.id])
-            self.parent.send(RequestRefused(request.id, str(error), False, error.param))
+            self.parent.send(RequestRefused(request.id, str(error), error.code, False, error.param))
 
 
 def main(descriptor: int) -> None:

@@ -22,6 +22,7 @@ from weft.config import EngineConfig
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
+from weft.executors.causes import cause_of
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
 from weft.executors.rank import WORKER
@@ -92,7 +93,8 @@ class AsyncEngine:
         if len(self._streams) + len(requests) > self._capacity:
             raise QueueFullError(
                 f"{len(self._streams)} requests run or wait, {len(requests)} more are over the limit of "
-                f"{self._capacity}; try again later, or raise --max-num-queued-reqs"
+                f"{self._capacity}; try again later, or raise --max-num-queued-reqs",
+                code="queue-full",
             )
         # Sent first: requests that cannot be sent must not count as open for ever.
         self._connection.send(AddRequests(list(requests)))
@@ -130,9 +132,9 @@ class AsyncEngine:
                         stream.put(output)
                         if output.finish_reason is not None:
                             self._streams.pop(output.id).close_request(output.id)
-            case RequestRefused(id, text, full, param):
+            case RequestRefused(id, text, code, full, param):
                 if stream := self._streams.get(id):
-                    stream.put(QueueFullError(text) if full else RequestError(text, param=param))
+                    stream.put(QueueFullError(text, code=code) if full else RequestError(text, param=param, code=code))
             case CoreStarted() if not self._started.done():
                 self._started.set_result(message)
             case CoreFailed(cause):
@@ -154,10 +156,9 @@ class AsyncEngine:
         self._died.set_result(None)
 
     async def _fail_by_exit(self, error: Exception | None) -> None:
-        text, hint = await asyncio.to_thread(self._child.describe_exit)
-        if isinstance(error, WeftError):
-            text, hint = str(error), ""
-        self.fail(Cause(CORE, "step" if self._started.done() else "start", text, hint))
+        reason = await asyncio.to_thread(self._child.describe_exit)
+        phase = "step" if self._started.done() else "start"
+        self.fail(cause_of(error, CORE, phase) if isinstance(error, WeftError) else reason.of(CORE, phase))
 
     def _fail_streams(self, cause: Cause) -> None:
         for stream in set(self._streams.values()):

@@ -38,8 +38,7 @@ class Votes:
         # Not the store's own wait: a store in a file polls once a second.
         while not self._store.check([key]):
             if time.monotonic() > deadline:
-                raise EngineError(
-                    Cause(rank, "start", f"the others have waited {timeout_s:g} s for it to {question}", HINT)
-                )
+                cause = f"the others have waited {timeout_s:g} s for it to {question}"
+                raise EngineError(Cause(rank=rank, phase="start", code="rank-not-answering", cause=cause, hint=HINT))
             time.sleep(POLL_S)
         return self._store.get(key).decode()

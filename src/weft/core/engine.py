@@ -16,7 +16,7 @@ from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
 from weft.core.step import StepPlan, StepResult
-from weft.errors import Cause, EngineError
+from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.plan.plan import Plan
 
 logger = logging.getLogger("weft")
@@ -110,7 +110,7 @@ class EngineCore:
         if result.failed:
             for output in outputs:
                 if output.error:
-                    logger.error("request %s ended: %s", output.id, output.error)
+                    logger.error("request %s ended: %s", output.id, output.error.reason)
         if self._speculation_gate:
             self._speculation_gate.step_finished(sum(len(output.tokens) for output in outputs), result.drafts)
         if self._scheduled_s:
@@ -150,5 +150,7 @@ class EngineCore:
         if isinstance(error, EngineError):
             self.failure = error
             raise error
-        self.failure = EngineError(Cause(rank=-1, phase="step", cause=f"{type(error).__name__}: {error}"))
+        code = error.code if isinstance(error, WeftError) else "internal-error"
+        cause = f"{type(error).__name__}: {error}"
+        self.failure = EngineError(Cause(rank=CORE, phase="step", code=code, cause=cause))
         raise self.failure from error

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-STEP_S = 0.2  # seconds that a step with prompts may take,
+STEP_S = 0.15  # seconds that a step with prompts may take,
 DECODE_STEPS = 2.0  # or this many times a step without: on slow hardware a decode step alone takes longer
-LEAST_SHARE = 8  # a step may always have 1/8 of the planned prompt tokens: smaller chunks waste too much
+# The first step may have 1/8 of the planned prompt tokens, and every step 1/32: smaller chunks waste too much.
+FIRST_SHARE, LEAST_SHARE = 8, 32
 RECENT = 0.1  # weight of the latest decode-only step in their average time
-# Cached prompt tokens that count as one computed token beside decodes: attention reads all of them. By FLOPS and
-# bandwidth, computing a token takes as long as reading 400 to 5,000, for models of 135M to 8B on CPUs and GPUs.
-CACHED_TOKENS = 512
+# Cached prompt tokens that count as one computed token beside decodes: attention reads all of them. Computing a token
+# took as long as reading 1,800 to 4,300, for a model of 135M on two cores; by FLOPS and bandwidth, it is 400 to 5,000
+# for models of up to 8B on CPUs and GPUs.
+CACHED_TOKENS = 1024
 
 
 class Pace:
@@ -23,7 +25,7 @@ class Pace:
     """
 
     def __init__(self, clock: Callable[[], float], most: int) -> None:
-        self.tokens = self._least = max(1, most // LEAST_SHARE)
+        self.tokens, self._least = max(1, most // FIRST_SHARE), max(1, most // LEAST_SHARE)
         self._clock = clock
         self._most = most
         self._in_flight: deque[tuple[float, int]] = deque()  # start in seconds, prompt tokens

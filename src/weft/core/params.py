@@ -121,7 +121,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet; leave it out", param="structured_outputs")
+            raise RequestError(
+                "structured_outputs is not supported yet; leave it out",
+                param="structured_outputs",
+                code="unsupported-field",
+            )
         self._check_sequences()
 
     def _check_numbers(self) -> None:
@@ -188,7 +192,7 @@ def _refuse(name: str, value: object, limit: str) -> NoReturn:
     shown = repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."
-    raise RequestError(f"{name} is {shown}; it must be {limit}", param=name) from None
+    raise RequestError(f"{name} is {shown}; it must be {limit}", param=name, code="invalid-parameter") from None
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

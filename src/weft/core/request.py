@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from weft.core.params import SamplingParams
-from weft.core.step import TokenLogprobs
+from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 
@@ -36,8 +36,8 @@ class Output(msgspec.Struct, array_like=True):
     `stop_reason` is the id from stop_token_ids that ended the request, None for the model's own end tokens.
     `cached_tokens` is the number of prompt tokens that came from the prefix cache. `prompt_logprobs` are those of the
     prompt positions from 1 on; they come once, with the first token. So does `scheduled_s`, the time at which the
-    request first took part in a step, by this host's monotonic clock. `error` says why the request could not go on,
-    if `finish_reason` is "error".
+    request first took part in a step, by this host's monotonic clock. `error` is the reason that the request could not
+    go on, if `finish_reason` is "error".
     """
 
     id: str
@@ -48,7 +48,7 @@ class Output(msgspec.Struct, array_like=True):
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
     scheduled_s: float | None = None
-    error: str | None = None
+    error: SlotFailure | None = None
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -74,19 +74,28 @@ class Stats(msgspec.Struct, kw_only=True):
     step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)
 
 
+def duplicate_id_error(id: str) -> RequestError:
+    """The error for a request whose id is that of another unfinished one."""
+    return RequestError(
+        f"a request {id!r} is running already; ids must differ", param="request_id", code="duplicate-request-id"
+    )
+
+
 def check_prompt_length(length: int, max_model_len: int, needed_blocks: int, num_blocks: int) -> None:
     """Raise RequestError for a prompt of `length` tokens that can never run under these limits."""
     if not length:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
     if length >= max_model_len:
         raise RequestError(
             f"the prompt has {length} tokens, and prompt and answer together at most {max_model_len} "
             f"(max_model_len); send at most {max_model_len - 1}",
             param="prompt",
+            code="prompt-too-long",
         )
     if needed_blocks > num_blocks:
         raise RequestError(
             f"the prompt has {length} tokens and needs {needed_blocks} KV blocks, the cache has {num_blocks}; "
             "send a shorter one, or give the cache more memory (--kv-cache-memory-bytes)",
             param="prompt",
+            code="prompt-exceeds-cache",
         )

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from weft.core.block_tables import BlockTables
 from weft.core.blocks import BlockPool
-from weft.core.request import Request, Stats, check_prompt_length
+from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error
 from weft.core.sequence import Flight, Sequence
 from weft.core.speculation import DraftProposer
-from weft.errors import QueueFullError, RequestError
+from weft.errors import QueueFullError
 from weft.plan.plan import Speculation
 
 
@@ -61,7 +61,8 @@ class RequestSets:
         self._in_flight: deque[Flight] = deque()
         # Ids of the requests that took part in a step for the first time in the last scheduled one.
         self.started: list[str] = []
-        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token.
+        # Prompt tokens of the last scheduled step, and the limit on them while others await their next token. Beside
+        # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
         self._counters = Stats(blocks_total=pool.num_blocks)
@@ -72,13 +73,14 @@ class RequestSets:
         """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait."""
         length = len(request.prompt)
         if request.id in self._unfinished:
-            raise RequestError(f"a request {request.id!r} is running already; ids must differ", param="request_id")
+            raise duplicate_id_error(request.id)
         needed_blocks = self.tables.count_blocks(length + 1)
         check_prompt_length(length, self.max_model_len, needed_blocks, self.pool.num_blocks)
         if self.waiting >= self.max_num_queued + len(self._slots):
             raise QueueFullError(
                 f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
-                "try again later, or raise --max-num-queued-reqs"
+                "try again later, or raise --max-num-queued-reqs",
+                code="queue-full",
             )
         order = (request.priority if self._by_priority else 0, self._arrivals)
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.

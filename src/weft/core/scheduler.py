@@ -18,7 +18,7 @@ from weft.core.request import Output
 from weft.core.request_sets import RequestSets
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
-from weft.core.step import UNKNOWN, Admission, StepPlan, StepResult
+from weft.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
 
 by_order = attrgetter("order")
 
@@ -58,17 +58,17 @@ class Scheduler(RequestSets):
             else:
                 prefills.append(sequence)
         plan = flight.plan
-        decoded = len(plan.tokens)
         beside_decodes = len(self._running) > len(prefills)
         if beside_decodes:
             budget = min(budget, self.prompt_limit)
+        allowed = budget
         if prefills:
             budget = self._continue_prefills(flight, prefills, budget)
         if self._queue:
-            self._admit(flight, budget, beside_decodes)
+            budget = self._admit(flight, budget, beside_decodes)
         if not plan.slots:
             return None
-        self.prompt_tokens = len(plan.tokens) - decoded
+        self.prompt_tokens = allowed - budget
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
         # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
@@ -113,8 +113,8 @@ class Scheduler(RequestSets):
             self._await_turn(sequence)
         return budget
 
-    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> None:
-        """Admit waiting requests, in their order, as long as slots, tokens and blocks last."""
+    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
+        """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
         rows = -(-self.active // self.stages)
         while self._queue and budget > 0 and self._slots and len(flight.plan.slots) < rows:
             sequence = self._queue[0][1]
@@ -122,12 +122,12 @@ class Scheduler(RequestSets):
                 heappop(self._queue)
                 continue
             if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
-                return
+                break
             sequence.unpack_prompt()
             cached = self.tables.match_prefix(sequence)
             new = self.tables.count_blocks(len(sequence.tokens)) - len(cached)
             if not self.tables.has_room(new, cached, len(self._running)):
-                return
+                break
             heappop(self._queue)
             self._start_running(flight, sequence, cached, new)
             count = min(len(sequence.tokens) - sequence.computed, budget)
@@ -135,6 +135,7 @@ class Scheduler(RequestSets):
             if beside_decodes:
                 budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
             self._add_row(flight, sequence, count, cached)
+        return budget
 
     def _start_running(self, flight: Flight, sequence: Sequence, cached: list[int], new: int) -> None:
         """Give a sequence a slot, the `cached` blocks of its prefix, and the promise of the `new` ones it needs."""
@@ -236,7 +237,7 @@ class Scheduler(RequestSets):
             keep_model_drafts(flight.rows, result.drafts)
         return outputs
 
-    def _fail_rows(self, flight: Flight, failed: Mapping[int, str]) -> list[Output]:
+    def _fail_rows(self, flight: Flight, failed: Mapping[int, SlotFailure]) -> list[Output]:
         """End the requests of the slots in `failed`, each with its reason; the others go on."""
         outputs = []
         for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
@@ -326,6 +327,7 @@ class Scheduler(RequestSets):
             return False
         if not self._slots:
             return True
+        first.unpack_prompt()
         if self.pool.caching and may_share(first.tokens, self._running.values()):
             return False
         cached = self.tables.match_prefix(first)

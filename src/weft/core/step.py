@@ -37,6 +37,9 @@ class StepPlan(msgspec.Struct, array_like=True):
     after the token before them. `draft_requests[r]` is the number of draft tokens that a draft model shall propose
     after row r; if the row does not sample yet, the draft model only reads its tokens. `draft_requests` is empty
     without a draft model.
+
+    `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
+    order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
     """
 
     id: int
@@ -50,6 +53,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     samples: list[bool]
     draft_counts: list[int]
     draft_requests: list[int] = []
+    masks: dict[int, bytes] = {}
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -64,14 +68,21 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
+class SlotFailure(msgspec.Struct, array_like=True, frozen=True):
+    """The fault that ends one request while others go on, see the `code` of WeftError."""
+
+    code: str
+    reason: str
+
+
 class StepResult(msgspec.Struct, array_like=True):
     """The sampled tokens of one step.
 
     `tokens` and `logprobs` have one entry per row that samples and one more for each of its draft tokens, in order; a
     logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt positions after
     the ones computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot has no entry
-    if the draft model has not read its text to the end. `failed[slot]` says why no token could be sampled for a slot,
-    whose ids in `tokens` are meaningless then.
+    if the draft model has not read its text to the end. `failed[slot]` is the reason that no token could be sampled
+    for a slot, whose ids in `tokens` are meaningless then.
     """
 
     id: int
@@ -79,4 +90,4 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: dict[int, list[int]] = {}
-    failed: dict[int, str] = {}
+    failed: dict[int, SlotFailure] = {}

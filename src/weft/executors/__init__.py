@@ -22,4 +22,7 @@ def create_executor(kind: str, worker: str = WORKER) -> Executor:
 
             return ProcessExecutor(worker)
         case _:
-            raise ConfigError(f"executor {kind!r} is unknown; use inline (threads of one process) or processes")
+            raise ConfigError(
+                f"executor {kind!r} is unknown; use inline (threads of one process) or processes",
+                code="unknown-executor",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from typing import NamedTuple
 
 from weft.errors import Cause, EngineError, WeftError
 
@@ -25,12 +26,15 @@ def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
         return error.cause
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or any(words in text.lower() for words in OUT_OF_MEMORY):
-        return Cause(rank, phase, text or "out of memory", OUT_OF_MEMORY_HINTS.get(phase, ""))
+        hint = OUT_OF_MEMORY_HINTS.get(phase, "")
+        return Cause(rank=rank, phase=phase, code="out-of-memory", cause=text or "out of memory", hint=hint)
     if isinstance(error, WeftError):
-        return Cause(rank, phase, text, code=error.code)
+        return Cause(rank=rank, phase=phase, code=error.code, cause=text)
     if not lost_peer(error):
         traceback.print_exception(error, file=sys.stderr)
-    return Cause(rank, phase, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    code = "peer-lost" if lost_peer(error) else "internal-error"
+    cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return Cause(rank=rank, phase=phase, code=code, cause=cause)
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -38,23 +42,35 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, ConnectionError)
 
 
-def describe_exit(returncode: int | None, stderr: str) -> tuple[str, str]:
-    """Return cause and hint for a process that ended without a last message; `stderr` is the end of its output."""
+class ExitReason(NamedTuple):
+    """The reason why a process ended: a Cause without rank and phase."""
+
+    code: str
+    cause: str
+    hint: str = ""
+
+    def of(self, rank: int, phase: str) -> Cause:
+        """Return the Cause of the failure of this rank in this phase."""
+        return Cause(rank=rank, phase=phase, code=self.code, cause=self.cause, hint=self.hint)
+
+
+def describe_exit(returncode: int | None, stderr: str) -> ExitReason:
+    """Return the reason why a process ended without a last message; `stderr` is the end of its output."""
     if returncode is None:
-        return "closed its connection", ""
+        return ExitReason("connection-closed", "closed its connection")
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):  # faulthandler's: the process was stuck and ended itself
-        return "was stuck and ended itself", STUCK
+        return ExitReason("process-stuck", "was stuck and ended itself", STUCK)
     # A crash in C ends with a long listing, whose first line names the crash.
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
     last = crash or (lines[-1] if lines else "")
     if returncode < 0:
         return _describe_signal(-returncode, last)
-    return f"ended with status {returncode}" + (f": {last}" if last else ""), ""
+    return ExitReason("process-ended", f"ended with status {returncode}" + (f": {last}" if last else ""))
 
 
-def _describe_signal(number: int, last_line: str) -> tuple[str, str]:
+def _describe_signal(number: int, last_line: str) -> ExitReason:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
-        return f"killed by {name}", KILLED
-    return f"killed by {name}" + (f": {last_line}" if last_line else ""), ""
+        return ExitReason("process-killed", f"killed by {name}", KILLED)
+    return ExitReason("process-killed", f"killed by {name}" + (f": {last_line}" if last_line else ""))

@@ -39,7 +39,8 @@ def check_size(size: int) -> int:
     if size > MAX_FRAME:
         raise FrameError(
             f"a message of {size:,} bytes is over the limit of {MAX_FRAME:,} bytes between processes; "
-            "ask for fewer logprobs, or send fewer or shorter prompts at once"
+            "ask for fewer logprobs, or send fewer or shorter prompts at once",
+            code="message-too-large",
         )
     return size
 
@@ -66,7 +67,9 @@ class FrameDecoder(Generic[M]):
             try:
                 yield self._decoder.decode(body)
             except msgspec.DecodeError as error:
-                raise FrameError(f"a message that this process does not know: {error}") from error
+                raise FrameError(
+                    f"a message that this process does not know: {error}", code="unknown-message"
+                ) from error
 
 
 class Channel(Generic[M]):

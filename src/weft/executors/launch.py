@@ -26,7 +26,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
-from weft.executors.causes import describe_exit
+from weft.executors.causes import ExitReason, describe_exit
 from weft.executors.framing import Channel, FrameError
 
 M = TypeVar("M")
@@ -105,8 +105,8 @@ class Child(Generic[M]):
     def kill(self) -> None:
         self.process.kill()
 
-    def describe_exit(self) -> tuple[str, str]:
-        """Return cause and hint for a child whose socket has closed without a last message."""
+    def describe_exit(self) -> ExitReason:
+        """Return the reason why a child ended, whose socket has closed without a last message."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_GAP_S)
         self.drain_output()

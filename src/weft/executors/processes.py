@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from itertools import chain
 
-from weft.errors import Cause
+from weft.executors.causes import cause_of
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, end_children
 from weft.executors.messages import Failed, FromRank, Launch, Listening, ToRank
@@ -101,9 +101,9 @@ class ProcessExecutor(RankExecutor):
                 failed = isinstance(message, Failed)
                 self._take_message(rank, message)
         except FrameError as error:
-            self._fail(Cause(rank, self._phases[rank], str(error)))
+            self._fail(cause_of(error, rank, self._phases[rank]))
         if not failed:
-            self._fail(Cause(rank, self._phases[rank], *child.describe_exit()))
+            self._fail(child.describe_exit().of(rank, self._phases[rank]))
 
     def _kill(self) -> None:
         for child in list(self._children):

@@ -33,6 +33,7 @@ from weft.executors.messages import (
 )
 from weft.executors.rank import WORKER
 from weft.native import build
+from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
@@ -40,7 +41,12 @@ Report = TypeVar("Report", Listening, Loaded, Allocated, GraphCaptured)
 
 # A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
-CLOSED = Cause(CORE, "shutdown", "the engine was closed; the requests that ran were ended")
+CLOSED = Cause(
+    rank=CORE,
+    phase="shutdown",
+    code="engine-closed",
+    cause="the engine was closed; the requests that ran were ended",
+)
 IDLE_S = 0.1  # without a step for this long, no request runs or waits
 
 
@@ -197,6 +203,7 @@ class RankExecutor(ABC):
 
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
+    cpu, spec = ATTENTION_BACKENDS["cpu"], AttentionSpec.from_shape(plan.shape, plan.dtype)
     needed = plan.attention_backend in ("auto", "cpu") and plan.on_cpu
-    if needed and build.native_obstacle(plan.dtype, plan.shape.head_dim, plan.shape.group) is None:
+    if needed and cpu.supports(spec, KernelDevice(cards=(), packages=None)) is None:
         build.build_ahead(plan.dtype)

@@ -45,7 +45,10 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     wanted = best or search(msgspec.structs.replace(translated, engine="weft")).best
     if wanted is None:
         why = rejection_reason(answer, None)
-        raise NothingFits(f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help")
+        raise NothingFits(
+            f"nothing fits, so nothing is written: {why}; weft plan without --emit tells what would help",
+            code="nothing-fits-to-export",
+        )
     problem = problem or rejection_reason(answer, wanted)
     rule, (own_question, chosen) = _alternative(answer, target, wanted, problem)
     gap = (
@@ -62,7 +65,8 @@ def _alternative(
     possible = [plan for plan in alternatives(answer) if not target.unsupported(plan[0], plan[1].layout)]
     if not possible:
         raise NothingFits(
-            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either"
+            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either",
+            code="target-cannot-run-plan",
         )
     if answer.question.constraints == LayoutConstraints():
         return "best", possible[0]  # in the order of the objective

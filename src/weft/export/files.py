@@ -35,7 +35,10 @@ def write_files(files: Sequence[ExportFile], folder: Path, *, force: bool = Fals
     paths = [folder / file.name for file in files]
     existing = [path for path in paths if path.exists()]
     if existing and not force:
-        raise ConfigError(f"{', '.join(map(str, existing))} exists; --force overwrites, or give another --emit-to")
+        raise ConfigError(
+            f"{', '.join(map(str, existing))} exists; --force overwrites, or give another --emit-to",
+            code="export-file-exists",
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, file in zip(paths, files, strict=True):
@@ -43,5 +46,5 @@ def write_files(files: Sequence[ExportFile], folder: Path, *, force: bool = Fals
             path.chmod(file.mode)  # also for a file that existed
             path.write_text(file.text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error_reason(error)}") from None
+        raise ConfigError(f"cannot write to {folder}: {error_reason(error)}", code="cannot-write-export") from None
     return paths

@@ -34,7 +34,8 @@ def infernet_files(deployment: Deployment) -> list[ExportFile]:
     if not PLAIN.fullmatch(deployment.names[0]):
         raise ConfigError(
             f"{deployment.names[0]!r} cannot be written into the node's environment, where letters, digits and "
-            "./:@+,=- are safe; give another name with --served-model-name"
+            "./:@+,=- are safe; give another name with --served-model-name",
+            code="name-unsafe-in-environment",
         )
     remarks = TargetRemarks(omitted_options(deployment), [*deployment.checkpoint.placeholders, KEY], NEXT_STEPS)
     variables = {

@@ -78,14 +78,22 @@ def read_node_config(path: str) -> NodeConfig:
     try:
         config = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read --infernet-config {path}: {error_reason(error)}") from None
+        raise ConfigError(
+            f"cannot read --infernet-config {path}: {error_reason(error)}", code="cannot-read-infernet-config"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--infernet-config {path} is not JSON: {error}") from None
+        raise ConfigError(f"--infernet-config {path} is not JSON: {error}", code="infernet-config-not-json") from None
     if not isinstance(config, dict):
-        raise ConfigError(f'--infernet-config {path} must hold a JSON object, as in {{"vllm_model": "qwen2.5:14b"}}')
+        raise ConfigError(
+            f'--infernet-config {path} must hold a JSON object, as in {{"vllm_model": "qwen2.5:14b"}}',
+            code="infernet-config-not-object",
+        )
     engine = config.get("engine", {})
     if not isinstance(engine, dict):
-        raise ConfigError(f'engine in {path} is {engine!r}; it must be an object, as in {{"backend": "vllm"}}')
+        raise ConfigError(
+            f'engine in {path} is {engine!r}; it must be an object, as in {{"backend": "vllm"}}',
+            code="infernet-engine-not-object",
+        )
     return NodeConfig(
         instances=tuple(dict.fromkeys(_servers(config, engine, path))),
         tier=_text(config, "vram_tier", path),
@@ -112,7 +120,7 @@ def _served_names(config: dict[str, Any], path: str) -> list[str]:
     """The names under served_models."""
     names = config.get("served_models", [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
-        raise ConfigError(f"served_models in {path} must be a list of names")
+        raise ConfigError(f"served_models in {path} must be a list of names", code="infernet-served-models-not-names")
     return names
 
 
@@ -121,7 +129,10 @@ def _instances(config: dict[str, Any], path: str) -> list[ConfiguredServer]:
     entries = config.get("vllm_instances", [])
     is_list = isinstance(entries, list)
     if not is_list or not all(isinstance(entry, dict) and _text(entry, "model", path) for entry in entries):
-        raise ConfigError(f'vllm_instances in {path} must be a list of {{"host": URL, "model": NAME}}')
+        raise ConfigError(
+            f'vllm_instances in {path} must be a list of {{"host": URL, "model": NAME}}',
+            code="infernet-instances-not-objects",
+        )
     return [ConfiguredServer(entry["model"], _port(_text(entry, "host", path), path)) for entry in entries]
 
 
@@ -140,7 +151,7 @@ def _text(fields: dict[str, Any], key: str, path: str) -> str | None:
     """A field that is a text, or None if it is missing. Raises ConfigError for other values."""
     value = fields.get(key)
     if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise ConfigError(f"{key} in {path} is {value!r}; it must be a text")
+        raise ConfigError(f"{key} in {path} is {value!r}; it must be a text", code="infernet-value-not-text")
     return value
 
 
@@ -150,4 +161,6 @@ def _port(host: str | None, path: str) -> int | None:
     try:
         return urlsplit(host if "//" in host else f"//{host}").port
     except ValueError:
-        raise ConfigError(f"{host!r} in {path} is not an address; write it as http://localhost:8000") from None
+        raise ConfigError(
+            f"{host!r} in {path} is not an address; write it as http://localhost:8000", code="infernet-host-not-address"
+        ) from None

@@ -57,7 +57,7 @@ def modelfile(deployment: Deployment) -> list[str]:
         *source,
         f"PARAMETER num_ctx {deployment.max_model_len}",
         # All layers and the head: with a lower number, or its default, Ollama would move the rest to the CPU unasked.
-        f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else deployment.question.shape.layers + 1}",
+        f"PARAMETER num_gpu {0 if hosts.on_cpu(deployment) else len(deployment.question.shape.layers) + 1}",
     ]
 
 

@@ -84,7 +84,7 @@ def find(name: str) -> Model:
     if model is None:
         near = nearest(name)
         hint = f"nearest: {', '.join(near)}" if near else "give a name on the hub, a directory or a .gguf file"
-        raise ModelError(f"unknown model {name!r}; {hint}")
+        raise ModelError(f"unknown model {name!r}; {hint}", code="unknown-model")
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -9,11 +10,14 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.axes import axis_length
-from weft.architectures.parameters import Part, layers_of, model_parameters
+from weft.architectures.parameters import Part, model_parameters
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
 from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
 from weft.formats.tensor import ENCODINGS, TensorInfo
+
+logger = logging.getLogger("weft")
 
 FileFormat = Literal["safetensors", "gguf", "dummy"]
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -59,10 +63,13 @@ def resolve(
         full = model_names.full_name(model, folder=download_dir)
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
-        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
-        raise ModelError(f"{path} is {format}, not {load_format}; leave --load-format out, or give another model")
+        raise ModelError(
+            f"{path} is {format}, not {load_format}; leave --load-format out, or give another model",
+            code="other-load-format",
+        )
     dummy = load_format == "dummy"
     if format == "gguf":
         header = gguf.read_gguf(path)
@@ -77,6 +84,9 @@ def resolve(
         format, quantised = "dummy", packed.stored_types(shape)
     else:
         tensors = _select_tensors(index, shape, str(path))
+        if find_architecture(shape.architecture).config.inner:
+            unread = len(index) - len(tensors)
+            logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
         shape = packed.with_stored_types(shape, tensors)
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
@@ -106,7 +116,7 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     if path is not None:
         return path
     if not hub.is_name(model):
-        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
+        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
     return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))
 
 
@@ -125,8 +135,13 @@ def _in_directory(folder: Path) -> Path:
     if len(files) == 1 or (files and "-00001-of-" in files[0].name):
         return files[0]
     if files:
-        raise ModelError(f"{folder} holds {len(files)} GGUF files; give one of them: {files[0]}")
-    raise ModelError(f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}")
+        raise ModelError(
+            f"{folder} holds {len(files)} GGUF files; give one of them: {files[0]}", code="several-gguf-files"
+        )
+    raise ModelError(
+        f"{folder} holds no model: neither {config_json.CONFIG} nor a .gguf file; {hub.WAYS_OUT}",
+        code="directory-without-model",
+    )
 
 
 def _from_file(path: Path) -> Path:
@@ -135,14 +150,18 @@ def _from_file(path: Path) -> Path:
     if path.suffix in safetensors.PICKLED:
         raise ModelError(
             f"{path} is a pickled file, which can run code when it is read; give a directory with safetensors "
-            "or a .gguf file"
+            "or a .gguf file",
+            code="pickled-file",
         )
     try:
         if gguf.is_gguf(path):
             return path
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
-    raise ModelError(f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file")
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
+    raise ModelError(
+        f"{path} is no model: it does not begin as a GGUF file does; give a directory or a .gguf file",
+        code="not-a-gguf-file",
+    )
 
 
 def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
@@ -156,27 +175,32 @@ def main_dtype(index: Mapping[str, TensorInfo]) -> DType:
 
 def _check_shape(shape: ModelShape, where: str) -> None:
     if shape.q_heads % shape.kv_heads:
-        raise ModelError(f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads")
+        raise ModelError(
+            f"{where}: {shape.q_heads} query heads are no multiple of {shape.kv_heads} KV heads", code="uneven-kv-heads"
+        )
     if shape.head_dim % 2:
-        raise ModelError(f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one")
+        raise ModelError(
+            f"{where}: head_dim is {shape.head_dim}; rotary position embedding needs an even one", code="odd-head-dim"
+        )
     for token in (*shape.eos, *(() if shape.bos is None else (shape.bos,))):
         if token >= shape.vocab:
-            raise ModelError(f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}")
+            raise ModelError(
+                f"{where}: token id {token} is beyond the vocabulary of {shape.vocab}", code="token-beyond-vocabulary"
+            )
 
 
 def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (Hugging Face's name, dims) of each tensor that a checkpoint of this shape has."""
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         # Parts that share a tensor come one after the other: the last one has the rows of all parts before it.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
-        for layer in layers_of(shape, parameter):
-            for source, part in last.items():
-                yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
+        for source, part in last.items():
+            yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
 
 
 def _source_tensors(
-    source: str, layer: int, experts: int | None, dims: tuple[int, ...]
+    source: str, layer: int | None, experts: int | None, dims: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the tensors of one source name in one layer: one, a stack of experts, or one per expert."""
     if experts is None:
@@ -217,29 +241,39 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
             raise _missing_tensor(index, name, dims, path)
         _check_tensor(info, name, dims)
         tensors[name] = info
-    next_layer = f"model.layers.{shape.layers}."
+    count = len(shape.layers)
+    next_layer = f"model.layers.{count}."
     extra = next((name for name in index if name.startswith(next_layer)), None)
     if extra is not None:
         raise ModelError(
-            f"{path} holds tensor {extra}, but its config says {shape.layers} layers; give the config of these weights"
+            f"{path} holds tensor {extra}, but its config says {count} layers; give the config of these weights",
+            code="more-layers-than-config",
         )
     return tensors
 
 
 def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
     if info.dims != dims:
-        raise ModelError(f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}")
+        raise ModelError(
+            f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}",
+            code="tensor-of-other-dims",
+        )
     if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
-        raise ModelError(f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}")
+        raise ModelError(
+            f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}", code="tensor-type-not-read"
+        )
 
 
 def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[int], path: str) -> ModelError:
     packed_name = _packed_name(index, name)
     if packed_name is None:
-        return ModelError(f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model")
+        return ModelError(
+            f"{path} lacks tensor {name} of {list(dims)}; fetch it again, or give a whole model", code="missing-tensor"
+        )
     return ModelError(
         f"{path} holds {packed_name} in the place of {name}: its weights are quantised, but not as its config.json "
-        "says (quantization_config); fetch it again"
+        "says (quantization_config); fetch it again",
+        code="tensor-packed-differently",
     )
 
 
@@ -252,16 +286,38 @@ def _packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
 def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorInfo]:
     """A GGUF file's tensors by Hugging Face's names, with their `interleaved` set. Raises ModelError for others."""
     reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
-    index = {}
+    names, index = find_architecture(shape.architecture).names, dict[str, TensorInfo]()
     for ggml_name, info in header.tensors.items():
-        name = gguf_names.hugging_face(ggml_name)
+        name = gguf_names.hugging_face(ggml_name, names)
         if name is None:
             if ggml_name == gguf_names.ROPE_FACTORS or gguf_names.is_unused(ggml_name):
                 continue
             raise ModelError(
                 f"{info.file}: tensor {ggml_name!r:.80} is no part of a {shape.architecture}; Weft cannot run this "
-                "model"
+                "model",
+                code="foreign-tensor",
             )
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
-        index[name] = msgspec.structs.replace(info, interleaved=interleaved)
+        if "{expert}" in name:
+            index |= _unstack(name, info)
+        else:
+            index[name] = msgspec.structs.replace(info, interleaved=interleaved)
     return index
+
+
+def _unstack(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield (name, tensor) of each expert in a stack [experts, rows, cols], whose experts lie one after the other."""
+    if len(info.dims) < 2:
+        raise ModelError(
+            f"{info.file}: {name} is {list(info.dims)}; a stack of experts has three dims", code="experts-not-stacked"
+        )
+    for expert, block in enumerate(split_stack(info)):
+        yield name.format(expert=expert), block
+
+
+def split_stack(info: TensorInfo) -> Iterator[TensorInfo]:
+    """Yield each block of a stack [experts, ...], whose blocks lie one after the other in the file."""
+    count, *dims = info.dims
+    nbytes = info.nbytes // count
+    for index in range(count):
+        yield msgspec.structs.replace(info, dims=tuple(dims), offset=info.offset + index * nbytes, nbytes=nbytes)

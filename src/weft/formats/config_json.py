@@ -6,11 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from weft.architectures.defaults import DEFAULTS, Defaults
-from weft.architectures.parameters import ARCHITECTURES, RUNNABLE
-from weft.architectures.shape import THETA, DType, Experts, Latent, ModelShape, Rope
+from weft.architectures.architecture import Architecture
+from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
+from weft.architectures.shape import Activation, DType, ModelShape, Norm
 from weft.errors import ModelError, error_reason
 from weft.formats import limits, packed, quantization_config
+from weft.formats.config_layers import read_layers, with_defaults
 from weft.formats.fields import Fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -18,9 +19,15 @@ QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
 NORM_EPS = 1e-6
-SLIDING_WINDOW = 4096  # tokens; default of architectures with windows
-MAX_WINDOW_LAYERS = 28  # default number of Qwen's first layers, which have no window
-LAYER_TYPES = ("full_attention", "sliding_attention")
+# Names of each activation in config.json.
+ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "relu": ("relu",),
+}
+# Fields that change what a model computes in a way that Weft does not.
+REFUSED = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
@@ -73,9 +80,9 @@ def load_json(path: Path) -> Fields:
         limits.check_unique(text, str(path))
         return fields
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
+        raise ModelError(f"{path} is damaged: {error}; fetch it again", code="damaged-config") from error
 
 
 def architecture(config: Fields) -> str:
@@ -85,18 +92,14 @@ def architecture(config: Fields) -> str:
         raise config.wrong_value("architectures", "a list of names")
     if not names:
         kind = config.text_or("model_type", None)
-        names = [name for name, default in DEFAULTS.items() if default.model_type == kind] or [kind]
+        names = [name for name, entry in ARCHITECTURES.items() if entry.config.model_type == kind] or [kind]
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    raise ModelError(f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}")
-
-
-def _with_defaults(config: Fields, default: Defaults) -> Fields:
-    """Fields of the language model under their usual names, with the architecture's defaults."""
-    inner = config.nested(default.inner) if default.inner else None
-    own = {**config.values, **(inner.values if inner else {})}
-    return Fields({**default.values, **{default.keys.get(key, key): own[key] for key in own}}, config.where)
+    raise ModelError(
+        f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}",
+        code="unknown-architecture",
+    )
 
 
 def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
@@ -105,41 +108,27 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     Raises ModelError as `read_shape` does. If the engine does not run the architecture, only the base of its rotary
     embedding is read.
     """
-    name = architecture(config)
-    default = DEFAULTS[name]
+    known = find_architecture(architecture(config))
     if run:
-        _check_runnable(config, name)
-    config = _with_defaults(config, default)
-    hidden, q_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    layers, mla = config.integer("num_hidden_layers", maximum=limits.LAYERS), latent(config)
+        _check_runnable(config, known)
+    config, default = with_defaults(config, known.config), known.config
+    hidden = config.integer("hidden_size")
     if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
         raise config.wrong_value("word_embed_proj_dim", f"the hidden_size, {hidden}")
-    head_dim = _head_dim(config, default, hidden, q_heads, mla)
     longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
     max_positions = longest or default.max_positions
-    bias = _attention_bias(config, default)
-    rotary = rope(config, max_positions) if name in RUNNABLE else Rope(theta=_theta(config, Fields({}, config.where)))
-    ffn = _ffn_width(config, default, hidden)
+    layers = read_layers(config, known, max_positions)
     shape = ModelShape(
-        architecture=name,
+        architecture=known.name,
         layers=layers,
         hidden=hidden,
-        q_heads=q_heads,
-        kv_heads=config.integer_or("num_key_value_heads", default.kv_heads) or q_heads,
-        head_dim=head_dim,
-        ffn=ffn // default.ffn_parts,
         vocab=config.integer("vocab_size"),
-        max_positions=rotary.reach(max_positions),
-        norm_eps=config.number_or("rms_norm_eps", None) or NORM_EPS,
-        rope=rotary,
+        max_positions=layers[0].mixer.rope.reach(max_positions),
+        norm=Norm(
+            kind=default.norm, eps=config.number_or("rms_norm_eps", None) or NORM_EPS, offset=default.norm_offset
+        ),
+        embedding_scale=hidden**0.5 if default.scaled_embedding else 1.0,
         tied=config.flag("tie_word_embeddings", default.tied),
-        qkv_bias=bias or default.bias == "qkv",
-        out_bias=bias,
-        mlp_bias=default.bias == "all" or (default.mlp_bias and config.flag("mlp_bias")),
-        qk_norm=default.qk_norm,
-        windows=windows(config, default, layers),
-        experts=experts(config, layers, ffn),
-        mla=mla,
         dtype=dtype(config) or own,
         bos=config.integer_or("bos_token_id", default.bos, minimum=0),
         eos=config.token_ids("eos_token_id", default.eos),
@@ -148,69 +137,6 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
         return shape
     return packed.with_config_types(shape, quantised)
-
-
-def _head_dim(config: Fields, default: Defaults, hidden: int, q_heads: int, mla: Latent | None) -> int:
-    """Length of a query head. Raises ModelError if it is not given and cannot be hidden size / heads."""
-    if mla is not None:
-        return mla.nope_dim + mla.rope_dim
-    head_dim = config.integer_or("head_dim", default.head_dim)
-    if head_dim is None and hidden % q_heads:
-        raise ModelError(f"{config.where}: hidden_size {hidden} is no multiple of the {q_heads} num_attention_heads")
-    return head_dim or hidden // q_heads
-
-
-def _attention_bias(config: Fields, default: Defaults) -> bool:
-    """True if attention's output projection has a bias."""
-    return default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
-
-
-def _ffn_width(config: Fields, default: Defaults, hidden: int) -> int:
-    """MLP width: the config's intermediate_size, or the architecture's multiple of the hidden size."""
-    width = config.integer_or("intermediate_size", None) or default.ffn_of_hidden * hidden
-    return width or config.integer("intermediate_size")
-
-
-def latent(config: Fields) -> Latent | None:
-    """Multi-head latent attention, in DeepSeek's fields; None if the model has none."""
-    if "kv_lora_rank" not in config:
-        return None
-    return Latent(
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        q_lora_rank=config.integer_or("q_lora_rank", None),
-        nope_dim=config.integer("qk_nope_head_dim"),
-        rope_dim=config.integer("qk_rope_head_dim"),
-        v_dim=config.integer("v_head_dim"),
-    )
-
-
-def experts(config: Fields, layers: int, ffn: int) -> Experts | None:
-    """The mixture of experts, in the fields of Mixtral, Qwen, DeepSeek and others; None if the model has none."""
-    key = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), None)
-    if key is None:
-        return None
-    width = config.integer_or("moe_intermediate_size", ffn) or ffn
-    shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
-    count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
-    if top_k > count:
-        raise config.wrong_value("num_experts_per_tok", f"at most the {count} experts")
-    return Experts(
-        count=count,
-        top_k=top_k,
-        ffn=width,
-        shared=shared,
-        shared_ffn=shared * width,
-        dense_layers=_dense_layers(config, layers),
-    )
-
-
-def _dense_layers(config: Fields, layers: int) -> tuple[int, ...]:
-    """Numbers of the layers without experts in a model with experts."""
-    dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
-    dense |= set(config.token_ids("mlp_only_layers"))
-    step = config.integer_or("decoder_sparse_step", 1) or 1
-    dense |= {layer for layer in range(layers) if (layer + 1) % step}
-    return tuple(sorted(layer for layer in dense if layer < layers))
 
 
 def quantization(config: Fields) -> Fields | None:
@@ -234,27 +160,35 @@ def precision(config: Fields) -> str | None:
         method = quantised.text_or("quant_method", None)
         raise ModelError(
             f"{config.where}: the weights are quantised with {method or 'an unknown method'}, whose bytes Weft does "
-            "not know; name the nearest format with --precision"
+            "not know; name the nearest format with --precision",
+            code="unknown-quantization",
         )
     return precision
 
 
-def _check_runnable(config: Fields, name: str) -> None:
+def _check_runnable(config: Fields, known: Architecture) -> None:
     """Raise ModelError for a config that the engine does not run, or would compute wrongly."""
-    if name not in RUNNABLE:
+    if not known.runs:
         raise ModelError(
-            f"{config.where}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
-            f"{', '.join(RUNNABLE)}"
+            f"{config.where}: {known.name} is known to `weft plan`, but the engine does not run it yet; it runs "
+            f"{', '.join(RUNNABLE)}",
+            code="architecture-not-run",
         )
     quantised = quantization(config)
     unsupported = None if quantised is None else quantization_config.unsupported_quantization(quantised)
     if unsupported is not None:
         raise ModelError(
             f"{config.where}: the weights are quantised with {unsupported}, which Weft does not read "
-            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file"
+            f"({quantization_config.READ}); use one of those, the unquantised checkpoint or a GGUF file",
+            code="quantization-not-read",
         )
-    if config.text_or("hidden_act", "silu") not in ("silu", "swish", None):
-        raise config.wrong_value("hidden_act", "silu")
+    config = with_defaults(config, known.config)
+    for key in REFUSED:
+        if key in config:
+            raise config.wrong_value(key, "null, since Weft does not compute it")
+    names = ACTIVATIONS[known.config.activation]
+    if config.text_or("hidden_act", names[0]) not in (*names, None):
+        raise config.wrong_value("hidden_act", names[0])
 
 
 def dtype(config: Fields) -> DType | None:
@@ -267,111 +201,3 @@ def dtype(config: Fields) -> DType | None:
     if known is None:
         raise config.wrong_value(key, "bfloat16, float16 or float32")
     return known
-
-
-def windows(config: Fields, default: Defaults, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens; () if no layer has one."""
-    window = config.integer_or("sliding_window", SLIDING_WINDOW)
-    if default.window == "none" or window is None:
-        return ()
-    if default.window == "all":
-        return (window,) * layers
-    if default.window == "some" and not config.flag("use_sliding_window"):
-        return ()
-    windows = tuple(window if slides else None for slides in _sliding_layers(config, default, layers))
-    return windows if any(windows) else ()
-
-
-def _sliding_layers(config: Fields, default: Defaults, layers: int) -> list[bool]:
-    """True for each layer with a sliding window: by `layer_types`, or else by the architecture's pattern."""
-    types = config.values.get("layer_types")
-    if types is None:
-        return _sliding_pattern(config, default, layers)
-    if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
-        raise config.wrong_value("layer_types", "a list of full_attention and sliding_attention")
-    if len(types) != layers:
-        raise ModelError(f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers")
-    return [type == "sliding_attention" for type in types]
-
-
-def _sliding_pattern(config: Fields, default: Defaults, layers: int) -> list[bool]:
-    if isinstance(default.window, int):
-        every = config.integer_or("window_pattern", default.window) or default.window
-        return [(layer + 1) % every != 0 for layer in range(layers)]
-    first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
-    return [layer >= first for layer in range(layers)]
-
-
-def rope(config: Fields, max_positions: int) -> Rope:
-    """The rotary embedding, from `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (4)."""
-    scaling = _rope_parameters(config)
-    theta = _theta(config, scaling)
-    for fields in (scaling, config):
-        if fields.number_or("partial_rotary_factor", 1.0) not in (1.0, None):
-            raise fields.wrong_value("partial_rotary_factor", "1")
-    key = "rope_type" if "rope_type" in scaling else "type"
-    original = config.integer_or("original_max_position_embeddings", None) or scaling.integer_or(
-        "original_max_position_embeddings", max_positions
-    )
-    match scaling.text_or(key, "default"):
-        case None | "default":
-            return Rope(theta=theta)
-        case "linear":
-            return Rope(theta=theta, kind="linear", factor=scaling.number("factor"))
-        case "dynamic":
-            return Rope(
-                theta=theta, kind="dynamic", factor=scaling.number("factor"), original_max_positions=max_positions
-            )
-        case "llama3":
-            return _llama3(scaling, theta, original)
-        case "yarn":
-            return _yarn(scaling, theta, original or max_positions, max_positions)
-    raise scaling.wrong_value(key, "default, linear, dynamic, llama3 or yarn")
-
-
-def _llama3(scaling: Fields, theta: float, original: int | None) -> Rope:
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if high <= low:
-        raise scaling.wrong_value("high_freq_factor", f"above low_freq_factor, {low:g}")
-    return Rope(
-        theta=theta,
-        kind="llama3",
-        factor=scaling.number("factor"),
-        original_max_positions=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(scaling: Fields, theta: float, original: int, max_positions: int) -> Rope:
-    return Rope(
-        theta=theta,
-        kind="yarn",
-        factor=scaling.number_or("factor", None) or max_positions / original,
-        original_max_positions=original,
-        beta_fast=scaling.number_or("beta_fast", None),
-        beta_slow=scaling.number_or("beta_slow", None),
-        mscale=scaling.number_or("mscale", None),
-        mscale_all_dim=scaling.number_or("mscale_all_dim", None),
-        attention_factor=scaling.number_or("attention_factor", None),
-        truncate=scaling.flag("truncate", True),
-    )
-
-
-def _theta(config: Fields, scaling: Fields) -> float:
-    return scaling.number_or("rope_theta", None) or config.number_or("rope_theta", None) or THETA
-
-
-def _rope_parameters(config: Fields) -> Fields:
-    """The rotary parameters. One set per type of layer is accepted if all sets are equal, else raises ModelError."""
-    scaling = config.nested("rope_scaling")
-    if scaling is None or not scaling.values:
-        scaling = config.nested("rope_parameters") or Fields({}, config.where)
-    inner = [value for value in scaling.values.values() if isinstance(value, dict)]
-    if not inner:
-        return scaling
-    if any(value != inner[0] for value in inner):
-        raise ModelError(
-            f"{scaling.where} differs between types of layers, which Weft does not compute; use another model"
-        )
-    return Fields(inner[0], scaling.where)

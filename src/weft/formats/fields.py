@@ -24,13 +24,18 @@ class Fields:
 
     def wrong_value(self, key: str, expected: str) -> ModelError:
         """The error for a field of a wrong value."""
-        return ModelError(f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}")
+        return ModelError(
+            f"{self.where}: {key} is {self.values.get(key)!r:.80}; it must be {expected}", code="wrong-field-value"
+        )
 
     def integer(self, key: str, *, maximum: int | None = None) -> int:
         """Return an integer from 1 to `maximum`."""
         value = self.integer_or(key, None, maximum=maximum)
         if value is None:
-            raise ModelError(f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know")
+            raise ModelError(
+                f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know",
+                code="missing-field",
+            )
         return value
 
     def integer_or(self, key: str, default: int | None, *, minimum: int = 1, maximum: int | None = None) -> int | None:
@@ -48,7 +53,10 @@ class Fields:
         """Return a finite number above 0."""
         value = self.number_or(key, None)
         if value is None:
-            raise ModelError(f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know")
+            raise ModelError(
+                f"{self.where} has no {key}; the file is damaged, or of a model that Weft does not know",
+                code="missing-field",
+            )
         return value
 
     def number_or(self, key: str, default: float | None) -> float | None:

@@ -91,7 +91,7 @@ class Gguf(msgspec.Struct, frozen=True):
         if array is None:
             return []
         if not isinstance(array, Array):
-            raise ModelError(f"{self.path}: {key} is {array!r:.80}; it must be an array")
+            raise ModelError(f"{self.path}: {key} is {array!r:.80}; it must be an array", code="gguf-field-not-array")
         with _open_header(self.path) as header:
             header.at = array.offset
             return header.elements(array.type, array.count)
@@ -152,13 +152,17 @@ class _HeaderReader:
 
     def kind(self, type: int) -> struct.Struct:
         if type not in SCALARS:
-            raise ModelError(f"{self.path} is damaged: metadata of type {type} at byte {self.at:,}; fetch it again")
+            raise ModelError(
+                f"{self.path} is damaged: metadata of type {type} at byte {self.at:,}; fetch it again",
+                code="damaged-gguf-metadata",
+            )
         return SCALARS[type]
 
     def short(self) -> ModelError:
         return ModelError(
             f"{self.path} is cut short or damaged: its header reaches beyond its {len(self.data):,} bytes; "
-            "fetch it again"
+            "fetch it again",
+            code="short-gguf-header",
         )
 
 
@@ -179,7 +183,10 @@ def read_gguf(path: str | Path) -> Gguf:
         return first
     name = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", first.path)
     if first.metadata.get("split.no") != 0 or name is None:
-        raise ModelError(f"{path} is one part of {parts}; give the first, whose name ends in -00001-of-{parts:05}.gguf")
+        raise ModelError(
+            f"{path} is one part of {parts}; give the first, whose name ends in -00001-of-{parts:05}.gguf",
+            code="gguf-part",
+        )
     tensors = dict(first.tensors)
     for number in range(2, parts + 1):
         tensors |= _read_part(f"{name[1]}{number:05}{name[2]}").tensors
@@ -199,12 +206,15 @@ def _read_part(path: str) -> Gguf:
         for name, info in tensors.items():
             if info.offset % alignment:
                 raise ModelError(
-                    f"{path} is damaged: tensor {name!r:.80} begins off the {alignment}-byte grid; fetch it again"
+                    f"{path} is damaged: tensor {name!r:.80} begins off the {alignment}-byte grid; fetch it again",
+                    code="gguf-tensor-off-grid",
                 )
         data = -(-header.at // alignment) * alignment
         tensors = {name: msgspec.structs.replace(info, offset=data + info.offset) for name, info in tensors.items()}
         if len(tensors) != tensor_count:
-            raise ModelError(f"{path} is damaged: two of its tensors have the same name; fetch it again")
+            raise ModelError(
+                f"{path} is damaged: two of its tensors have the same name; fetch it again", code="tensor-named-twice"
+            )
         check_bounds(tensors, path, len(header.data))
         return Gguf(path, metadata, tensors)
 
@@ -213,7 +223,9 @@ def _alignment(metadata: dict[str, Scalar | Array], path: str) -> int:
     """Bytes that the data of each tensor is aligned to. Raises ModelError unless it is a power of two."""
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ModelError(f"{path}: general.alignment is {alignment!r:.80}; it must be a power of two")
+        raise ModelError(
+            f"{path}: general.alignment is {alignment!r:.80}; it must be a power of two", code="bad-gguf-alignment"
+        )
     return alignment
 
 
@@ -223,13 +235,18 @@ def _read_counts(header: _HeaderReader) -> tuple[int, int]:
     header.at = len(MAGIC)
     version, tensors, fields = header.scalar(U32), header.scalar(U64), header.scalar(U64)
     if version & 0xFFFF == 0:
-        raise ModelError(f"{path} is big-endian; convert it to little-endian with gguf-convert-endian")
+        raise ModelError(
+            f"{path} is big-endian; convert it to little-endian with gguf-convert-endian", code="big-endian-gguf"
+        )
     if version not in VERSIONS:
-        raise ModelError(f"{path} is GGUF version {version}; Weft reads {VERSIONS[0]} and {VERSIONS[1]}")
+        raise ModelError(
+            f"{path} is GGUF version {version}; Weft reads {VERSIONS[0]} and {VERSIONS[1]}", code="unknown-gguf-version"
+        )
     if tensors * SMALLEST_TENSOR + fields * SMALLEST_FIELD > size:
         raise ModelError(
             f"{path} is cut short or damaged: {tensors:,} tensors and {fields:,} metadata fields cannot be in "
-            f"{size:,} bytes; fetch it again"
+            f"{size:,} bytes; fetch it again",
+            code="impossible-gguf-counts",
         )
     return tensors, fields
 
@@ -239,18 +256,23 @@ def _read_tensor(header: _HeaderReader) -> tuple[str, TensorInfo]:
     name, path = header.text(), header.path
     count = header.scalar(U32)
     if not 1 <= count <= MAX_DIMS:
-        raise ModelError(f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again")
+        raise ModelError(
+            f"{path} is damaged: tensor {name!r:.80} has {count:,} dims; fetch it again", code="gguf-dims-out-of-range"
+        )
     dims = tuple(header.scalar(U64) for _ in range(count))[::-1]  # ggml's dims come fastest first
     number, offset = header.scalar(U32), header.scalar(U64)
     type = TYPES.get(number) or OTHER_TYPES.get(number)
     if type is None:
         known = ", ".join(sorted((*TYPES.values(), *OTHER_TYPES.values())))
-        raise ModelError(f"{path}: tensor {name!r:.80} is of the unknown type {number}; known: {known}")
+        raise ModelError(
+            f"{path}: tensor {name!r:.80} is of the unknown type {number}; known: {known}", code="unknown-gguf-type"
+        )
     encoding = SIZES[type]
     if 0 in dims or dims[-1] % encoding.elements:
         raise ModelError(
             f"{path} is damaged: tensor {name!r:.80} has dims {list(dims)}; the last one of {type} must be "
-            f"a multiple of {encoding.elements}, none 0"
+            f"a multiple of {encoding.elements}, none 0",
+            code="bad-gguf-dims",
         )
     nbytes = prod(dims) // encoding.elements * encoding.nbytes
     return name, TensorInfo(file=path, type=type, dims=dims, offset=offset, nbytes=nbytes)
@@ -262,9 +284,14 @@ def _open_header(path: str) -> Iterator[_HeaderReader]:
     try:
         with open(path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}")
+                raise ModelError(
+                    f"{path} is no GGUF file: it does not begin with {MAGIC.decode()}", code="not-a-gguf-file"
+                )
             if file.seek(0, 2) < SMALLEST_FILE:
-                raise ModelError(f"{path} is cut short: {file.tell()} bytes do not hold a GGUF header; fetch it again")
+                raise ModelError(
+                    f"{path} is cut short: {file.tell()} bytes do not hold a GGUF header; fetch it again",
+                    code="short-gguf-header",
+                )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 header = _HeaderReader(data, path)
                 try:
@@ -273,7 +300,8 @@ def _open_header(path: str) -> Iterator[_HeaderReader]:
                     raise header.short() from None
                 except UnicodeDecodeError:
                     raise ModelError(
-                        f"{path} is damaged: a text before byte {header.at:,} is not UTF-8; fetch it again"
+                        f"{path} is damaged: a text before byte {header.at:,} is not UTF-8; fetch it again",
+                        code="gguf-text-not-utf8",
                     ) from None
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error

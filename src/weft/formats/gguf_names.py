@@ -6,26 +6,10 @@ Source: the tensor names of https://github.com/ggml-org/ggml/blob/master/docs/gg
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-# A module's parameters, `.weight` and `.bias`, have the same names in both.
-MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+from weft.architectures.architecture import Names
+
 # Modules whose rows llama.cpp reorders, so that rotary pairs lie side by side; only in INTERLEAVED_ARCHITECTURES.
 INTERLEAVED = ("attn_q", "attn_k")
 INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM",)
@@ -35,16 +19,49 @@ ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the rotary frequencie
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
 
 
-def hugging_face(name: str) -> str | None:
-    """Hugging Face's name for ggml's name of a tensor; None for a tensor that these models do not have."""
+@lru_cache(maxsize=32)
+def outer_modules(names: Names) -> dict[str, str]:
+    """Hugging Face's name of each module outside the layers, by ggml's."""
+    return {"token_embd": names.embed, "output_norm": names.norm, "output": names.head}
+
+
+@lru_cache(maxsize=32)
+def layer_modules(names: Names) -> dict[str, str]:
+    """Hugging Face's name of each module of a layer, by ggml's. A stack of experts has {expert} in its name."""
+    gate_up, expert = names.gate_up, names.expert
+    modules = {
+        "attn_norm": names.attention_norm,
+        "attn_q": names.qkv[0],
+        "attn_k": names.qkv[1],
+        "attn_v": names.qkv[2],
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": names.out,
+        "post_attention_norm": names.attention_post_norm,
+        "ffn_norm": names.mlp_norm,
+        "ffn_gate": gate_up[0] if names.gated else "",
+        "ffn_up": gate_up[-1],
+        "ffn_down": names.down,
+        "post_ffw_norm": names.mlp_post_norm,
+        "ffn_gate_inp": names.router,
+        "ffn_gate_exps": expert + names.expert_gate_up[0],
+        "ffn_up_exps": expert + names.expert_gate_up[-1],
+        "ffn_down_exps": expert + names.expert_down,
+    }
+    return {own: name for own, name in modules.items() if name}
+
+
+def hugging_face(name: str, names: Names) -> str | None:
+    """Hugging Face's name for ggml's name of a tensor; None for a tensor that the architecture does not have."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
     layer, module, kind = match.group("layer", "module", "kind")
-    known = MODULES.get(module) if layer is None else LAYER_MODULES.get(module)
+    known = (outer_modules(names) if layer is None else layer_modules(names)).get(module)
     if known is None:
         return None
-    return f"{known}.{kind}" if layer is None else f"model.layers.{layer}.{known}.{kind}"
+    prefix = "" if layer is None else names.layer.format(layer=layer)
+    return f"{prefix}{known}.{kind}"
 
 
 def is_interleaved(name: str) -> bool:

@@ -5,29 +5,32 @@ from __future__ import annotations
 import struct
 from math import isfinite, log
 
-from weft.architectures.defaults import DEFAULTS
-from weft.architectures.shape import THETA, DType, Experts, Latent, ModelShape, Rope
+from weft.architectures.architecture import Architecture
+from weft.architectures.compose import compose_layers
+from weft.architectures.registry import ARCHITECTURES, find_architecture
+from weft.architectures.shape import (
+    THETA,
+    Attention,
+    Dense,
+    DType,
+    Experts,
+    LatentAttention,
+    LayerSpec,
+    ModelShape,
+    Norm,
+    Rope,
+)
 from weft.errors import ModelError
 from weft.formats import limits
+from weft.formats.config_rope import with_original
 from weft.formats.fields import Fields
 from weft.formats.gguf import Array, Gguf
 from weft.formats.gguf_names import ROPE_FACTORS
 from weft.formats.tensor import TensorInfo
 
-# By general.architecture. `llama` is Llama, Mistral, SmolLM2 and all other models that compute like them.
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Architectures that only the planner knows.
-PLANNED = {
-    "deepseek2": "DeepseekV2ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "minimax-m2": "MiniMaxM2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen": "QWenLMHeadModel",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
+# Hugging Face's name by general.architecture. `llama` is Llama, Mistral, SmolLM2 and all that compute like them.
+BY_GGUF_NAME = {entry.gguf: name for name, entry in ARCHITECTURES.items() if entry.gguf}
+RUNNABLE = tuple(name for name in BY_GGUF_NAME if ARCHITECTURES[BY_GGUF_NAME[name]].runs)
 # Keys of tokenizer.ggml: each of these tokens ends an answer in llama.cpp.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 SAMPLING = {
@@ -53,6 +56,9 @@ REFUSED = (
     "final_logit_softcapping",
     "rope.scaling.yarn_log_multiplier",
 )
+ALLOWED = {"Qwen3MoeForCausalLM": ("expert_count",)}  # keys of REFUSED that an architecture computes
+LAYERS_OF_GEMMA3_27B = 62
+GEMMA3_LOCAL_BASE = 1e4  # of the rotary embedding in layers with a window, which older files do not give
 
 
 def architecture(gguf: Gguf, *, run: bool = True) -> str:
@@ -61,20 +67,22 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
     Raises ModelError for an unknown one; with `run`, also for one that only the planner knows.
     """
     name = Fields(gguf.metadata, gguf.path).text_or("general.architecture", None)
-    known = ", ".join(ARCHITECTURES)
-    if name in PLANNED and run:
+    if name not in BY_GGUF_NAME:
         raise ModelError(
-            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs {known}"
+            f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {', '.join(RUNNABLE)}",
+            code="unknown-architecture",
+        )
+    if name not in RUNNABLE and run:
+        raise ModelError(
+            f"{gguf.path}: {name} is known to `weft plan`, but the engine does not run it yet; it runs "
+            f"{', '.join(RUNNABLE)}",
+            code="architecture-not-run",
         )
     if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
         return "MixtralForCausalLM"
     if name == "deepseek2" and any(tensor.endswith(CORRECTION) for tensor in gguf.tensors):
         return "DeepseekV3ForCausalLM"
-    if name in PLANNED:
-        return PLANNED[name]
-    if name not in ARCHITECTURES:
-        raise ModelError(f"{gguf.path} has the unknown architecture {name!r}; known in GGUF files: {known}")
-    return ARCHITECTURES[name]
+    return BY_GGUF_NAME[name]
 
 
 def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
@@ -83,46 +91,80 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
     Raises ModelError, in one line, for values that are missing, impossible or unknown; with `run`, also for values that
     the engine does not compute. Without `run` only the base of the rotary embedding is read.
     """
-    name, tensors, where = architecture(gguf, run=run), gguf.tensors, gguf.path
+    known, where, tensors = find_architecture(architecture(gguf, run=run)), gguf.path, gguf.tensors
     prefix = f"{gguf.metadata['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     fields = Fields(own, f"{where}: {prefix.removesuffix('.')}")
-    _check_fields(fields, where, prefix, run=run)
+    _check_fields(fields, where, prefix, known, run=run)
     if EMBEDDING not in tensors or len(tensors[EMBEDDING].dims) != 2:
-        raise ModelError(f"{where} has no {EMBEDDING} of two dims; it holds no whole model")
-    hidden, q_heads, mla = fields.integer("embedding_length"), fields.integer("attention.head_count"), latent(fields)
-    head_dim = mla.nope_dim + mla.rope_dim if mla else fields.integer_or("attention.key_length", hidden // q_heads) or 0
-    if run:
-        _check_head_dim(fields, head_dim)
-    layers, vocab = fields.integer("block_count", maximum=limits.LAYERS), tensors[EMBEDDING].dims[0]
-    ffn = fields.integer("feed_forward_length")
-    rotary = rope(gguf, fields, head_dim) if run else planned_rope(fields)
-    tokens = Fields(gguf.metadata, where)
-    kv_heads = q_heads if mla else fields.integer_or("attention.head_count_kv", q_heads) or q_heads
+        raise ModelError(
+            f"{where} has no {EMBEDDING} of two dims; it holds no whole model", code="gguf-without-embedding"
+        )
+    layers = _layers(gguf, fields, known, run=run)
+    hidden, tokens = fields.integer("embedding_length"), Fields(gguf.metadata, where)
+    context = fields.integer("context_length", maximum=limits.POSITIONS)
     return ModelShape(
-        architecture=name,
+        architecture=known.name,
         layers=layers,
         hidden=hidden,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=ffn // DEFAULTS[name].ffn_parts,
-        vocab=vocab,
-        max_positions=rotary.reach(fields.integer("context_length", maximum=limits.POSITIONS)),
-        norm_eps=_norm_eps(fields),
-        rope=rotary,
+        vocab=tensors[EMBEDDING].dims[0],
+        max_positions=layers[0].mixer.rope.reach(context),
+        # The converter has added a norm's offset to its weight.
+        norm=Norm(kind=known.config.norm, eps=_norm_eps(fields)),
+        embedding_scale=hidden**0.5 if known.config.scaled_embedding else 1.0,
         tied=HEAD not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors or "blk.0.ffn_down_exps.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        windows=windows(fields, name, layers),
-        experts=experts(fields, ffn),
-        mla=mla,
         dtype=dtype(tensors[EMBEDDING]),
         bos=tokens.integer_or("tokenizer.ggml.bos_token_id", None, minimum=0),
         eos=_end_tokens(tokens),
     )
+
+
+def _layers(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) -> tuple[LayerSpec, ...]:
+    """All layers of the model."""
+    default, tensors = known.config, gguf.tensors
+    mixer = latent_attention(fields) or _attention(gguf, fields, known, run=run)
+    count = fields.integer("block_count", maximum=limits.LAYERS)
+    width = fields.integer("feed_forward_length") // default.ffn_parts
+    bias = "blk.0.ffn_down.bias" in tensors or "blk.0.ffn_down_exps.bias" in tensors
+    return compose_layers(
+        known,
+        mixer,
+        windows(fields, known, count),
+        Dense(width=width, activation=default.activation, gated=known.names.gated, bias=bias),
+        experts(fields, known, width, bias=bias),
+        range(fields.integer_or("leading_dense_block_count", 0, minimum=0) or 0),
+        local_rope=local_rope(fields, known) if run else None,
+    )
+
+
+def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) -> Attention:
+    """Attention of all layers, without windows."""
+    tensors, heads = gguf.tensors, fields.integer("attention.head_count")
+    head_dim = fields.integer_or("attention.key_length", fields.integer("embedding_length") // heads) or 0
+    rotary = planned_rope(fields)
+    if run:
+        _check_head_dim(fields, head_dim)
+        rotary = rope(gguf, fields, head_dim)
+    if known.config.stretched:
+        rotary = with_original(rotary, fields.integer("context_length"))
+    return Attention(
+        heads=heads,
+        kv_heads=fields.integer_or("attention.head_count_kv", heads) or heads,
+        head_dim=head_dim,
+        scale=_query_length(fields, known, head_dim) ** -0.5,
+        rope=rotary,
+        qk_norm=known.config.qk_norm if "blk.0.attn_q_norm.weight" in tensors else "none",
+        bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        sinks=bool(known.names.sinks),
+    )
+
+
+def _query_length(fields: Fields, known: Architecture, head_dim: int) -> float:
+    """The s of attention's scale s^-0.5. The files do not give it: llama.cpp knows Gemma's largest models by depth."""
+    if not known.config.query_scale or fields.integer("block_count") != LAYERS_OF_GEMMA3_27B:
+        return head_dim
+    return fields.integer("embedding_length") / fields.integer("attention.head_count")
 
 
 def _end_tokens(tokens: Fields) -> tuple[int, ...]:
@@ -131,14 +173,21 @@ def _end_tokens(tokens: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _check_fields(fields: Fields, where: str, prefix: str, *, run: bool) -> None:
+def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, *, run: bool) -> None:
     """Raise ModelError for a field per layer; with `run`, also for a field of REFUSED."""
+    allowed = ALLOWED.get(known.name, ())
     for key in REFUSED if run else ():
-        if fields.values.get(key):
-            raise ModelError(f"{where} has {prefix}{key}, which Weft's models do not compute; use another model")
+        if fields.values.get(key) and key not in allowed:
+            raise ModelError(
+                f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
+                code="gguf-feature-not-computed",
+            )
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
-            raise ModelError(f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model")
+            raise ModelError(
+                f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model",
+                code="gguf-field-per-layer",
+            )
 
 
 def _norm_eps(fields: Fields) -> float:
@@ -153,7 +202,7 @@ def _check_head_dim(fields: Fields, head_dim: int) -> None:
             raise fields.wrong_value(key, f"the head's own length, {head_dim}")
 
 
-def latent(fields: Fields) -> Latent | None:
+def latent_attention(fields: Fields) -> LatentAttention | None:
     """Multi-head latent attention, if the file has it. Newer files give the heads' lengths under separate keys."""
     if "attention.kv_lora_rank" not in fields:
         return None
@@ -162,38 +211,52 @@ def latent(fields: Fields) -> Latent | None:
     rope_dim = fields.integer("rope.dimension_count")
     if rope_dim >= key:
         raise fields.wrong_value("rope.dimension_count", f"less than the key's length, {key}")
-    return Latent(
+    return LatentAttention(
+        heads=fields.integer("attention.head_count"),
         kv_lora_rank=fields.integer("attention.kv_lora_rank"),
         q_lora_rank=fields.integer_or("attention.q_lora_rank", None),
         nope_dim=key - rope_dim,
         rope_dim=rope_dim,
         v_dim=value,
+        scale=key**-0.5,
+        rope=planned_rope(fields),
     )
 
 
-def experts(fields: Fields, ffn: int) -> Experts | None:
-    """The mixture of experts, if the file has one; `ffn` is the default width of an expert."""
+def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) -> Experts | None:
+    """The mixture of experts, if the file has one; `mlp_width` is the default width of an expert.
+
+    The files do not say whether the weights of the chosen experts are scaled to a sum of 1: llama.cpp does so.
+    """
     if not fields.integer_or("expert_count", 0, minimum=0):
         return None
-    width = fields.integer_or("expert_feed_forward_length", ffn) or ffn
+    width = fields.integer_or("expert_feed_forward_length", mlp_width) or mlp_width
     shared = fields.integer_or("expert_shared_count", 0, minimum=0) or 0
     return Experts(
         count=fields.integer("expert_count"),
         top_k=fields.integer("expert_used_count"),
-        ffn=width,
+        width=width,
         shared=shared,
-        shared_ffn=shared * width,
-        dense_layers=tuple(range(fields.integer_or("leading_dense_block_count", 0, minimum=0) or 0)),
+        shared_width=shared * width,
+        activation=known.config.activation,
+        bias=bias,
     )
 
 
-def windows(fields: Fields, name: str, layers: int) -> tuple[int | None, ...]:
-    """Each layer's sliding window in tokens; () if no layer has one."""
-    window, kind = fields.integer_or("attention.sliding_window", None, minimum=0), DEFAULTS[name].window
+def windows(fields: Fields, known: Architecture, layers: int) -> list[int | None]:
+    """Each layer's sliding window in tokens; None for a layer without one."""
+    window, kind = fields.integer_or("attention.sliding_window", None, minimum=0), known.config.window
     if not window:
-        return ()
+        return [None] * layers
     every = kind if isinstance(kind, int) else layers + 1
-    return tuple(window if (layer + 1) % every else None for layer in range(layers))
+    return [window if (layer + 1) % every else None for layer in range(layers)]
+
+
+def local_rope(fields: Fields, known: Architecture) -> Rope | None:
+    """The rotary embedding of layers with a window, if it differs from that of the others."""
+    if not known.config.local_rope:
+        return None
+    return Rope(theta=fields.number_or("rope.freq_base_swa", None) or GEMMA3_LOCAL_BASE)
 
 
 def planned_rope(fields: Fields) -> Rope:
@@ -210,7 +273,10 @@ def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
         return Rope(theta=theta, kind="linear", factor=legacy)
     if ROPE_FACTORS in gguf.tensors:
         if kind not in (None, "none"):
-            raise ModelError(f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either")
+            raise ModelError(
+                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
+                code="two-rope-scalings",
+            )
         return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
     match kind:
         case None | "none":
@@ -249,13 +315,17 @@ def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
     info = gguf.tensors[ROPE_FACTORS]
     if info.type != "F32" or info.dims != (head_dim // 2,):
         raise ModelError(
-            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]"
+            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]",
+            code="bad-rope-factors",
         )
     with open(info.file, "rb") as file:
         file.seek(info.offset)
         values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
     if not all(isfinite(value) and value > 0 for value in values):
-        raise ModelError(f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again")
+        raise ModelError(
+            f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again",
+            code="rope-factor-not-positive",
+        )
     return values
 
 

@@ -85,7 +85,7 @@ def gguf_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, lay
 
 def _mix_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, layer: int) -> str:
     """Type of a matrix in a mix, whatever the length of its rows."""
-    base, layers = MIXES[mix], shape.layers
+    base, layers = MIXES[mix], len(shape.layers)
     name = parameter.name.removeprefix("layers.{layer}.").removesuffix(".weight")
     is_tied_head = parameter.role == "embedding" and shape.tied and name == "embed"
     if parameter.role == "head" or is_tied_head:
@@ -121,8 +121,8 @@ def _kv_type(shape: ModelShape, mix: str, is_value: bool, layer: int) -> str:
         return "Q8_0"
     if not is_value:
         return MIXES[mix]
-    type = _value_type(mix, layer, shape.layers, grouped=shape.group >= 4)
-    is_70b = shape.layers == LAYERS_OF_70B and shape.group > 1
+    type = _value_type(mix, layer, len(shape.layers), grouped=shape.group >= 4)
+    is_70b = len(shape.layers) == LAYERS_OF_70B and shape.group > 1
     return "Q5_K" if is_70b and type in ("Q3_K", "Q4_K") else type
 
 

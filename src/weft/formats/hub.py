@@ -66,26 +66,40 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
     match error:
         case errors.GatedRepoError():
             return ModelError(
-                f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and give --hf-token or HF_TOKEN"
+                f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name} and give --hf-token or HF_TOKEN",
+                code="gated-model",
             )
         case errors.RevisionNotFoundError():
-            return ModelError(f"{name} has no revision {revision!r} on {constants.ENDPOINT}; check --revision")
+            return ModelError(
+                f"{name} has no revision {revision!r} on {constants.ENDPOINT}; check --revision",
+                code="no-such-revision",
+            )
         case errors.RepositoryNotFoundError():
             return ModelError(
                 f"there is no model {name!r}: neither a file or directory here nor on {constants.ENDPOINT} (a private "
-                f"one needs --hf-token or HF_TOKEN); {ways_out(name)}"
+                f"one needs --hf-token or HF_TOKEN); {ways_out(name)}",
+                code="no-such-model",
             )
         case errors.HFValidationError():
-            return ModelError(f"{name!r} is neither a file or directory here nor a name on the hub; {ways_out(name)}")
+            return ModelError(
+                f"{name!r} is neither a file or directory here nor a name on the hub; {ways_out(name)}",
+                code="not-a-model-name",
+            )
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} is not reachable"
             return ModelError(
-                f"cannot find the model {where}: no such file, not downloaded, and {offline}; {ways_out(name)}"
+                f"cannot find the model {where}: no such file, not downloaded, and {offline}; {ways_out(name)}",
+                code="model-not-downloaded",
             )
         case OSError() if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ModelError(f"the disk is full while {name} is fetched; make room, or give --download-dir or HF_HOME")
+            return ModelError(
+                f"the disk is full while {name} is fetched; make room, or give --download-dir or HF_HOME",
+                code="disk-full",
+            )
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return ModelError(f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; {WAYS_OUT}")
+    return ModelError(
+        f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; {WAYS_OUT}", code="cannot-fetch-model"
+    )
 
 
 def ways_out(name: str) -> str:

@@ -86,7 +86,10 @@ class _Repository:
         self.where = f"{name} on {self.endpoint}"
         self.connections = Semaphore(CONNECTIONS)
         if constants.HF_HUB_OFFLINE:
-            raise ModelError(f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {ways_out(name)}")
+            raise ModelError(
+                f"Weft does not know {name!r} by itself, and HF_HUB_OFFLINE is set; {ways_out(name)}",
+                code="unknown-model-offline",
+            )
 
     def wait(self, future: Future[T]) -> T:
         """Wait for a result until the deadline, then raise ModelError."""
@@ -101,7 +104,8 @@ class _Repository:
     def unreachable(self, reason: object) -> ModelError:
         return ModelError(
             f"Weft does not know {self.name!r} by itself, and the hub cannot be asked: {self.endpoint} ({reason}); "
-            f"{ways_out(self.name)}"
+            f"{ways_out(self.name)}",
+            code="hub-unreachable",
         )
 
     def get(self, file: str, start: int, length: int) -> bytes:
@@ -114,7 +118,9 @@ class _Repository:
                 request.add_unredirected_header("Authorization", f"Bearer {self.token}")
             with self.connections, urlopen(request, timeout=self.left()) as answer:
                 if start and answer.status != 206:
-                    raise ModelError(f"{self.where} does not answer range requests; {WAYS_OUT}")
+                    raise ModelError(
+                        f"{self.where} does not answer range requests; {WAYS_OUT}", code="no-range-requests"
+                    )
                 data: bytes = answer.read(length)
                 return data
         except HTTPError as error:
@@ -128,16 +134,22 @@ class _Repository:
         code = error.headers.get("X-Error-Code", "")
         if code == "GatedRepo" or error.code == 403:
             return ModelError(
-                f"{self.name} is gated: accept its terms at {self.endpoint}/{self.name} and give --hf-token or HF_TOKEN"
+                f"{self.name} is gated: accept its terms at {self.endpoint}/{self.name} and give --hf-token or "
+                "HF_TOKEN",
+                code="gated-model",
             )
         if code == "RevisionNotFound":
-            return ModelError(f"{self.name} has no revision {self.revision!r} on {self.endpoint}; check --revision")
+            return ModelError(
+                f"{self.name} has no revision {self.revision!r} on {self.endpoint}; check --revision",
+                code="no-such-revision",
+            )
         if code == "EntryNotFound":
-            return _Missing(f"{self.where} has no {file}; {WAYS_OUT}")
+            return _Missing(f"{self.where} has no {file}; {WAYS_OUT}", code="missing-hub-file")
         if error.code in (401, 404):
             return ModelError(
                 f"there is no model {self.name!r}: neither known to Weft nor on {self.endpoint} (a private one needs "
-                f"--hf-token or HF_TOKEN); {ways_out(self.name)}"
+                f"--hf-token or HF_TOKEN); {ways_out(self.name)}",
+                code="no-such-model",
             )
         return self.unreachable(f"HTTP {error.code}")
 
@@ -145,7 +157,7 @@ class _Repository:
         try:
             return msgspec.json.decode(self.get(file, 0, LARGEST_JSON), type=dict[str, object])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{self.where}: {file} is damaged ({error})") from None
+            raise ModelError(f"{self.where}: {file} is damaged ({error})", code="damaged-hub-file") from None
 
     def files(self) -> list[str]:
         """Fetch the names of the files that hold the weights."""
@@ -154,7 +166,9 @@ class _Repository:
         except _Missing:
             return [safetensors.SINGLE]
         if not isinstance(weight_map, dict):
-            raise ModelError(f"{self.where}: {safetensors.INDEX} is damaged: it has no weight_map")
+            raise ModelError(
+                f"{self.where}: {safetensors.INDEX} is damaged: it has no weight_map", code="index-without-weight-map"
+            )
         return sorted({str(file) for file in weight_map.values()})
 
     def weight_bytes(self, file: str) -> int:
@@ -162,7 +176,7 @@ class _Repository:
         data = self.get(file, 0, FIRST)
         end = safetensors.LENGTH_BYTES + int.from_bytes(data[: safetensors.LENGTH_BYTES], "little")
         if end > safetensors.LARGEST_HEADER:
-            raise ModelError(f"{self.where}: {file} is no safetensors file")
+            raise ModelError(f"{self.where}: {file} is no safetensors file", code="not-a-safetensors-file")
         if end > len(data):
             data += self.get(file, len(data), end - len(data))
         tensors = safetensors.decode_header(data[safetensors.LENGTH_BYTES : end], f"{self.where}: {file}")

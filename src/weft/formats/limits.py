@@ -25,9 +25,15 @@ def check_file(path: Path, most: int | None = None) -> None:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ModelError(f"{path} is no regular file but a pipe, a device or a directory; fetch the model again")
+        raise ModelError(
+            f"{path} is no regular file but a pipe, a device or a directory; fetch the model again",
+            code="not-a-regular-file",
+        )
     if most is not None and status.st_size > most:
-        raise ModelError(f"{path} has {status.st_size:,} bytes; at most {most:,} are read; fetch the model again")
+        raise ModelError(
+            f"{path} has {status.st_size:,} bytes; at most {most:,} are read; fetch the model again",
+            code="file-too-large",
+        )
 
 
 def check_unique(text: bytes, where: str) -> None:
@@ -37,10 +43,15 @@ def check_unique(text: bytes, where: str) -> None:
         seen: set[str] = set()
         for key, _ in members:
             if key in seen:
-                raise ModelError(f"{where} has {key!r:.80} twice, and only one can be meant; fetch it again")
+                raise ModelError(
+                    f"{where} has {key!r:.80} twice, and only one can be meant; fetch it again",
+                    code="key-twice-in-json",
+                )
             seen.add(key)
 
     try:
         json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
-        raise ModelError(f"{where} is damaged: its JSON is nested too deeply; fetch it again") from error
+        raise ModelError(
+            f"{where} is damaged: its JSON is nested too deeply; fetch it again", code="json-nested-too-deeply"
+        ) from error

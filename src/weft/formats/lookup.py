@@ -29,7 +29,7 @@ def look_up(
     try:
         path = checkpoint.local_path(model)
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
-        raise ModelError(f"cannot read {model}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
     if path is not None:
         return _from_directory(model, path) if path.is_dir() else _from_gguf(model, path)
     model, ask_hub = model_names.full_name(model), refresh or revision is not None
@@ -40,7 +40,7 @@ def look_up(
     if "/" not in model and known is None and not model.endswith(hub.FILES):
         return catalogue.find(model)  # raises: for an unknown bare name, near names help more than the hub does
     if not hub.is_name(model):
-        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}")
+        raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
     return _from_hub(known.name if known else model, revision, hf_token, patience)
 
 
@@ -83,7 +83,10 @@ def _from_gguf(model: str, path: Path) -> Model:
     kind = header.metadata.get("general.file_type")
     precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
     if precision is None:
-        raise ModelError(f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision")
+        raise ModelError(
+            f"{path} has the general.file_type {kind!r}, which Weft does not know; give --precision",
+            code="unknown-gguf-file-type",
+        )
     stored = sum(info.nbytes for info in header.tensors.values())
     return _model(model, gguf_shape.shape_from_gguf(header, run=False), precision, str(path), stored)
 

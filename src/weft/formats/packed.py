@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from weft.architectures.parameters import Parameter, layers_of, model_parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.published import ORDERED, ROW, Method, PublishedQuantization, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
@@ -149,13 +149,12 @@ def stored_types(shape: ModelShape) -> dict[str, str]:
 
 def matrices(shape: ModelShape) -> Iterator[tuple[str, Parameter]]:
     """Yield (tensor name, parameter) of a model's matrices, without a tied head; the first expert stands for all."""
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         if parameter.role == "head" and shape.tied:
             continue
-        for layer in layers_of(shape, parameter):
-            for part in parameter.parts:
-                if part.cols is not None:
-                    yield part.source.format(layer=layer, expert=0), parameter
+        for part in parameter.parts:
+            if part.cols is not None:
+                yield part.source.format(layer=layer, expert=0), parameter
 
 
 def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, published: PublishedQuantization) -> Packed:
@@ -164,7 +163,7 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
     by_row = published.method == "compressed-tensors"
     bits = _stored_bits(published, scales.dims[0 if by_row else 1], zeros)
     if bits not in BITS:
-        raise _wrong(values, layer, f"has numbers of {bits} bits; Weft reads 4 and 8")
+        raise _wrong(values, layer, f"has numbers of {bits} bits; Weft reads 4 and 8", code="packed-bits-not-read")
     layout = _layout(published.method, bits, values, scales)
     _check_part(values, layer, ("I32",), layout.values)
     _check_part(scales, layer, SCALE_TYPES)
@@ -172,7 +171,12 @@ def _pack(index: Mapping[str, TensorInfo], layer: str, values: TensorInfo, publi
         _check_part(zeros, layer, ("I32",), layout.zeros)
     group = _group_columns(layout.cols, layout.groups, published.group)
     if group is None:
-        raise _wrong(scales, layer, f"has {layout.groups} scales for rows of {layout.cols} columns")
+        raise _wrong(
+            scales,
+            layer,
+            f"has {layout.groups} scales for rows of {layout.cols} columns",
+            code="scales-do-not-divide-rows",
+        )
     in_order = order is None or _is_in_order(order, layer, layout.cols, group)
     symmetric = zeros is None if by_row else published.symmetric
     return Packed(
@@ -199,10 +203,10 @@ def _find_parts(
     _, scale_name, zero_name, order_name = PART_NAMES[method]
     scales = index.get(f"{layer}.{scale_name}")
     if scales is None or len(scales.dims) != 2 or len(values.dims) != 2:
-        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it")
+        raise _wrong(values, layer, f"has no {layer}.{scale_name} of two dims beside it", code="matrix-without-scales")
     zeros = index.get(f"{layer}.{zero_name}")
     if zeros is None and method != "compressed-tensors":
-        raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it")
+        raise _wrong(values, layer, f"has no {layer}.{zero_name} beside it", code="matrix-without-zero-points")
     return scales, zeros, index.get(f"{layer}.{order_name}") if order_name else None
 
 
@@ -236,7 +240,12 @@ def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tupl
     """Raise ModelError unless a tensor is of one of `types`, and of these dims if any are given."""
     if info.type not in types or (dims is not None and info.dims != dims):
         expected = f"{' or '.join(types)}{f' of {list(dims)}' if dims else ''}"
-        raise _wrong(info, layer, f"has a part that is {info.type} of {list(info.dims)}; it must be {expected}")
+        raise _wrong(
+            info,
+            layer,
+            f"has a part that is {info.type} of {list(info.dims)}; it must be {expected}",
+            code="packed-part-of-other-dims",
+        )
 
 
 def _group_columns(cols: int, groups: int, configured: int) -> int | None:
@@ -258,22 +267,29 @@ def _is_in_order(order: TensorInfo, layer: str, cols: int, group: int) -> bool:
     ModelError for a tensor of another type or length, and for a column of a group that does not exist.
     """
     if order.type != "I32" or order.dims != (cols,):
-        raise _wrong(order, layer, f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]")
+        raise _wrong(
+            order,
+            layer,
+            f"has groups in {order.type} of {list(order.dims)}; they must be I32 of [{cols}]",
+            code="column-groups-of-other-dims",
+        )
     try:
         with open(order.file, "rb") as file:
             file.seek(order.offset)
             data = file.read(order.nbytes)
     except OSError as error:
-        raise ModelError(f"cannot read {order.file}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {order.file}: {error_reason(error)}", code="cannot-read-model") from error
     is_unset = not any(data) or data == UNSET * len(data)
     if is_unset or data == array("i", (col // group for col in range(cols))).tobytes():
         return True
     column_groups, groups = array("i", data), -(-cols // group)
     for number in (min(column_groups), max(column_groups)):
         if not 0 <= number < groups:
-            raise _wrong(order, layer, f"has a column in group {number}, of {groups} groups")
+            raise _wrong(
+                order, layer, f"has a column in group {number}, of {groups} groups", code="column-group-out-of-range"
+            )
     return False
 
 
-def _wrong(info: TensorInfo, layer: str, what: str) -> ModelError:
-    return ModelError(f"{info.file}: {layer} {what}; fetch it again, or give the config of these weights")
+def _wrong(info: TensorInfo, layer: str, what: str, *, code: str) -> ModelError:
+    return ModelError(f"{info.file}: {layer} {what}; fetch it again, or give the config of these weights", code=code)

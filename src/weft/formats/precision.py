@@ -19,7 +19,7 @@ from functools import lru_cache
 import msgspec
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, model_parameters
+from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, layer_parameters, outer_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, ModelShape
@@ -103,7 +103,7 @@ def canonical(name: str) -> str:
         return key
     near = get_close_matches(key, (*NAMES, *ALIASES), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}")
+    raise ConfigError(f"unknown precision {name!r}; {hint}known: {', '.join(NAMES)}", code="unknown-precision")
 
 
 def held_precision(precision: str) -> str:
@@ -124,7 +124,7 @@ def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization
 @lru_cache(maxsize=256)
 def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
     """For each layer, the number of the first layer that has the same parameters, stored in the same way."""
-    layers = range(shape.layers)
+    layers = range(len(shape.layers))
     if precision in gguf_types.BY_LAYER:
         return tuple(layers)
     published = own_quantization(shape, precision)
@@ -134,10 +134,10 @@ def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
         if number_and_end:
             number, end = number_and_end
             exceptions.setdefault(number, set()).add((end, scheme))
-    first: dict[tuple[bool, frozenset[tuple[str, str]]], int] = {}
+    first: dict[tuple[tuple[Parameter, ...], frozenset[tuple[str, str]]], int] = {}
     similar = []
     for layer in layers:
-        signature = shape.has_experts(layer), frozenset(exceptions.get(str(layer), ()))
+        signature = layer_parameters(shape, layer), frozenset(exceptions.get(str(layer), ()))
         similar.append(first.setdefault(signature, layer))
     return tuple(similar)
 
@@ -237,14 +237,17 @@ def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     # Similar layers are computed once: the first of them, and their number.
     layers = Counter(similar_layers(shape, precision)[place.layers.start : place.layers.stop])
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
-    for parameter in model_parameters(shape):
+
+    def count(parameter: Parameter, layer: int, times: int) -> None:
         kind = parameter.role if parameter.role in kinds else "others"
-        if parameter.where == "layer":
-            for layer, count in layers.items():
-                if parameter.is_in(shape, layer):
-                    kinds[kind] += count * parameter_bytes(shape, precision, place, parameter, layer)
-        elif is_held_outside_layers(shape, place, parameter):
-            kinds[kind] += parameter_bytes(shape, precision, place, parameter)
+        kinds[kind] += times * parameter_bytes(shape, precision, place, parameter, layer)
+
+    for parameter in outer_parameters(shape):
+        if is_held_outside_layers(shape, place, parameter):
+            count(parameter, 0, 1)
+    for layer, times in layers.items():
+        for parameter in layer_parameters(shape, layer):
+            count(parameter, layer, times)
     return WeightBytes(**kinds)
 
 

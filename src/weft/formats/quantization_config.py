@@ -232,4 +232,6 @@ def _matches(entry: str, name: str) -> bool:
     try:
         return re.match(entry.removeprefix("re:"), name) is not None
     except re.error as error:
-        raise ModelError(f"{entry!r} in the quantization_config is no regular expression: {error}") from error
+        raise ModelError(
+            f"{entry!r} in the quantization_config is no regular expression: {error}", code="bad-regular-expression"
+        ) from error

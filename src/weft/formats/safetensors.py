@@ -46,18 +46,22 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
             if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, LARGEST_HEADER):
                 raise ModelError(
                     f"{path} is cut short or no safetensors file: its header would be {length:,} bytes, the file has "
-                    f"{size:,}; fetch it again"
+                    f"{size:,}; fetch it again",
+                    code="short-safetensors-header",
                 )
             header = file.read(length)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
     tensors = decode_header(header, str(path))
     start = LENGTH_BYTES + length
     tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
     check_bounds(tensors, str(path), size)
     end = max((info.offset + info.nbytes for info in tensors.values()), default=start)
     if end != size:
-        raise ModelError(f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again")
+        raise ModelError(
+            f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again",
+            code="bytes-after-tensors",
+        )
     return tensors
 
 
@@ -70,17 +74,24 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
         limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again") from error
+        raise ModelError(
+            f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again",
+            code="damaged-safetensors-header",
+        ) from error
 
 
 def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
     bits, (start, end) = BITS.get(entry.dtype), entry.data_offsets
     if bits is None:
-        raise ModelError(f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}")
+        raise ModelError(
+            f"{path}: tensor {name!r:.80} has the unknown dtype {entry.dtype!r}; known: {', '.join(BITS)}",
+            code="unknown-tensor-dtype",
+        )
     if min(entry.shape, default=0) < 0 or start < 0 or (end - start) * 8 != prod(entry.shape) * bits:
         raise ModelError(
             f"{path} is damaged: tensor {name!r:.80} is {entry.dtype} of {list(entry.shape)} in bytes {start:,} to "
-            f"{end:,}; fetch it again"
+            f"{end:,}; fetch it again",
+            code="tensor-of-other-size",
         )
     return TensorInfo(file=path, type=entry.dtype, dims=entry.shape, offset=start, nbytes=end - start)
 
@@ -104,7 +115,9 @@ def read_directory(folder: Path) -> dict[str, TensorInfo]:
         repeated = min(tensors.keys() & part.keys(), default=None)
         if repeated is not None:
             raise ModelError(
-                f"{repeated!r:.80} is in {path} and in {tensors[repeated].file}; leave one checkpoint in that directory"
+                f"{repeated!r:.80} is in {path} and in {tensors[repeated].file}; leave one checkpoint in that "
+                "directory",
+                code="tensor-in-two-files",
             )
         tensors |= part
     return tensors
@@ -118,20 +131,26 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
         limits.check_unique(text, str(index))
     except OSError as error:
-        raise ModelError(f"cannot read {index}: {error_reason(error)}") from error
+        raise ModelError(f"cannot read {index}: {error_reason(error)}", code="cannot-read-index") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{index} is damaged ({error}); fetch it again") from error
+        raise ModelError(f"{index} is damaged ({error}); fetch it again", code="damaged-index") from error
     names, files = sorted(set(weight_map.values())), {}
     for name in names:
         if Path(name).name != name:
-            raise ModelError(f"{index} names {name!r}, which is not a file beside it; fetch it again")
+            raise ModelError(
+                f"{index} names {name!r}, which is not a file beside it; fetch it again", code="index-names-no-file"
+            )
         if not (folder / name).exists():
-            raise ModelError(f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again")
+            raise ModelError(
+                f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again",
+                code="missing-weight-file",
+            )
         files[name] = read_safetensors(folder / name)
     missing = next((tensor for tensor, file in weight_map.items() if tensor not in files[file]), None)
     if missing is not None:
         raise ModelError(
-            f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there; fetch it again"
+            f"{folder / weight_map[missing]} lacks tensor {missing!r:.80}, which the index puts there; fetch it again",
+            code="missing-indexed-tensor",
         )
     return {tensor: files[file][tensor] for tensor, file in weight_map.items()}
 
@@ -140,9 +159,11 @@ def _no_weights(folder: Path) -> ModelError:
     pickled = next((path for path in sorted(folder.iterdir()) if path.suffix in PICKLED), None)
     if pickled is None:
         return ModelError(
-            f"{folder} holds no weights: neither *.safetensors nor *.gguf; fetch them, or give another model"
+            f"{folder} holds no weights: neither *.safetensors nor *.gguf; fetch them, or give another model",
+            code="no-weights",
         )
     return ModelError(
         f"{folder} has its weights only in pickled files ({pickled.name}), which can run code when they are read; "
-        "use a revision with safetensors, or convert it with Transformers' save_pretrained"
+        "use a revision with safetensors, or convert it with Transformers' save_pretrained",
+        code="only-pickled-weights",
     )

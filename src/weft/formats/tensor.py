@@ -59,8 +59,12 @@ def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> Non
         if info.offset + info.nbytes > size:
             raise ModelError(
                 f"{file} is cut short: tensor {name!r:.80} ends at byte {info.offset + info.nbytes:,}, the file has "
-                f"{size:,} bytes; fetch it again"
+                f"{size:,} bytes; fetch it again",
+                code="short-tensor",
             )
         if info.offset < end and info.nbytes:
-            raise ModelError(f"{file} is damaged: tensors {previous!r:.80} and {name!r:.80} overlap; fetch it again")
+            raise ModelError(
+                f"{file} is damaged: tensors {previous!r:.80} and {name!r:.80} overlap; fetch it again",
+                code="overlapping-tensors",
+            )
         end, previous = info.offset + info.nbytes, name

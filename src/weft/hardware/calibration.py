@@ -143,7 +143,10 @@ def store_calibration(machine: str, calibration: Calibration) -> Path:
     try:
         write_cache_file(calibration_path(machine), text)
     except (OSError, RuntimeError) as error:
-        raise WeftError(f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere") from error
+        raise WeftError(
+            f"cannot keep the calibration: {error}; set XDG_CACHE_HOME to a directory elsewhere",
+            code="cannot-keep-calibration",
+        ) from error
     return calibration_path(machine)
 
 

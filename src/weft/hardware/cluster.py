@@ -108,11 +108,13 @@ def parse_nodes(spec: str, network: str | None = None) -> Cluster:
     for term in _terms(spec):
         match = _NODES.fullmatch(term)
         if match is None:
-            raise ConfigError(f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100")
+            raise ConfigError(
+                f"nodes {spec!r}: {term.strip()!r} is not NODESxGPUSxNAME, as in 2x8xH100", code="bad-node-spec"
+            )
         count = _count(match["nodes"], spec, "nodes")
         nodes += [_node(match["gpus"])] * count
     if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
-        raise ConfigError(f"nodes {spec!r} have more than {MAX_GPUS:,} GPUs in all")
+        raise ConfigError(f"nodes {spec!r} have more than {MAX_GPUS:,} GPUs in all", code="too-many-gpus")
     return Cluster(tuple(nodes), network_bytes(NETWORK if network is None else network))
 
 
@@ -120,18 +122,23 @@ def network_bytes(rate: str) -> float:
     """Bytes per second of `400Gb`, `100GbE`, `25Gbit/s` (bits) or `50GB`, `50GB/s` (bytes). Raises ConfigError."""
     match = _RATE.fullmatch(rate)
     if match is None or float(match["number"]) <= 0:
-        raise ConfigError(f"network {rate!r} is not a speed above 0; write it as 400Gb (bits) or 50GB (bytes)")
+        raise ConfigError(
+            f"network {rate!r} is not a speed above 0; write it as 400Gb (bits) or 50GB (bytes)",
+            code="bad-network-speed",
+        )
     unit = re.sub(r"(ps|/s|/sec)$", "", match["unit"])
     scale = {"g": 1e9, "m": 1e6, "t": 1e12}.get(unit[:1].lower())
     if scale is None or unit[1:] not in ("b", "B", "bit", "bits", "it", "bE", "be", "BE", "byte", "bytes"):
         raise ConfigError(
-            f"network {rate!r} has the unknown unit {match['unit']!r}; write it as 400Gb (bits) or 50GB (bytes)"
+            f"network {rate!r} has the unknown unit {match['unit']!r}; write it as 400Gb (bits) or 50GB (bytes)",
+            code="unknown-network-unit",
         )
     in_bytes = unit[1:] in ("B", "byte", "bytes")
     Bps = float(match["number"]) * scale / (1 if in_bytes else 8)
     if Bps > MAX_BPS:
         raise ConfigError(
-            f"network {rate[:60]!r} is more than {MAX_BPS / 1e12:.0f}TB per second, the most that a plan takes"
+            f"network {rate[:60]!r} is more than {MAX_BPS / 1e12:.0f}TB per second, the most that a plan takes",
+            code="network-too-fast",
         )
     return Bps
 
@@ -146,7 +153,10 @@ def _node(spec: str) -> Node:
     number = spec.strip()
     # A number may be the name of a card (4090), or a count without a name.
     if number.isdecimal() and not is_gpu_name(number):
-        raise ConfigError(f"GPUs {spec!r}: {number} is a count without the name of a GPU; write {number}xRTX4090")
+        raise ConfigError(
+            f"GPUs {spec!r}: {number} is a count without the name of a GPU; write {number}xRTX4090",
+            code="count-without-gpu",
+        )
     gpus: list[GpuSpec] = []
     links: set[str] = set()
     for term in _terms(spec):
@@ -155,7 +165,10 @@ def _node(spec: str) -> Node:
         gpus += [find_gpu(name)] * count
         check_node_size(gpus, spec)
     if len(links) > 1:
-        raise ConfigError(f"GPUs {spec!r}: nvlink and pcie are both named; the GPUs of a node have one kind of link")
+        raise ConfigError(
+            f"GPUs {spec!r}: nvlink and pcie are both named; the GPUs of a node have one kind of link",
+            code="two-kinds-of-link",
+        )
     return Node(tuple(gpus), link_of_gpus(spec, gpus, links.pop() if links else None))
 
 
@@ -163,12 +176,17 @@ def _parse_term(term: str, spec: str) -> tuple[int, str, str]:
     """Count, name and link ("" if none is given) of one term, as in 8xH100@nvlink."""
     match = _TERM.fullmatch(term)
     if match is None or not match["name"]:
-        raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} is not COUNTxNAME, as in 4xRTX4090 or 8xH100@nvlink")
+        raise ConfigError(
+            f"GPUs {spec!r}: {term.strip()!r} is not COUNTxNAME, as in 4xRTX4090 or 8xH100@nvlink", code="bad-gpu-spec"
+        )
     if _NODES.fullmatch(term):
-        raise ConfigError(f"GPUs {spec!r}: {term.strip()!r} describes several machines; use --nodes for those")
+        raise ConfigError(
+            f"GPUs {spec!r}: {term.strip()!r} describes several machines; use --nodes for those",
+            code="several-machines-in-gpus",
+        )
     link = match["link"]
     if link is not None and link.lower() not in ("nvlink", "pcie"):
-        raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie")
+        raise ConfigError(f"GPUs {spec!r}: unknown link {link!r} after @; known: nvlink, pcie", code="unknown-link")
     count = _count(match["count"], spec, "GPUs") if match["count"] else 1
     return count, match["name"], (link or "").lower()
 
@@ -180,7 +198,8 @@ def check_node_size(gpus: Sequence[GpuSpec], spec: str) -> None:
         nodes = len(gpus) // 8 if len(gpus) % 8 == 0 else 2
         raise ConfigError(
             f"GPUs {spec!r}: one machine holds at most {most}, not {len(gpus):,}; describe several with --nodes, as in "
-            f"{nodes}x8x{gpus[0].name}"
+            f"{nodes}x8x{gpus[0].name}",
+            code="too-many-gpus-in-machine",
         )
 
 
@@ -197,13 +216,18 @@ def link_of_gpus(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link
         return "pcie" if wanted else default_link(gpus)
     without = next((gpu for gpu in gpus if not gpu.nvlink_Bps), None)
     if without is not None:
-        raise ConfigError(f"GPUs {spec!r}: {without.name} has no NVLink; use @pcie or leave it out")
+        raise ConfigError(
+            f"GPUs {spec!r}: {without.name} has no NVLink; use @pcie or leave it out", code="gpu-without-nvlink"
+        )
     # Compared by name: held memory and measured speeds differ between cards of one type.
     if len({gpu.name for gpu in gpus}) > 1:
-        raise ConfigError(f"GPUs {spec!r}: NVLink joins GPUs of one type; use @pcie or leave it out")
+        raise ConfigError(
+            f"GPUs {spec!r}: NVLink joins GPUs of one type; use @pcie or leave it out", code="nvlink-of-mixed-gpus"
+        )
     if gpus[0].bridge and len(gpus) > 2:
         raise ConfigError(
-            f"GPUs {spec!r}: the NVLink bridge of {gpus[0].name} joins two cards, not {len(gpus)}; use @pcie"
+            f"GPUs {spec!r}: the NVLink bridge of {gpus[0].name} joins two cards, not {len(gpus)}; use @pcie",
+            code="nvlink-bridge-of-two",
         )
     return "nvlink"
 
@@ -211,5 +235,7 @@ def link_of_gpus(spec: str, gpus: Sequence[GpuSpec], wanted: str | None) -> Link
 def _count(text: str, spec: str, what: str) -> int:
     count = int(text)
     if not 0 < count <= MAX_GPUS:
-        raise ConfigError(f"{what} {spec!r}: a count of {count} is out of range; use 1 to {MAX_GPUS:,}")
+        raise ConfigError(
+            f"{what} {spec!r}: a count of {count} is out of range; use 1 to {MAX_GPUS:,}", code="count-out-of-range"
+        )
     return count

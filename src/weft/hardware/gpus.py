@@ -172,7 +172,9 @@ def find_gpu(name: str) -> GpuSpec:
     near = get_close_matches(_keys(name)[0], specs, n=3, cutoff=0.7)
     nearest = ", ".join(dict.fromkeys(specs[key].name for key in near))
     hint = f"nearest: {nearest}" if near else "give a name as in RTX 4090, L40S, A100, H100 PCIe or MI300X"
-    raise ConfigError(f"unknown GPU {name!r}; {hint}; describe another card in a YAML file (docs/hardware.md)")
+    raise ConfigError(
+        f"unknown GPU {name!r}; {hint}; describe another card in a YAML file (docs/hardware.md)", code="unknown-gpu"
+    )
 
 
 def is_gpu_name(name: str) -> bool:

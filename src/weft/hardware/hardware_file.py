@@ -76,16 +76,19 @@ class _Gpus(_Fields, frozen=True, kw_only=True):
         if spec.held_bytes >= spec.memory_bytes:
             raise ConfigError(
                 f"held is {spec.held_bytes / 1e9:.1f} GB; it must be less than the {spec.memory_bytes / 1e9:.1f} GB of "
-                f"{spec.name}"
+                f"{spec.name}",
+                code="held-exceeds-memory",
             )
         return spec
 
     def _unknown(self, why: str) -> GpuSpec:
         if isinstance(self.memory, UnsetType) or isinstance(self.bandwidth, UnsetType):
-            raise ConfigError(f"{why}; or give its memory, bandwidth and tflops here")
+            raise ConfigError(f"{why}; or give its memory, bandwidth and tflops here", code="incomplete-device")
         flops = _flops(self.tflops)
         if not flops.keys() & {"bf16", "fp16"}:
-            raise ConfigError(f"{self.name} needs tflops for bf16, or for fp16 if it has no bf16")
+            raise ConfigError(
+                f"{self.name} needs tflops for bf16, or for fp16 if it has no bf16", code="device-without-tflops"
+            )
         return GpuSpec(
             name=self.name,
             memory_bytes=self.memory,
@@ -176,7 +179,7 @@ class _Node(_Fields, frozen=True, kw_only=True):
     def node(self) -> Node:
         """Describe one of these machines. Raises ConfigError for what cannot be in one machine, or be joined."""
         if bool(self.cpu) == bool(self.gpus):
-            raise ConfigError("a node needs either gpus or a cpu, not both")
+            raise ConfigError("a node needs either gpus or a cpu, not both", code="node-needs-gpus-or-cpu")
         if self.cpu:
             return Node((self.cpu.spec(),), "memory")
         gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
@@ -190,13 +193,21 @@ class _Node(_Fields, frozen=True, kw_only=True):
         """Raise ConfigError for groups in `bridged` that cannot be joined by NVLink."""
         numbers = [number for group in self.bridged for number in group]
         if numbers and link != "pcie":
-            raise ConfigError("NVLink already joins all of these GPUs; remove bridged, or set link: pcie")
+            raise ConfigError(
+                "NVLink already joins all of these GPUs; remove bridged, or set link: pcie",
+                code="bridged-beside-nvlink",
+            )
         if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(len(gpus))):
-            raise ConfigError(f"bridged: name each GPU in one group at most, by its number from 0 to {len(gpus) - 1}")
+            raise ConfigError(
+                f"bridged: name each GPU in one group at most, by its number from 0 to {len(gpus) - 1}",
+                code="bad-bridge-numbers",
+            )
         for group in self.bridged:
             joined = [number for number in group if gpus[number].nvlink_Bps]
             if len(group) < 2 or len(joined) < len(group):
-                raise ConfigError(f"bridged: {list(group)} must be two or more GPUs with NVLink")
+                raise ConfigError(
+                    f"bridged: {list(group)} must be two or more GPUs with NVLink", code="bad-bridge-group"
+                )
 
 
 class _File(_Fields, frozen=True, kw_only=True):
@@ -209,9 +220,12 @@ class _File(_Fields, frozen=True, kw_only=True):
     def cluster(self) -> Cluster:
         nodes = [node for entry in self.nodes for node in [entry.node()] * entry.count]
         if sum(len(node.gpus) for node in nodes) > MAX_GPUS:
-            raise ConfigError(f"the nodes have more than {MAX_GPUS:,} GPUs in all")
+            raise ConfigError(f"the nodes have more than {MAX_GPUS:,} GPUs in all", code="too-many-gpus")
         if len(nodes) > 1 and any(node.link == "memory" for node in nodes):
-            raise ConfigError("a machine without GPUs cannot be combined with others; describe one node only")
+            raise ConfigError(
+                "a machine without GPUs cannot be combined with others; describe one node only",
+                code="cpu-node-among-others",
+            )
         network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
         return Cluster(tuple(nodes), network, self.price)
 
@@ -244,20 +258,24 @@ def read_hardware_file(path: str) -> Cluster:
         with Path(path).expanduser().open("rb") as file:
             content = file.read(MOST_FILE_BYTES + 1)
         if len(content) > MOST_FILE_BYTES:
-            raise ConfigError(f"{path} has more than {MOST_FILE_BYTES >> 10} KiB; a hardware file has at most that")
+            raise ConfigError(
+                f"{path} has more than {MOST_FILE_BYTES >> 10} KiB; a hardware file has at most that",
+                code="hardware-file-too-large",
+            )
         text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error_reason(error)}") from None
+        raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-hardware-file") from None
     try:
         fields = load_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+        raise ConfigError(f"{path} is not YAML: {error}", code="hardware-file-not-yaml") from None
     try:
         return msgspec.convert(fields, _File, dec_hook=quantities.parse_quantity).cluster()
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_plain(str(error))}") from None
+        code = getattr(error.__cause__, "code", "bad-hardware-file")
+        raise ConfigError(f"{path}: {_plain(str(error))}", code=code) from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}", code=error.code) from None
 
 
 def hardware_yaml(cluster: Cluster) -> str:
@@ -338,16 +356,24 @@ def _tera(gpu: GpuSpec) -> Any:
 def _check_name(name: str) -> None:
     """Raise ConfigError for a name that would spoil printed text."""
     if not name.strip() or not name.isprintable():
-        raise ConfigError(f"{name!r} is not a name; write printable characters, as in RTX 4090")
+        raise ConfigError(f"{name!r} is not a name; write printable characters, as in RTX 4090", code="bad-device-name")
+
+
+class _LocatedError(ValueError):
+    """A ConfigError as the ValueError to which msgspec adds the place in the file."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(str(error))
+        self.code = error.code
 
 
 @contextmanager
 def _located() -> Iterator[None]:
-    """Turn ConfigError into ValueError, to which msgspec adds the place in the file."""
+    """Turn ConfigError into _LocatedError."""
     try:
         yield
     except ConfigError as error:
-        raise ValueError(str(error)) from None
+        raise _LocatedError(error) from None
 
 
 def _plain(message: str) -> str:

@@ -2,80 +2,110 @@
 
 from __future__ import annotations
 
+import logging
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
 import torch
 
+from weft.errors import ConfigError
+from weft.kernels import contest
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.plain import PlainKernels
-from weft.plan.backends import ATTENTION_BACKENDS, GPU_BACKENDS
-from weft.quant.rounding import Rounding, round_into
+from weft.kernels.usable import UnusableError, kernel_device
+from weft.plan.backends import ATTENTION_BACKENDS, BACKEND_NAMES, refusal
+from weft.quant.rounding import Rounding
+
+if TYPE_CHECKING:
+    from weft.kernels.triton.attention import TritonAttention
+
+logger = logging.getLogger("weft")
 
 
 def create_kernels(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """Create the kernels for a device. `backend` is one of ATTENTION_BACKENDS.
+    """Create the kernels for a device. `backend` is one of BACKEND_NAMES.
 
-    `auto` takes the fastest that runs there, and logs a fallback. Raises ConfigError if another one cannot be used.
+    `auto` takes the fastest that can run there, and logs a fallback. Raises ConfigError if the backend cannot be used.
     """
-    assert backend in ATTENTION_BACKENDS, backend
-    if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native import NativeKernels, native_available
-
-        if native_available(shape.dtype, shape.head_dim, shape.group, required=backend == "cpu"):
-            return NativeKernels(shape.dtype)
-    if backend in GPU_BACKENDS or (backend == "auto" and device.type == "cuda"):
-        from weft.kernels import triton
-
-        if triton.triton_available(device, shape.head_dim, required=backend != "auto"):
-            return _on_gpu(backend, device, shape)
-    return PlainKernels()
+    assert backend in BACKEND_NAMES, backend
+    attention = _fastest_attention(device, shape) if backend == "auto" else _create_attention(backend, device, shape)
+    family = ATTENTION_BACKENDS[attention.name].rest
+    kernels: Kernels = _module(family).complete_kernels(attention, device, shape)
+    return kernels
 
 
 def create_rounding(backend: str, device: torch.device, shape: AttentionShape) -> Rounding:
     """The function that rounds weights for these kernels, which need not be compiled yet."""
-    if backend in ("auto", "cpu") and device.type == "cpu":
-        from weft.kernels.native.rounding import create_native_rounding
-
-        return create_native_rounding(shape.dtype, shape.head_dim, shape.group)
-    if device.type == "cuda" and backend != "torch":
-        from weft.kernels import triton
-
-        if triton.triton_obstacle(device, shape.head_dim) is None:
-            from weft.kernels.triton.rounding import round_on_gpu
-
-            return round_on_gpu
-    return round_into
-
-
-def _on_gpu(backend: str, device: torch.device, shape: AttentionShape) -> Kernels:
-    """Triton's kernels, with attention by another library if the user asked for it or it is faster."""
-    from weft.kernels import flashinfer, triton, varlen
-
     if backend == "auto":
-        return _fastest(device, shape)
-    attention: Attention | None
-    if backend == "varlen":
-        attention = varlen.create_varlen_attention(device, shape)
-    elif backend == "flashinfer":
-        attention = flashinfer.create_flashinfer_attention(device, shape, required=True)
-    else:
-        attention = triton.create_triton_attention(device, shape)
-    return triton.create_triton_kernels(device, attention)
+        fastest, last = _by_speed(device)
+        backend = last if attention_obstacle(fastest, device, shape) else fastest
+    rounding: Rounding = _module(ATTENTION_BACKENDS[backend].rest).create_rounding(device, shape)
+    return rounding
 
 
-def _fastest(device: torch.device, shape: AttentionShape) -> Kernels:
-    """Triton's kernels, with FlashInfer's attention if that is installed and faster, now or when it was measured."""
-    from weft.kernels import contest, flashinfer, triton
+def attention_obstacle(backend: str, device: torch.device, shape: AttentionShape) -> str | None:
+    """Reason that an attention backend cannot run on a device, or None. Nothing is tried."""
+    return ATTENTION_BACKENDS[backend].supports(shape.spec, kernel_device(device))
 
-    own, version = triton.create_triton_attention(device, shape), flashinfer.installed_version()
-    ours = triton.create_triton_kernels(device, own)
+
+def _module(backend: str) -> ModuleType:
+    return import_module(ATTENTION_BACKENDS[backend].module)
+
+
+def _by_speed(device: torch.device) -> tuple[str, ...]:
+    """Backends that every device of this kind may fall back on, the fastest first."""
+    return ("triton" if device.type == "cuda" else "cpu", "torch")
+
+
+def _create_attention(backend: str, device: torch.device, shape: AttentionShape) -> Attention:
+    """Raises ConfigError if the backend cannot be used."""
+    try:
+        return _try_attention(backend, device, shape)
+    except UnusableError as error:
+        raise ConfigError(refusal(backend, str(error)), code="attention-backend-not-usable") from error
+
+
+def _try_attention(backend: str, device: torch.device, shape: AttentionShape) -> Attention:
+    """Raises UnusableError if the backend cannot be used."""
+    if reason := attention_obstacle(backend, device, shape):
+        raise UnusableError(reason)
+    attention: Attention = _module(backend).create_attention(device, shape)
+    return attention
+
+
+def _fastest_attention(device: torch.device, shape: AttentionShape) -> Attention:
+    """The fastest attention that can be used. What takes the place of another one is logged."""
+    fastest, last = _by_speed(device)
+    try:
+        own = _try_attention(fastest, device, shape)
+    except UnusableError as error:
+        _log_fallback(fastest, error, last)
+        return _create_attention(last, device, shape)
+    return _winner(own, device, shape) if device.type == "cuda" else own
+
+
+def _winner(own: Attention, device: torch.device, shape: AttentionShape) -> Attention:
+    """FlashInfer's attention if it is installed and faster than our `own`, now or when it was measured."""
+    rival = "flashinfer"
+    package = ATTENTION_BACKENDS[rival].package
+    version = (kernel_device(device).packages or {}).get(package or "")
     if version is None:
-        return ours
-    path = contest.winner_path(device, shape, version, own.tunings)
-    best = contest.load_winner(path)
-    attention = None if best == ours.name else flashinfer.create_flashinfer_attention(device, shape, required=False)
-    if attention is None:
-        return ours
-    theirs = triton.create_triton_kernels(device, attention)
+        return own
+    path = contest.winner_path(device, shape, version, cast("TritonAttention", own).tunings)
+    best = contest.load_winner(path, (rival, own.name))
+    if best == own.name:
+        return own
+    try:
+        other = _try_attention(rival, device, shape)
+    except UnusableError as error:
+        _log_fallback(rival, error, own.name)
+        return own
     if best is None:
-        best = contest.measure_fastest((theirs, ours), device, shape)
+        best = contest.measure_fastest((other, own), device, shape)
         contest.save_winner(path, best)
-    return theirs if best == theirs.name else ours
+    return other if best == other.name else own
+
+
+def _log_fallback(backend: str, error: UnusableError, instead: str) -> None:
+    kernels, others = (ATTENTION_BACKENDS[name].kernels for name in (backend, instead))
+    logger.warning("%s cannot be used: %s. %s take their place.", kernels[0].upper() + kernels[1:], error, others)

@@ -1,4 +1,4 @@
-"""Protocols of the kernels: attention over paged KV, and a decoder's other operations."""
+"""Protocols of the kernels: attention over paged KV, operations on rows, products, sampling."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 from weft.comm import Group
 from weft.kernels.batch import Batch
+from weft.kernels.sampling import Sampling
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import KernelLaunch
+from weft.plan.backends import AttentionSpec
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
@@ -57,8 +59,10 @@ class AttentionShape:
             q_heads=len(place.q_heads),
             kv_heads=len(place.kv_heads),
             head_dim=shape.head_dim,
-            windows=tuple(dict.fromkeys(map(shape.window, range(place.layers.start, place.layers.stop)))),
-            scale=shape.head_dim**-0.5,
+            windows=tuple(
+                dict.fromkeys(layer.window for layer in shape.layers[place.layers.start : place.layers.stop])
+            ),
+            scale=shape.mixer.scale,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
@@ -71,6 +75,12 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Facts by which backends are chosen."""
+        dtype, fp8 = str(self.dtype).removeprefix("torch."), self.cache_dtype.itemsize == 1
+        return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8)
 
 
 @dataclass(frozen=True)
@@ -124,9 +134,19 @@ FusedStage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], to
 
 
 class Attention(Protocol):
-    """An implementation of attention over paged KV."""
+    """Attention over paged KV.
 
-    name: str
+    If `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and padding rows, which
+    have slot -1 and no context, are skipped.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the backend, a key of ATTENTION_BACKENDS."""
+        ...
+
+    @property
+    def capturable(self) -> bool: ...
 
     def prepare(self, batch: Batch) -> None:
         """Compute once what all layers of a step share: the next calls of `attend` are for this batch.
@@ -135,10 +155,21 @@ class Attention(Protocol):
         """
         ...
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Causal attention of all rows, each over its own context: [T, q_heads, head_dim] -> [T, q_heads * head_dim].
 
-        A token sees the last `window` positions, its own included, or all of them if that is None.
+        A token sees the last `window` positions, its own included, or all of them if that is None. If `lse` is given,
+        a tensor [T, q_heads] float32, it gets the natural logarithm of the sum of e^score over the positions that each
+        head of a token sees; -inf if there are none. Results over parts of a context are joined by it (Dao et al. 2023,
+        Flash-Decoding), and `apply_sinks` needs it.
         """
         ...
 
@@ -148,31 +179,23 @@ class Attention(Protocol):
         ...
 
 
-class Kernels(Attention, Protocol):
-    """An implementation of a decoder's operations. Inputs are bf16, fp16 or fp32 and contiguous along their last dim;
-    sums are computed in fp32.
+def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention with sinks, from the result `out` [T, q_heads * head_dim] and the `lse` of attention without.
 
-    If `capturable`, decode steps can be captured as CUDA graphs: no call waits for the GPU, and padding rows, which
-    have slot -1 and no context, are skipped.
+    `sinks` [q_heads] float32 are learnt scores, one per head, that take part in the sum of the softmax and bring no
+    value (gpt-oss): the weights of all values shrink by e^lse / (e^lse + e^sink).
     """
+    heads = out.unflatten(1, (sinks.shape[0], -1))
+    return (heads * torch.sigmoid(lse - sinks).unsqueeze(2)).to(out.dtype).flatten(1)
 
-    capturable: bool
+
+class Pointwise(Protocol):
+    """Operations on rows between the products. Keys and values are stored in the order that the `Attention` of the same
+    kernels reads."""
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
         """Write a step into the tensors of a batch that is large enough, and its new blocks into the tables of all
         request slots. Padding rows of a `fixed` batch get no slot and no context."""
-        ...
-
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
-        """The product with a weight [out, in], which may be repacked: the caller does not keep it."""
-        ...
-
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
-        """The same for an embedding [vocab, hidden], whose rows are read as well."""
-        ...
-
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
-        """All layers of a pipeline stage as one call; None if the operations below are as fast."""
         ...
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -199,3 +222,49 @@ class Kernels(Attention, Protocol):
         """Rotate q and k of qkv [T, (q + 2 kv heads) * head_dim] by the rows of `rope` at their positions, after `norm`
         if there is one; write k and v to the batch's slots; return q [T, q_heads, head_dim]."""
         ...
+
+
+class Matrices(Protocol):
+    """Products with weights, which are packed once."""
+
+    @property
+    def multiplies_quantised(self) -> bool:
+        """True if quantised weights stay quantised; otherwise they are held in the dtype of activations."""
+        ...
+
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        """The product with a weight [out, in], which may be repacked: the caller does not keep it."""
+        ...
+
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
+        """The same for an embedding [vocab, hidden], whose rows are read as well."""
+        ...
+
+    def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
+        """The same as `Attention.launches`, for the products of up to `tokens` tokens with all matrices so far."""
+        ...
+
+
+# Fuses the layers of a pipeline stage into one call; None if the operations one by one are as fast.
+FuseLayers = Callable[[Sequence[DenseLayer], Group], FusedStage | None]
+
+
+def fuse_nothing(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
+    """The `FuseLayers` of kernels that have no call for a whole stage."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Implementations of a decoder's operations on one device, in parts. Inputs are bf16, fp16 or fp32 and contiguous
+    along their last dim; sums are computed in fp32."""
+
+    attention: Attention
+    pointwise: Pointwise
+    matrices: Matrices
+    sampling: Sampling
+    fuse_layers: FuseLayers = fuse_nothing
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
+        """The launches of all parts, see `Attention.launches`."""
+        return [*self.matrices.launches(shape.tokens), *self.attention.launches(shape, device)]

@@ -18,9 +18,8 @@ from weft import __version__
 from weft.cache import cache_path, write_cache_file
 from weft.errors import WeftError
 from weft.kernels.attention_inputs import AttentionInputs, decode_inputs
-from weft.kernels.base import AttentionShape, Kernels
+from weft.kernels.base import Attention, AttentionShape
 from weft.kernels.capture import capture_graph
-from weft.plan.backends import GPU_BACKENDS
 
 logger = logging.getLogger("weft")
 
@@ -53,11 +52,11 @@ def graph_seconds(run: Callable[[], object]) -> float:
 
 
 def attention_seconds(
-    kernels: Kernels, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
+    attention: Attention, shape: AttentionShape, inputs: AttentionInputs, clock: Clock = graph_seconds
 ) -> float:
     """Seconds of one layer's attention, with the first of the shape's windows."""
-    kernels.prepare(inputs[2])
-    return clock(partial(kernels.attend, *inputs, shape.scale, shape.windows[0]))
+    attention.prepare(inputs[2])
+    return clock(partial(attention.attend, *inputs, shape.scale, shape.windows[0]))
 
 
 def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) -> Path | None:
@@ -71,13 +70,13 @@ def winner_path(device: torch.device, shape: AttentionShape, *rivals: object) ->
         return None
 
 
-def load_winner(path: Path | None) -> str | None:
-    """Name of the backend that is recorded as the fastest, if any."""
+def load_winner(path: Path | None, rivals: Sequence[str]) -> str | None:
+    """The one of the `rivals` that is recorded as the fastest, if any is."""
     try:
         name = path.read_text().strip() if path else ""
     except (OSError, ValueError):
         return None
-    if name not in GPU_BACKENDS:
+    if name not in rivals:
         return None
     logger.info("Attention by %s, which was the faster one when it was measured (%s)", name, path)
     return name
@@ -94,16 +93,16 @@ def save_winner(path: Path | None, name: str | None) -> None:
 
 
 def measure_fastest(
-    candidates: Sequence[Kernels], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
+    candidates: Sequence[Attention], device: torch.device, shape: AttentionShape, clock: Clock = graph_seconds
 ) -> str | None:
-    """Name of the kernels that take the least time for a layer's decode rows, or None if that cannot be measured.
+    """Name of the attention that takes the least time for a layer's decode rows, or None if that cannot be measured.
 
     Ranks may decide differently: each attends with its own heads, and all sum the same tensors either way.
     """
     rows, context = min(ROWS, shape.rows), min(CONTEXT, shape.length)
     try:
         inputs = decode_inputs(shape, device, [context] * rows)
-        times = {kernels.name: attention_seconds(kernels, shape, inputs, clock) for kernels in candidates}
+        times = {attention.name: attention_seconds(attention, shape, inputs, clock) for attention in candidates}
     except Exception as error:
         # Too little memory, or a kernel without code for this GPU: the other backend is only an option.
         lines = str(error).strip().splitlines() or [type(error).__name__]

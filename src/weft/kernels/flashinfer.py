@@ -8,6 +8,7 @@ paged KV, with keys and values in our cache's layout (NHD in its words, any bloc
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ import torch
 from weft.hardware.host import kernel_packages
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths, ragged_index
-from weft.kernels.usable import check_usable, flash_obstacle, multiprocessor_count
+from weft.kernels.usable import UnusableError, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
-from weft.plan import backends
+from weft.plan.backends import FLASHINFER
 
 logger = logging.getLogger("weft")
 
@@ -30,30 +31,11 @@ PLAN_BYTES = 8 << 20  # of a plan on the device, as much as its wrappers allocat
 DECODE, PREFILL = "decode", "prefill"
 
 
-def installed_version() -> str | None:
-    """The installed version of FlashInfer, or None."""
-    return kernel_packages().get(backends.FLASHINFER)
-
-
-def flashinfer_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
-    """Reason that FlashInfer cannot be used on a device, or None."""
-    return backends.no_flashinfer(installed_version(), shape.head_dim) or flash_obstacle(device, shape.dtype)
-
-
-def create_flashinfer_attention(
-    device: torch.device, shape: AttentionShape, *, required: bool
-) -> FlashInferAttention | None:
-    """FlashInfer's attention, with its kernels compiled, or None if it cannot be used.
-
-    The reason is raised as a ConfigError if it is `required`, else logged if the package is installed.
-    """
-    if installed_version() is None and not required:
-        return None
-    what, instead = backends.KERNELS["flashinfer"], "Triton's take their place"
-    if not check_usable(what, flashinfer_obstacle(device, shape), required=required, instead=instead):
-        return None
+def create_attention(device: torch.device, shape: AttentionShape) -> FlashInferAttention:
+    """FlashInfer's attention, with its kernels compiled. Raises UnusableError if they cannot be built."""
     logger.info(
-        "FlashInfer %s compiles the kernels that it does not have yet, which takes a minute", installed_version()
+        "FlashInfer %s compiles the kernels that it does not have yet, which takes a minute",
+        kernel_packages().get(FLASHINFER),
     )
     try:
         attention = FlashInferAttention(device, shape)
@@ -62,8 +44,7 @@ def create_flashinfer_attention(
         # No compiler, no CUDA toolkit beside the driver, a package for another torch: a start goes on without it.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         cause = next((line for line in lines if "error" in line.lower() or "not found" in line), lines[-1])
-        check_usable(what, f"they cannot be built ({cause.strip()[:200]})", required=required, instead=instead)
-        return None
+        raise UnusableError(f"they cannot be built ({cause.strip()[:200]})") from error
     return attention
 
 
@@ -76,6 +57,7 @@ class FlashInferAttention:
     """
 
     name = "flashinfer"
+    capturable = True
 
     def __init__(self, device: torch.device, shape: AttentionShape) -> None:
         import flashinfer
@@ -124,13 +106,28 @@ class FlashInferAttention:
         if self._copied is not None:
             self._copied.record()
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert scale == self._shape.scale
         out, pages, first = torch.empty_like(q), (cache.keys, cache.values), batch.decodes
+
+        def run(kind: str, part: slice) -> None:
+            wrapper, sums = self._wrapper(kind, window, batch), None if lse is None else lse[part]
+            wrapper.run(q[part], pages, out=out[part], lse=sums, return_lse=sums is not None)
+
         if first:
-            self._wrapper(DECODE, window, batch).run(q[:first], pages, out=out[:first])
+            run(DECODE, slice(first))
         if first < batch.rows:
-            self._wrapper(PREFILL, window, batch).run(q[first:], pages, out=out[first:])
+            run(PREFILL, slice(first, None))
+        if lse is not None:
+            lse.mul_(math.log(2))  # its logarithms are to base 2
         return out.flatten(1)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:

@@ -1,46 +1,31 @@
-"""Checks of whether kernels run on a device, and properties of the device that they depend on."""
+"""A device as attention backends judge it, and properties of the device that kernels depend on."""
 
 from __future__ import annotations
 
-import logging
+import os
 
 import torch
 
-from weft.errors import ConfigError
-from weft.plan import backends
-
-logger = logging.getLogger("weft")
+from weft.hardware.host import kernel_packages
+from weft.plan.backends import Card, KernelDevice
 
 AMPERE_SHARED_BYTES = 99 << 10
 
 
-def check_usable(what: str, obstacle: str | None, *, required: bool, instead: str) -> bool:
-    """Return True if there is no `obstacle` to using the kernels `what`.
-
-    An obstacle to `required` kernels, which the user asked for, is raised as a ConfigError. Any other is logged, with
-    what is used `instead`.
-    """
-    if obstacle is None:
-        return True
-    if required:
-        raise ConfigError(backends.refusal(what, obstacle))
-    logger.warning("%s cannot be used: %s. %s.", what[0].upper() + what[1:], obstacle, instead)
-    return False
+class UnusableError(Exception):
+    """Kernels that cannot be used: the message is the reason."""
 
 
-def gpu_obstacle(device: torch.device) -> str | None:
-    """Reason that kernels for GPUs do not run on a device, or None."""
-    return None if device.type == "cuda" else f"they run on GPUs, not on {device.type}"
+def kernel_device(device: torch.device) -> KernelDevice:
+    """A device of this process."""
+    return KernelDevice(
+        cards=gpu_cards(device),
+        packages=kernel_packages(),
+        interpreted=os.environ.get("TRITON_INTERPRET") == "1",
+    )
 
 
-def flash_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason that FlashAttention does not run on a device, or None."""
-    if obstacle := gpu_obstacle(device):
-        return obstacle
-    return backends.no_flash(str(dtype).removeprefix("torch."), gpu_cards(device))
-
-
-def gpu_cards(device: torch.device) -> list[backends.Card]:
+def gpu_cards(device: torch.device) -> list[Card]:
     """Name and compute capability of a GPU; an empty list for any other device."""
     if device.type != "cuda":
         return []

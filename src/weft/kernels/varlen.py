@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from weft.kernels import triton
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, ragged_index
-from weft.kernels.usable import check_usable, flash_obstacle
+from weft.kernels.usable import UnusableError
 from weft.kernels.warm import KernelLaunch
-from weft.plan import backends
 
 logger = logging.getLogger("weft")
 
@@ -44,18 +43,17 @@ def varlen_function() -> tuple[Any, frozenset[str]] | None:
     return (varlen_attn, names) if {"window_size", "scale"} <= names else None
 
 
-def varlen_obstacle(device: torch.device, shape: AttentionShape) -> str | None:
-    """Reason that varlen attention cannot be used on a device, or None."""
+def lse_request() -> Any:
+    """The argument `return_aux` with which torch's varlen attention returns the logarithms [heads, T] as well."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    return AuxRequest(lse=True)
+
+
+def create_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
+    """torch's varlen attention. Raises UnusableError if this torch has none."""
     if varlen_function() is None:
-        return f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11"
-    if shape.cache_dtype != shape.dtype:
-        return "it reads no FP8 KV cache"
-    return backends.no_varlen(shape.head_dim) or flash_obstacle(device, shape.dtype)
-
-
-def create_varlen_attention(device: torch.device, shape: AttentionShape) -> VarlenAttention:
-    """torch's varlen attention. Raises ConfigError if it cannot be used."""
-    check_usable(backends.KERNELS["varlen"], varlen_obstacle(device, shape), required=True, instead="")
+        raise UnusableError(f"torch {torch.__version__} has no varlen attention with windows, which came with 2.11")
     return VarlenAttention(device, shape, paged=activate_flash3(device, shape))
 
 
@@ -99,6 +97,7 @@ class VarlenAttention:
     """
 
     name = "varlen"
+    capturable = True
 
     def __init__(self, device: torch.device, shape: AttentionShape, *, paged: bool) -> None:
         function = varlen_function()
@@ -106,7 +105,7 @@ class VarlenAttention:
         self._varlen, names = function
         self._gqa_argument = {"enable_gqa": shape.group > 1} if "enable_gqa" in names else {}
         self._paged, self._block_size = paged, shape.block_size
-        self._triton = triton.create_triton_attention(device, shape)
+        self._triton = triton.create_attention(device, shape)
         self._prompts: Prompts | None = None
         most = 0 if paged else min(MOST_GATHERED, max(shape.tokens, shape.length))
         self._gathered = [
@@ -132,20 +131,30 @@ class VarlenAttention:
             prompts = replace(prompts, key_starts=key_starts, places=self._places(batch, total))
         self._prompts = prompts
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         prompts, first = self._prompts, batch.decodes
         if prompts is None:
-            return self._triton.attend(q, cache, batch, scale, window)
+            return self._triton.attend(q, cache, batch, scale, window, lse)
         if prompts.places is None:
             keys, values = cache.keys, cache.values
-            layout = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
+            layout: dict[str, Any] = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
         else:
             keys, values = (
                 torch.index_select(source.flatten(0, 1), 0, prompts.places, out=held[: len(prompts.places)])
                 for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
             )
             layout = {}
-        prefill_out = self._varlen(
+        if lse is not None:
+            layout["return_aux"] = lse_request()
+        result = self._varlen(
             q[first:],
             keys,
             values,
@@ -157,11 +166,15 @@ class VarlenAttention:
             window_size=(-1 if window is None else window - 1, 0),  # keys before a query's own, and after it
             **self._gqa_argument,
             **layout,
-        ).flatten(1)
+        )
+        if lse is not None:
+            result, sums = result
+            lse[first:] = sums.T
+        prefill_out = result.flatten(1)
         if not first:
             return prefill_out
         out = torch.empty_like(q).flatten(1)
-        self._triton.decode(q, cache, batch, scale, window, out)
+        self._triton.decode(q, cache, batch, scale, window, out, lse)
         out[first:] = prefill_out
         return out
 

@@ -12,13 +12,20 @@ from weft.kernels.base import EmbeddingTable, Product
 
 
 class Embedding:
-    """Embedding of which this rank holds the rows `vocab`; a token of another rank adds zeros to the sum over ranks."""
+    """Embedding of which this rank holds the rows `vocab`; a token of another rank adds zeros to the sum over ranks.
 
-    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Group) -> None:
-        self.table, self.vocab, self.comm = table, vocab, comm
+    Rows are multiplied by `scale`, rounded to their dtype.
+    """
+
+    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Group, scale: float = 1.0) -> None:
+        self.table, self.vocab, self.comm, self.scale = table, vocab, comm, scale
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Embed token ids: [T] -> [T, hidden]."""
+        rows = self._rows(tokens)
+        return rows if self.scale == 1 else rows.mul_(torch.tensor(self.scale, dtype=rows.dtype))
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.comm.size == 1:
             return self.table.rows(tokens.long())
         local = tokens - self.vocab.start

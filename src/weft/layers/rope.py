@@ -9,6 +9,31 @@ import torch
 from weft.architectures.shape import Rope
 
 
+class RopeTable:
+    """Angles of one rotary embedding, which all layers that have it share. `angles` is filled before the first step."""
+
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        self.rope, self.head_dim = rope, head_dim
+        self.angles = torch.empty(0, head_dim)
+
+
+class RopeTables:
+    """One table for each rotary embedding of a model whose own length is `max_positions` tokens."""
+
+    def __init__(self, max_positions: int) -> None:
+        self._max_positions = max_positions
+        self._tables: dict[tuple[Rope, int], RopeTable] = {}
+
+    def table(self, rope: Rope, head_dim: int) -> RopeTable:
+        """The table of an embedding of heads of this length; the same for each call."""
+        return self._tables.setdefault((rope, head_dim), RopeTable(rope, head_dim))
+
+    def fill(self, rows: int, length: int, device: torch.device) -> None:
+        """Compute the angles of the first `rows` positions, for texts of up to `length` tokens."""
+        for table in self._tables.values():
+            table.angles = rope_table(table.rope, table.head_dim, self._max_positions, length, rows).to(device)
+
+
 def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows: int) -> torch.Tensor:
     """Cosines and sines of the first `rows` positions: [rows, head_dim] float32, head_dim/2 cosines, then the sines.
 

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from weft.cache import WAY_OUT, make_private, try_lock
 from weft.native import library
-from weft.native.library import CPP_TYPES, SOURCES, BuildRecipe
-from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD
+from weft.native.library import SOURCES, BuildRecipe
 
 TELL_AFTER_S = 10.0  # of waiting for another process's compiler
 PATIENCE_S = 60.0  # with another process's compiler: if it was stopped, it would never end
@@ -34,15 +33,6 @@ POLL_S = 0.02
 
 logger = logging.getLogger("weft")
 _building = threading.Lock()  # one thread of this process
-
-
-def native_obstacle(dtype: str, head_dim: int, group: int) -> str | None:
-    """Reason that these kernels cannot serve a model of this dtype, head_dim and query heads per KV head, or None."""
-    if dtype not in CPP_TYPES:
-        return f"they compute in bfloat16 and float32, not in {dtype}"
-    if head_dim > WIDEST_HEAD or group > WIDEST_GROUP:
-        return f"head_dim {head_dim} with {group} query heads per KV head is above {WIDEST_HEAD} or {WIDEST_GROUP}"
-    return None
 
 
 @functools.cache

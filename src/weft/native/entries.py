@@ -22,7 +22,7 @@ class Entries:
         self.norm = self._parallel("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._parallel("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._parallel("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)
-        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL)
+        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL, POINTER)
         self.pack_dense = self._parallel("pack_dense", *[POINTER] * 2, *[SIZE] * 2)
         self.stage = self._parallel("stage", POINTER, SIZE, *[POINTER] * 2)
         self.product = self._parallel("product", *[POINTER] * 2, SIZE, POINTER)
@@ -31,6 +31,9 @@ class Entries:
         self.rows_of = self._typed("rows_of", *[POINTER] * 2, SIZE, POINTER)
         self.sample = self._with_threads(self._entry("sample", POINTER, *[SIZE] * 4, *[POINTER] * 3, SIZE))
         self.score = self._with_threads(self._entry("score", POINTER, *[SIZE] * 4, POINTER, SIZE, POINTER, SIZE))
+        self.apply_masks = self._with_threads(
+            self._entry("apply_masks", POINTER, *[SIZE] * 3, *[POINTER] * 2, *[SIZE] * 2)
+        )
         self.pack_values = self._with_threads(self._entry("pack_values", *[POINTER] * 2, *[SIZE] * 4))
         self.pack_groups = self._entry("pack_groups", *[POINTER] * 2, *[SIZE] * 3)
         self.round_rows = self._entry("round_rows", *[POINTER] * 6)

@@ -20,8 +20,9 @@ WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multi
 LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2}  # by the names of `Scheme.lowest`
 WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # of weights that are rounded
 
-# Sampling, which torch, Triton and C++ do alike: see worker/random.py.
+# Sampling, which torch, Triton and C++ do alike: see kernels/random.py.
 SAMPLING_BLOCK = 256  # tokens that race as one, then among themselves; near the square root of common vocabularies
+MASK_BITS = 32  # tokens to a word of a mask, the first one in its lowest bit
 NOT_FINITE = -1  # in place of a token: the greatest logit of its row is NaN or infinite, so nothing can be sampled
 # SplitMix64 (Steele, Lea, Flood 2014): the step of its counter and the multipliers of its finaliser, 64 bits each.
 SPLITMIX_STEP = 0x9E3779B97F4A7C15
@@ -77,7 +78,7 @@ class RoundingDescriptor(ctypes.Structure):
 
 
 class SamplingSettings(ctypes.Structure):
-    """`SamplingSettings` of settings.h: a request's, as a row of `worker.token_sampler.SamplingSettings.columns`."""
+    """`SamplingSettings` of settings.h: those of one request, see `kernels/sampling.py`."""
 
     _fields_ = tuple((name, DOUBLE) for name in ("temperature", "log_min_p", "top_k", "top_p"))
 
@@ -105,6 +106,7 @@ CONSTANTS = {
     "FP16": WEIGHT_TYPES["float16"],
     "FP32": WEIGHT_TYPES["float32"],
     "SAMPLING_BLOCK": SAMPLING_BLOCK,
+    "MASK_BITS": MASK_BITS,
     "NOT_FINITE": NOT_FINITE,
     "SPLITMIX_STEP": SPLITMIX_STEP,
     "SPLITMIX_FIRST": SPLITMIX_FIRST,

@@ -1,24 +1,184 @@
-"""Attention backends: their names, and the checks that one can run a model on the devices of a plan."""
+"""Attention backends: one table of what each can run, which the planner and the ranks judge by, and the checks of a
+config against it."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from weft.architectures.shape import DType, ModelShape
+from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
-from weft.native import build
+from weft.native.library import CPP_TYPES
+from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD
 
 logger = logging.getLogger("weft")
 
-GPU_BACKENDS = ("triton", "flashinfer", "varlen")
-ATTENTION_BACKENDS = ("auto", "torch", "cpu", *GPU_BACKENDS)
+FLASHINFER = "flashinfer-python"
+
+Version = tuple[int, int]
+Card = tuple[str, Version]  # a GPU's name and compute capability
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Attention of a model, as far as backends differ in it. `group` is the number of query heads per KV
+    head, `dtype` that of activations."""
+
+    head_dim: int
+    group: int
+    dtype: str
+    fp8_cache: bool = False
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape, dtype: str, *, fp8_cache: bool = False) -> AttentionSpec:
+        """The attention of a model that computes in `dtype`."""
+        return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelDevice:
+    """Device that kernels shall run on: one of `cards`, or a CPU if there are none.
+
+    `packages` are the versions of the installed `KERNEL_PACKAGES`, None if nobody knows. If `interpreted`, Triton's
+    interpreter stands in for a GPU.
+    """
+
+    cards: Sequence[Card]
+    packages: Mapping[str, str] | None
+    interpreted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend:
+    """Limits of an attention backend, and the module that implements it.
+
+    `kernels` is its name in messages. `module` is imported by the ranks alone, and has `create_attention(device,
+    shape)`. The module of the backend `rest` has the other parts of the kernels: `complete_kernels(attention, device,
+    shape)` and `create_rounding(device, shape)`.
+
+    Limits: `runs_on` one kind of device, GPUs since `capability`, `dtypes` of activations, heads of `head_dims` or else
+    of up to `widest_head` dims in multiples of `head_unit`, `widest_group` query heads per KV head. None: no limit.
+    `package` is needed, with its oldest version if that matters; `extra` installs it.
+    """
+
+    kernels: str
+    module: str
+    rest: str
+    runs_on: Literal["cpu", "gpu"] | None = None
+    capability: Version = (0, 0)
+    interpreted: bool = False
+    dtypes: tuple[str, ...] | None = None
+    fp8_cache: bool = False
+    head_dims: tuple[int, ...] | None = None
+    widest_head: int | None = None
+    head_unit: int = 1
+    widest_group: int | None = None
+    package: str | None = None
+    oldest: Version | None = None
+    extra: str | None = None
+
+    def supports(self, spec: AttentionSpec, device: KernelDevice) -> str | None:
+        """Reason that the backend cannot run a model on a device; None if nothing is known against it.
+
+        Nothing is tried: kernels may still fail to compile.
+        """
+        rest = ATTENTION_BACKENDS[self.rest]
+        if rest is not self and (reason := rest.supports(spec, device)):
+            return f"{rest.kernels}, which do the rest, cannot: {reason}"
+        return next(filter(None, (*self._against_device(device), *self._against_spec(spec))), None)
+
+    def _against_device(self, device: KernelDevice) -> Iterator[str | None]:
+        if device.cards and self.runs_on == "cpu":
+            yield "they run on a CPU, not on GPUs"
+        if not device.cards and self.runs_on == "gpu" and not (self.interpreted and device.interpreted):
+            hint = " (TRITON_INTERPRET=1 interprets them, for tests)" if self.interpreted else ""
+            yield f"they run on GPUs, not on a CPU{hint}"
+        if self.package and device.packages is not None:
+            yield self._against_version(self.package, device.packages.get(self.package))
+        for name, capability in device.cards:
+            if capability < self.capability:
+                needed = format_version(self.capability)
+                yield f"{name} has compute capability {format_version(capability)}, and they need {needed}"
+
+    def _against_version(self, package: str, installed: str | None) -> str | None:
+        if installed is None:
+            return f"the package {package} is not installed" + (f" (pip install {self.extra})" if self.extra else "")
+        numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])  # empty: an unknown version
+        if self.oldest and numbers and numbers < self.oldest:
+            return f"{package} {installed} is older than {format_version(self.oldest)}"
+        return None
+
+    def _against_spec(self, spec: AttentionSpec) -> Iterator[str | None]:
+        if self.dtypes and spec.dtype not in self.dtypes:
+            yield f"they compute in {' and '.join(self.dtypes)}, not in {spec.dtype}"
+        if self.head_dims and spec.head_dim not in self.head_dims:
+            yield f"their heads have {', '.join(map(str, self.head_dims))} dims, this model's {spec.head_dim}"
+        if self.widest_head and (spec.head_dim > self.widest_head or spec.head_dim % self.head_unit):
+            unit = f", in multiples of {self.head_unit}" if self.head_unit > 1 else ""
+            yield f"their heads have up to {self.widest_head} dims{unit}, this model's {spec.head_dim}"
+        if self.widest_group and spec.group > self.widest_group:
+            yield f"they take up to {self.widest_group} query heads per KV head, and this model has {spec.group}"
+        if spec.fp8_cache and not self.fp8_cache:
+            yield "they read no FP8 KV cache"
+
+
+FLASH_DTYPES = ("bfloat16", "float16")  # of FlashAttention 2, in torch and in FlashInfer
+FLASH_CAPABILITY = (8, 0)
+
+ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
+    "torch": AttentionBackend(kernels="the slower torch kernels", module="weft.kernels.plain", rest="torch"),
+    "cpu": AttentionBackend(
+        kernels="the compiled CPU kernels",
+        module="weft.kernels.native",
+        rest="cpu",
+        runs_on="cpu",
+        dtypes=tuple(CPP_TYPES),
+        widest_head=WIDEST_HEAD,
+        widest_group=WIDEST_GROUP,
+    ),
+    "triton": AttentionBackend(
+        kernels="the Triton kernels",
+        module="weft.kernels.triton",
+        rest="triton",
+        runs_on="gpu",
+        capability=(7, 5),
+        interpreted=True,
+        fp8_cache=True,
+        widest_head=256,  # wider tiles do not fit the shared memory of a multiprocessor
+        package="triton",
+    ),
+    "flashinfer": AttentionBackend(
+        kernels="FlashInfer's kernels",
+        module="weft.kernels.flashinfer",
+        rest="triton",
+        runs_on="gpu",
+        capability=FLASH_CAPABILITY,
+        dtypes=FLASH_DTYPES,
+        fp8_cache=True,
+        head_dims=(64, 128, 256),  # that its kernels are tested with
+        package=FLASHINFER,
+        oldest=(0, 5),
+        extra="weft[cuda]",
+    ),
+    "varlen": AttentionBackend(
+        kernels="torch's varlen kernels",
+        module="weft.kernels.varlen",
+        rest="triton",
+        runs_on="gpu",
+        capability=FLASH_CAPABILITY,
+        dtypes=FLASH_DTYPES,
+        widest_head=256,
+        head_unit=8,
+    ),
+}
+BACKEND_NAMES = ("auto", *ATTENTION_BACKENDS)
 # vLLM's names of attention backends that Weft has under another name.
 VLLM_BACKENDS = {
     "torch_sdpa": "torch",
@@ -26,24 +186,6 @@ VLLM_BACKENDS = {
     "triton_attn": "triton",
     "flash_attn": "varlen",
 }
-# Each backend's kernels, as messages name them.
-KERNELS = {
-    "cpu": "the compiled CPU kernels",
-    "triton": "the Triton kernels",
-    "flashinfer": "FlashInfer's kernels",
-    "varlen": "torch's varlen kernels",
-}
-FP8_BACKENDS = ("auto", "triton", "flashinfer")  # these read an FP8 cache
-FLASH_CAPABILITY = (8, 0)  # oldest GPUs that FlashAttention 2 supports, in torch and in FlashInfer
-FLASH_DTYPES = ("bfloat16", "float16")
-FLASHINFER, OLDEST_FLASHINFER = "flashinfer-python", (0, 5)
-FLASHINFER_HEADS = (64, 128, 256)  # head dims that its kernels are tested with
-WIDEST_FLASH_HEAD, FLASH_HEAD_UNIT = 256, 8
-NO_TRITON = "the package triton is not installed"
-TRITON_CAPABILITY = (7, 5)  # oldest GPUs that Triton compiles for
-WIDEST_HEAD = 256  # head dims; wider tiles do not fit the shared memory of a multiprocessor
-
-Card = tuple[str, tuple[int, int]]  # a GPU's name and compute capability
 
 
 def weft_backend(name: str) -> str:
@@ -54,115 +196,57 @@ def weft_backend(name: str) -> str:
 
 def check_backend_name(name: str) -> None:
     """Raise ConfigError for a name that is neither Weft's nor vLLM's name of an attention backend."""
-    if weft_backend(name) not in ATTENTION_BACKENDS:
-        known = ", ".join(ATTENTION_BACKENDS)
+    if weft_backend(name) not in BACKEND_NAMES:
+        known = ", ".join(BACKEND_NAMES)
         raise ConfigError(f"attention_backend is {name!r}; it must be one of {known}", code="unknown-choice")
 
 
+def kernel_family(backend: str, *, on_cpu: bool) -> str:
+    """The backend whose kernels do all but the attention; with "auto", if nothing is against them."""
+    if backend == "auto":
+        return "cpu" if on_cpu else "triton"
+    return ATTENTION_BACKENDS[backend].rest
+
+
+def refusal(backend: str, reason: str) -> str:
+    """Message for a backend that the user chose and that cannot be used."""
+    kernels = ATTENTION_BACKENDS[backend].kernels
+    return f"{kernels} cannot be used: {reason}; leave --attention-backend out for the fastest that can"
+
+
 def with_attention_backend(
-    config: EngineConfig, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]
+    config: EngineConfig, spec: AttentionSpec, host: Host, devices: Sequence[str]
 ) -> EngineConfig:
     """Set the config's attention backend under Weft's name; VLLM_ATTENTION_BACKEND counts if the config says auto.
 
     Raises ConfigError for a configured backend that cannot run this model on these devices, before any weight is read.
     """
-
-    def obstacle(backend: str) -> str | None:
-        return _wrong_device(backend, host, devices) or _unsupported(backend, shape, dtype, host, devices)
-
-    wanted = host.environment.get("VLLM_ATTENTION_BACKEND", "")
+    device = KernelDevice(
+        cards=[(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)],
+        packages=host.packages,
+        interpreted=host.environment.get("TRITON_INTERPRET") == "1",
+    )
     backend = weft_backend(config.attention_backend)
-    if wanted and backend == "auto":
-        theirs, fp8 = weft_backend(wanted), config.kv_cache_dtype != "auto"
-        if theirs in (FP8_BACKENDS if fp8 else ATTENTION_BACKENDS) and obstacle(theirs) is None:
-            return replace(config, attention_backend=theirs)
-        # The variable is set for vLLM, which may well run beside us: no reason to stop.
-        logger.warning(
-            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
-        )
-    elif reason := obstacle(backend):
-        raise ConfigError(reason)
+    if backend == "auto":
+        backend = _vllm_choice(host.environment.get("VLLM_ATTENTION_BACKEND", ""), spec, device)
+    elif reason := ATTENTION_BACKENDS[backend].supports(spec, device):
+        raise ConfigError(refusal(backend, reason), code="attention-backend-not-usable")
     return replace(config, attention_backend=backend)
 
 
-def _wrong_device(backend: str, host: Host, devices: Sequence[str]) -> str | None:
-    """Message for a GPU backend on a CPU, unless Triton's interpreter is on, or the CPU backend on GPUs; else None."""
-    if devices[0] != "cpu":
-        if backend != "cpu":
-            return None
-        return f"attention_backend is cpu, which runs on a CPU; on GPUs it is auto, {', '.join(GPU_BACKENDS)} or torch"
-    if backend not in GPU_BACKENDS or host.environment.get("TRITON_INTERPRET") == "1":
-        return None
-    return f"attention_backend is {backend}, which runs on GPUs; on a CPU it is auto, cpu or torch"
+def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
+    """The backend that VLLM_ATTENTION_BACKEND names, or "auto" if it is not set or cannot be used.
 
-
-def _unsupported(backend: str, shape: ModelShape, dtype: DType, host: Host, devices: Sequence[str]) -> str | None:
-    """Message for a backend that lacks a package or cannot run the model; None if nothing is known against it.
-
-    The check tries nothing: kernels may still fail to compile.
+    The variable is set for vLLM, which may well run beside us: no reason to stop.
     """
-    if backend == "cpu":
-        reason = build.native_obstacle(dtype, shape.head_dim, shape.group)
-        return None if reason is None else refusal(KERNELS["cpu"], reason)
-    if backend not in GPU_BACKENDS:
-        return None
-    cards = [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]  # empty: Triton's interpreter is any GPU
-    # Triton kernels do all but the attention for every GPU backend.
-    reason = no_triton(shape.head_dim, cards) if "triton" in host.packages else NO_TRITON
-    if reason is not None:
-        return refusal(KERNELS["triton"], reason)
-    if backend == "triton" or not cards:
-        return None
-    installed = host.packages.get(FLASHINFER)
-    reason = no_flashinfer(installed, shape.head_dim) if backend == "flashinfer" else no_varlen(shape.head_dim)
-    reason = reason or no_flash(dtype, cards)
-    return None if reason is None else refusal(KERNELS[backend], reason)
-
-
-def refusal(kernels: str, obstacle: str) -> str:
-    """Message for kernels that the user chose and that cannot be used."""
-    return f"{kernels} cannot be used: {obstacle}; --attention-backend torch always works"
-
-
-def no_triton(head_dim: int, cards: Iterable[Card]) -> str | None:
-    """Reason that the Triton kernels cannot run a model on these GPUs; None if they can."""
-    if head_dim > WIDEST_HEAD:
-        return f"their heads have up to {WIDEST_HEAD} dims, this model's {head_dim}"
-    return _too_old(cards, TRITON_CAPABILITY)
-
-
-def no_flashinfer(version: str | None, head_dim: int) -> str | None:
-    """Reason that FlashInfer cannot be used, given its installed version (None: not installed); None if it can."""
-    if version is None:
-        return f"the package {FLASHINFER} is not installed (pip install weft[cuda])"
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_FLASHINFER:
-        return f"{FLASHINFER} {version} is older than {format_version(OLDEST_FLASHINFER)}"
-    if head_dim not in FLASHINFER_HEADS:
-        return f"its heads have {', '.join(map(str, FLASHINFER_HEADS))} dims, and this model's {head_dim}"
-    return None
-
-
-def no_varlen(head_dim: int) -> str | None:
-    """Reason that torch's varlen attention cannot be used for a model; None if it can."""
-    if head_dim <= WIDEST_FLASH_HEAD and head_dim % FLASH_HEAD_UNIT == 0:
-        return None
-    most, unit = WIDEST_FLASH_HEAD, FLASH_HEAD_UNIT
-    return f"its heads have up to {most} dims, in multiples of {unit}, this model's {head_dim}"
-
-
-def no_flash(dtype: str, cards: Iterable[Card]) -> str | None:
-    """Reason that FlashAttention cannot run on these GPUs; None if it can."""
-    if dtype not in FLASH_DTYPES:
-        return f"they compute in {' and '.join(FLASH_DTYPES)}, not in {dtype}"
-    return _too_old(cards, FLASH_CAPABILITY)
-
-
-def _too_old(cards: Iterable[Card], needed: tuple[int, int]) -> str | None:
-    """Reason that kernels which need a compute capability cannot run on the first older GPU; None if there is none."""
-    for name, capability in cards:
-        if capability < needed:
-            return f"{name} has compute capability {format_version(capability)}, and they need {format_version(needed)}"
-    return None
+    name = weft_backend(wanted)
+    if name in ATTENTION_BACKENDS and ATTENTION_BACKENDS[name].supports(spec, device) is None:
+        return name
+    if wanted and name != "auto":
+        logger.warning(
+            "VLLM_ATTENTION_BACKEND is %s, which Weft does not have here: it takes its own choice", wanted.upper()
+        )
+    return "auto"
 
 
 def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
@@ -179,15 +263,10 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
 
 
 def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the GPUs or the backend have no FP8 cache."""
-    requested, backend = config.kv_cache_dtype, config.attention_backend
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the GPUs have no FP8 cache."""
+    requested = config.kv_cache_dtype
     if requested == "auto":
         return "auto"
     if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
-        raise ConfigError(reason)
-    if backend not in FP8_BACKENDS:
-        raise ConfigError(
-            f"--attention-backend {backend} reads no {requested} KV cache; {', '.join(FP8_BACKENDS)} do, or leave "
-            "--kv-cache-dtype out"
-        )
+        raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

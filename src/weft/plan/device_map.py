@@ -72,7 +72,8 @@ def parse_device(value: object, about: str = "the model") -> Device:
             if value == device:
                 return device
     raise ConfigError(
-        f"--device-map puts {about} on {value!r}, which is no device; write a GPU's number as in 0 or cuda:0, or cpu"
+        f"--device-map puts {about} on {value!r}, which is no device; write a GPU's number as in 0 or cuda:0, or cpu",
+        code="bad-device-in-map",
     )
 
 
@@ -84,7 +85,10 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     """
     devices = {module: parse_device(value, _label(module)) for module, value in device_map.items()}
     if not devices:
-        raise ConfigError('--device-map is empty; give every module a device, or the whole model one: {"": 0}')
+        raise ConfigError(
+            '--device-map is empty; give every module a device, or the whole model one: {"": 0}',
+            code="empty-device-map",
+        )
     _check_modules(shape, devices)
     _check_devices(devices, available)
     placed = _place_units(shape, devices)
@@ -99,7 +103,9 @@ def _check_modules(shape: ModelShape, devices: Mapping[str, Device]) -> None:
     for module in devices:
         if module and holds_weights(shape, module) is None:
             hint = _suggestion(shape, module)
-            raise ConfigError(f"--device-map names {module!r}, which is no module of this model{hint}")
+            raise ConfigError(
+                f"--device-map names {module!r}, which is no module of this model{hint}", code="unknown-module-in-map"
+            )
 
 
 def _suggestion(shape: ModelShape, module: str) -> str:
@@ -126,10 +132,12 @@ def _check_devices(devices: Mapping[str, Device], available: AvailableDevices) -
             continue
         puts = f"--device-map puts {_label(module)} on GPU {device}"
         if not available.gpus:
-            raise ConfigError(f"{puts}, and there is no GPU; put it on cpu")
+            raise ConfigError(f"{puts}, and there is no GPU; put it on cpu", code="map-without-gpu")
         if device in available.left_out:
-            raise ConfigError(f"{puts}, which --max-memory leaves out: add {device}=40GB")
-        raise ConfigError(f"{puts}; there {_listed_gpus(sorted(available.gpus))}")
+            raise ConfigError(
+                f"{puts}, which --max-memory leaves out: add {device}=40GB", code="map-outside-max-memory"
+            )
+        raise ConfigError(f"{puts}; there {_listed_gpus(sorted(available.gpus))}", code="map-beyond-gpus")
 
 
 def _listed_gpus(gpus: Sequence[int]) -> str:
@@ -159,7 +167,8 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
     if left_out:
         raise ConfigError(
             f'--device-map leaves out {_listed(left_out)}; give every module a device, or "" one, which is for all '
-            "that is not named"
+            "that is not named",
+            code="map-leaves-modules-out",
         )
     return placed
 
@@ -197,7 +206,9 @@ def _split_error(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]]) 
         f"{_enclosing_part(names[0], unit, by_device.values())} on {_device_name(device)}"
         for device, names in by_device.items()
     )
-    return ConfigError(f"--device-map splits {unit.name}: {parts}; all of it has to be on one device")
+    return ConfigError(
+        f"--device-map splits {unit.name}: {parts}; all of it has to be on one device", code="map-splits-layer"
+    )
 
 
 def _enclosing_part(tensor: str, unit: PipelineUnit, groups: Iterable[Sequence[str]]) -> str:
@@ -222,7 +233,8 @@ def _tensor_device(names: tuple[str, ...], devices: Mapping[str, Device]) -> Dev
         if other_depth == depth and devices[other] != devices[module]:
             raise ConfigError(
                 f"--device-map has one module twice: {module} on {_device_name(devices[module])}, {other} on "
-                f"{_device_name(devices[other])}"
+                f"{_device_name(devices[other])}",
+                code="module-twice-in-map",
             )
     return devices[module]
 
@@ -247,14 +259,15 @@ def _off_gpu_error(off: Sequence[Placed], available: AvailableDevices) -> Config
     where = " and ".join(sorted({str(device) for _, device in off}))
     puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
     if not available.gpus:
-        return ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu")
+        return ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu", code="map-to-disk")
     cost = "would be fetched for every token"
     if available.fetch_Bps:
         cost += f", {size / available.fetch_Bps:.2g} s at the {available.fetch_Bps / 1e9:.0f} GB/s of PCIe"
         cost += ", and longer from a disk" if "disk" in where else ""
     return ConfigError(
         f"{puts}: that {cost}, so Weft runs no layers off the GPUs; spread them with --device-map balanced, or take "
-        "more GPUs or a checkpoint of fewer bits"
+        "more GPUs or a checkpoint of fewer bits",
+        code="map-off-gpu",
     )
 
 
@@ -272,7 +285,8 @@ def _check_ends(shape: ModelShape, placed: Sequence[Placed]) -> None:
             raise ConfigError(
                 f"--device-map puts {unit.name} on {_device_name(device)} and {layer.name} on "
                 f"{_device_name(layer_device)}; the {which} stage of a pipeline holds the {unit.kind}: put both on one "
-                "device"
+                "device",
+                code="map-moves-end-of-model",
             )
 
 

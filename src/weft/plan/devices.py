@@ -15,7 +15,9 @@ def device_kind(config: EngineConfig, host: Host) -> str:
     """Kind of the devices that ranks run on: "cuda" or "cpu". Raises ConfigError for cuda without a GPU."""
     if config.device == "cuda" and not host.gpus:
         raise ConfigError(
-            "device is cuda, but no GPU is visible here; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device cpu"
+            "device is cuda, but no GPU is visible here; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use --device "
+            "cpu",
+            code="no-gpu-visible",
         )
     if config.device == "auto":
         return "cuda" if host.gpus else "cpu"
@@ -31,7 +33,8 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
     if device == "cpu":
         if config.device_ids is not None:
             raise ConfigError(
-                f"device_ids {join_commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out"
+                f"device_ids {join_commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out",
+                code="device-ids-on-cpu",
             )
         return ("cpu",) * ranks
     visible = len(host.gpus)
@@ -39,11 +42,14 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
     if len(ids) != ranks:
         raise ConfigError(
             f"device_ids names {len(ids)} GPUs for {ranks} {'rank' if ranks == 1 else 'ranks'}; give one per rank, or "
-            "set --tensor-parallel-size and --pipeline-parallel-size to match"
+            "set --tensor-parallel-size and --pipeline-parallel-size to match",
+            code="device-ids-not-per-rank",
         )
     for number in ids:
         if not 0 <= number < visible:
-            raise ConfigError(f"device_ids names GPU {number}; visible here are 0 to {visible - 1}")
+            raise ConfigError(
+                f"device_ids names GPU {number}; visible here are 0 to {visible - 1}", code="device-ids-beyond-gpus"
+            )
     return tuple(f"cuda:{number}" for number in ids)
 
 
@@ -54,13 +60,15 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
         raise PlanError(
             f"{ranks} ranks need {ranks} GPUs and {visible} {'is' if visible == 1 else 'are'} visible; lower "
             "--tensor-parallel-size or --pipeline-parallel-size, use --device cpu, or let ranks share a GPU "
-            f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}"
+            f"with --device-ids {','.join(str(n % visible) for n in range(ranks))}",
+            code="more-ranks-than-gpus",
         )
     ids = tuple(gpu.index for gpu in host.gpus_of(caps))[:ranks] if caps else tuple(range(ranks))
     if len(ids) < ranks:
         raise PlanError(
             f"{ranks} ranks need {ranks} GPUs and --max-memory leaves {len(ids)}; name more there, or lower "
-            "--tensor-parallel-size or --pipeline-parallel-size"
+            "--tensor-parallel-size or --pipeline-parallel-size",
+            code="max-memory-leaves-too-few-gpus",
         )
     return ids
 
@@ -83,7 +91,8 @@ def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: 
     if len(shares) not in (1, ranks):
         raise ConfigError(
             f"gpu_memory_utilization has {len(shares)} values for {ranks} {'rank' if ranks == 1 else 'ranks'}; give "
-            "one, or one per rank"
+            "one, or one per rank",
+            code="utilization-not-per-rank",
         )
     per_rank = shares * ranks if len(shares) == 1 else shares
     totals = {f"cuda:{gpu.index}": gpu.total_bytes for gpu in host.gpus}

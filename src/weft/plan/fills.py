@@ -31,6 +31,21 @@ class Fill(msgspec.Struct, frozen=True):
     index: int | None = None
     transposed: bool = False
 
+    @property
+    def tensor(self) -> str:
+        """Name of the source; of one block of a stack, with the block's index behind it."""
+        return self.source if self.index is None else block_name(self.source, self.index)
+
+    @property
+    def weight(self) -> str:
+        """Name of the parameter; of one expert's block of it, with the expert's index on this rank behind it."""
+        return self.param if self.expert is None else f"{self.param}.{self.expert}"
+
+
+def block_name(source: str, index: int) -> str:
+    """Name of one block of a stack of experts."""
+    return f"{source}[{index}]"
+
 
 def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
     """Yield all that a rank reads of a checkpoint, and nothing else, in the order of its parameters."""

@@ -17,7 +17,7 @@ from weft.errors import ConfigError, PlanError
 from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
-from weft.plan.backends import check_backend_name, kv_cache_dtype, with_attention_backend
+from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
 from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
@@ -75,7 +75,9 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
-    config = with_attention_backend(config, shape, dtype, host, devices)
+    cache_dtype = kv_cache_dtype(config, host, devices)
+    spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
@@ -87,7 +89,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         load_format=checkpoint.format,
         shape=shape,
         dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype(config, host, devices),
+        kv_cache_dtype=cache_dtype,
         quantization=quantization_name(config, shape, schemes),
         schemes=schemes,
         places=places,
@@ -130,10 +132,16 @@ def check_config(config: EngineConfig) -> None:
     check_backend_name(config.attention_backend)
     for share in config.gpu_memory_utilization:
         if not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1")
+            raise ConfigError(
+                f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
+                code="bad-utilization",
+            )
     if config.device_map is not None:
         if config.plan is not None:
-            raise ConfigError("--plan says where each layer runs, and so does --device-map: leave one of them out")
+            raise ConfigError(
+                "--plan says where each layer runs, and so does --device-map: leave one of them out",
+                code="plan-beside-device-map",
+            )
         check_flags(config.device_map, vars(config))
     if config.max_memory is not None:
         parse_max_memory(config.max_memory)  # raises ConfigError
@@ -153,12 +161,14 @@ def with_partition(config: EngineConfig, host: Host) -> EngineConfig:
         stages = tuple(int(part) for part in partition.split(","))
     except ValueError:
         raise ConfigError(
-            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12"
+            f"VLLM_PP_LAYER_PARTITION is {partition!r}; it must be layers per stage, as in 20,12",
+            code="bad-layer-partition",
         ) from None
     if config.pipeline_parallel_size not in (None, len(stages)):
         raise ConfigError(
             f"VLLM_PP_LAYER_PARTITION={partition} has {len(stages)} stages and --pipeline-parallel-size is "
-            f"{config.pipeline_parallel_size}; make them agree or unset the variable"
+            f"{config.pipeline_parallel_size}; make them agree or unset the variable",
+            code="layer-partition-of-other-size",
         )
     return replace(config, pipeline_split=stages)
 
@@ -184,23 +194,24 @@ def stage_layers(shape: ModelShape, stages: int) -> list[int]:
     embedding's bytes.
     """
     if stages == 1:
-        return [shape.layers]
+        return [len(shape.layers)]
     place = whole(shape)
-    layer_size = head_size = 0
-    for parameter in model_parameters(shape):
+    layers_size = head_size = 0
+    for parameter, layer in model_parameters(shape):
         size = prod(parameter_dims(shape, place, parameter))
-        layer_size += size * (parameter.where == "layer")
+        layers_size += size * (layer is not None)
         head_size += size * (parameter.where == "head")
+    layer_size = layers_size / len(shape.layers)
 
     def layers(last: int) -> list[int]:
-        before = split(shape.layers - last, [1.0] * (stages - 1), minimum=1)
+        before = split(len(shape.layers) - last, [1.0] * (stages - 1), minimum=1)
         return [*(len(part) for part in reversed(before)), last]
 
-    def slowest(last: int) -> tuple[int, int]:
+    def slowest(last: int) -> tuple[float, int]:
         *before, end = layers(last)
         return max(max(before) * layer_size, end * layer_size + head_size), -end
 
-    return layers(min(range(1, shape.layers - stages + 2), key=slowest))
+    return layers(min(range(1, len(shape.layers) - stages + 2), key=slowest))
 
 
 def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devices: Sequence[str]) -> DType:
@@ -221,7 +232,8 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     if old and dtype == "bfloat16":
         raise ConfigError(
             f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in "
-            "bfloat16; use --dtype float16"
+            "bfloat16; use --dtype float16",
+            code="gpu-without-bfloat16",
         )
     return dtype
 
@@ -244,7 +256,8 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
         return shape.max_positions
     if config.max_model_len > shape.longest:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less"
+            f"max_model_len is {config.max_model_len}; this model goes up to {shape.longest} tokens: give that or less",
+            code="beyond-model-length",
         )
     return config.max_model_len
 
@@ -273,11 +286,13 @@ def _check_device(plan: Plan, host: Host, device: RankDevice, size: int) -> None
     if cap is not None and size > cap:
         raise PlanError(
             f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
-            + ("raise it" if device.kind == "cpu" else "raise it, or cut the model over more GPUs")
+            + ("raise it" if device.kind == "cpu" else "raise it, or cut the model over more GPUs"),
+            code="weights-exceed-max-memory",
         )
     if size > free:
         smaller = "" if DTYPE_BYTES[plan.dtype] == 2 else ", a 16-bit --dtype"
         raise PlanError(
             f"{size / 1e9:.1f} GB of weights do not fit {where}: {free / 1e9:.1f} GB are free{holders}; free some, "
-            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model"
+            f"or use more GPUs (--tensor-parallel-size, --pipeline-parallel-size){smaller} or a smaller model",
+            code="weights-exceed-free-memory",
         )

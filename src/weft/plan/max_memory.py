@@ -31,9 +31,14 @@ def parse_size(value: object, device: str) -> int:
     """Parse a cap into bytes. Raises ConfigError for a value that is no size, or that lacks its unit."""
     size = parse_bytes(value)
     if size is None:
-        raise ConfigError(f"--max-memory {device}={value} is no size; write it as 40GB or 40GiB")
+        raise ConfigError(
+            f"--max-memory {device}={value} is no size; write it as 40GB or 40GiB", code="bad-memory-size"
+        )
     if 0 < size < SMALLEST_CAP:
-        raise ConfigError(f"--max-memory {device}={value} is {size} bytes; write it as 40GB or 40GiB, or 0 for none")
+        raise ConfigError(
+            f"--max-memory {device}={value} is {size} bytes; write it as 40GB or 40GiB, or 0 for none",
+            code="memory-size-out-of-range",
+        )
     return size
 
 
@@ -46,16 +51,19 @@ def parse_max_memory(max_memory: Mapping[int | str, int | str]) -> Caps:
         if match:
             number = int(match[1])
             if number in gpus:
-                raise ConfigError(f"--max-memory names GPU {number} twice")
+                raise ConfigError(f"--max-memory names GPU {number} twice", code="max-memory-gpu-twice")
             gpus[number] = parse_size(value, str(name))
         elif name == "cpu":
             cpu = parse_size(value, "cpu")
         elif name == "disk":
             parse_size(value, "disk")  # nothing is put there
         else:
-            raise ConfigError(f"--max-memory names {name!r}, which is no device; write GPUs' numbers and cpu")
+            raise ConfigError(
+                f"--max-memory names {name!r}, which is no device; write GPUs' numbers and cpu",
+                code="max-memory-unknown-device",
+            )
     if not max_memory:
-        raise ConfigError("--max-memory is empty; write it as 0=40GB,1=40GB")
+        raise ConfigError("--max-memory is empty; write it as 0=40GB,1=40GB", code="empty-max-memory")
     return Caps(gpus=gpus, cpu=cpu)
 
 
@@ -63,13 +71,17 @@ def check_caps(caps: Caps, count: int) -> None:
     """Raise ConfigError if a cap names a GPU beyond the `count` GPUs of this machine, or if no GPU is left."""
     beyond = [number for number in caps.gpus if number >= count]
     if beyond and not count:
-        raise ConfigError(f"--max-memory names GPU {beyond[0]}, and there is no GPU; a CPU is capped as in cpu=8GB")
+        raise ConfigError(
+            f"--max-memory names GPU {beyond[0]}, and there is no GPU; a CPU is capped as in cpu=8GB",
+            code="max-memory-without-gpu",
+        )
     if beyond:
         available = "there is GPU 0 only" if count == 1 else f"there are GPUs 0 to {count - 1}"
-        raise ConfigError(f"--max-memory names GPU {beyond[0]}; {available}")
+        raise ConfigError(f"--max-memory names GPU {beyond[0]}; {available}", code="max-memory-beyond-gpus")
     if count and not any(caps.gpus.values()):
         raise ConfigError(
-            "--max-memory leaves no GPU, for those that it does not name are not used, as with accelerate: add 0=40GB"
+            "--max-memory leaves no GPU, for those that it does not name are not used, as with accelerate: add 0=40GB",
+            code="max-memory-leaves-no-gpu",
         )
 
 
@@ -90,7 +102,8 @@ def device_caps(
         return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit}
     if caps.gpus:
         raise ConfigError(
-            f"--max-memory names GPU {min(caps.gpus)}, and the ranks run on the CPU; that is capped as in cpu=8GB"
+            f"--max-memory names GPU {min(caps.gpus)}, and the ranks run on the CPU; that is capped as in cpu=8GB",
+            code="max-memory-gpu-on-cpu",
         )
     return {} if caps.cpu is None else {"cpu": caps.cpu}
 
@@ -98,7 +111,10 @@ def device_caps(
 def _check_device_ids(caps: Caps, ids: Sequence[int]) -> None:
     for number in ids:
         if not caps.gpus.get(number):
-            raise ConfigError(f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB")
+            raise ConfigError(
+                f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB",
+                code="device-ids-outside-max-memory",
+            )
 
 
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:

@@ -50,7 +50,12 @@ def step_bytes(
     once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt.
     """
     attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
-    width = HIDDEN_COPIES * shape.hidden + max(attention, FFN_COPIES * len(place.ffn))
+    feed_forward = FFN_COPIES * len(place.ffn)
+    if shape.experts:
+        # Each token is copied to its experts, and their results are copied back into the order of the tokens.
+        routed = HIDDEN_COPIES * shape.hidden + FFN_COPIES * len(place.expert_ffn)
+        feed_forward = max(feed_forward, shape.experts.top_k * routed)
+    width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
 
@@ -83,7 +88,7 @@ def _device_blocks(plan: Plan, host: str, device: str, ranks: Sequence[Capacity]
     if device in plan.max_memory:
         budget = min(budget, _capped_budget(plan, device, ranks))
     if budget < cost:
-        raise PlanError(_no_room(plan, host, device, budget, cost))
+        raise PlanError(_no_room(plan, host, device, budget, cost), code="no-room-for-kv-cache")
     return budget // cost
 
 
@@ -94,7 +99,8 @@ def _capped_budget(plan: Plan, device: str, ranks: Sequence[Capacity]) -> int:
     if plan.kv_cache_bytes is not None and plan.kv_cache_bytes * len(ranks) > left:
         raise PlanError(
             f"--max-memory leaves {max(0, left):,} bytes of {device} beside the weights, and "
-            f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out"
+            f"--kv-cache-memory-bytes wants {plan.kv_cache_bytes * len(ranks):,}: leave one of them out",
+            code="kv-cache-exceeds-max-memory",
         )
     return left
 
@@ -136,7 +142,8 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
             f"use --max-model-len {held} or less, or --kv-cache-memory-bytes {need * block_bytes} per rank"
-            f"{share}, or more ranks"
+            f"{share}, or more ranks",
+            code="context-exceeds-kv-cache",
         )
     return held
 

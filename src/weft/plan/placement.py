@@ -31,7 +31,10 @@ def module_devices(device_map: DeviceMap) -> Mapping[str, Any]:
         return device_map
     is_device = device_map.isdigit() or device_map in ("cpu", "disk") or device_map.startswith("cuda")
     if not is_device:
-        raise ConfigError(f"--device-map {device_map} is none of {', '.join(SPREADS)}, no device and no file")
+        raise ConfigError(
+            f"--device-map {device_map} is none of {', '.join(SPREADS)}, no device and no file",
+            code="unknown-device-map",
+        )
     return {"": device_map}
 
 
@@ -39,13 +42,17 @@ def check_flags(device_map: DeviceMap, flags: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first of `flags` (by field name) that contradicts every device map."""
     _check_tensor_flags(flags)
     if flags.get("device_ids") is not None:
-        raise ConfigError("--device-map says on which GPU each stage runs, and so does --device-ids: leave one out")
+        raise ConfigError(
+            "--device-map says on which GPU each stage runs, and so does --device-ids: leave one out",
+            code="device-map-beside-device-ids",
+        )
     if spread_word(device_map):
         for name in ("pipeline_split", "pipeline_parallel_size"):
             if flags.get(name) is not None:
                 raise ConfigError(
                     f"--device-map {device_map} makes the stages itself, of the GPUs that --max-memory names or of "
-                    f"all: leave --{name.replace('_', '-')} out"
+                    f"all: leave --{name.replace('_', '-')} out",
+                    code="device-map-makes-stages",
                 )
 
 
@@ -62,7 +69,10 @@ def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
     elif flags.get("enable_expert_parallel"):
         other = "--enable-expert-parallel deals the experts of each layer out to several"
     if other is not None:
-        raise ConfigError(f"--device-map puts whole layers on one device each, once; {other}: leave one of them out")
+        raise ConfigError(
+            f"--device-map puts whole layers on one device each, once; {other}: leave one of them out",
+            code="device-map-beside-other-cut",
+        )
 
 
 def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
@@ -71,13 +81,15 @@ def check_stages(stages: Stages, flags: Mapping[str, Any]) -> None:
     if layers is not None and tuple(layers) != stages.layers:
         raise ConfigError(
             f"--pipeline-split {join_commas(layers)} contradicts --device-map, which makes it "
-            f"{join_commas(stages.layers)}: leave one of them out"
+            f"{join_commas(stages.layers)}: leave one of them out",
+            code="device-map-contradicts-split",
         )
     if count is not None and count != len(stages.layers):
         raise ConfigError(
             f"--pipeline-parallel-size {count} contradicts --device-map, which makes {len(stages.layers)} "
             f"{'stage' if len(stages.layers) == 1 else 'stages'} ({join_commas(stages.layers)} layers): leave one "
-            "of them out"
+            "of them out",
+            code="device-map-contradicts-stages",
         )
 
 
@@ -94,13 +106,16 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
     if spread_word(config.device_map):
         if gpus:
             return config
-        return replace(config, device_map=None, device="cpu", pipeline_split=(shape.layers,))
+        return replace(config, device_map=None, device="cpu", pipeline_split=(len(shape.layers),))
     available = _available_devices(config, gpus, lambda unit: unit_bytes(shape, precision, unit))
     stages = map_to_stages(shape, module_devices(config.device_map), available)
     check_stages(stages, vars(config))
     numbers = tuple(device for device in stages.devices if isinstance(device, int))
     if not numbers and config.device == "cuda":
-        raise ConfigError("--device-map puts the whole model on cpu, and --device is cuda: leave one of them out")
+        raise ConfigError(
+            "--device-map puts the whole model on cpu, and --device is cuda: leave one of them out",
+            code="device-map-on-cpu-with-cuda",
+        )
     return replace(
         config,
         device_map=None,

@@ -54,7 +54,12 @@ def cut_heads(q_heads: int, kv_heads: int, weights: Sequence[float]) -> list[tup
 
 
 def cut_columns(total: int, weights: Sequence[float], unit: int = FFN_UNIT) -> list[Span]:
-    """Cut columns into one span per rank, in multiples of `unit` while there are enough of them, else of FFN_UNIT."""
+    """Cut columns into one span per rank, in multiples of `unit` while there are enough of them, else of FFN_UNIT.
+
+    All spans are empty if the model has no such columns.
+    """
+    if not total:
+        return [Span(0, 0)] * len(weights)
     unit = next((size for size in (unit, FFN_UNIT) if total >= size * len(weights)), 1)
     return [Span(part.start, part.stop) for part in split(total, weights, unit=unit, minimum=1)]
 
@@ -73,18 +78,19 @@ def cut_experts(
 ) -> list[ExpertSpans]:
     """Cut the experts for each rank of a stage; `group` as `expert_group` of `cut_places`."""
     ranks = len(weights)
-    shared = cut_columns(experts.shared_ffn, weights, unit) if experts.shared_ffn else [Span(0, 0)] * ranks
+    shared = cut_columns(experts.shared_width, weights, unit)
     if group is None:
-        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.ffn, weights, unit)
+        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.width, weights, unit)
     else:
         replica, replicas = group
         if ranks * replicas > experts.count:
             raise PlanError(
                 f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
-                f"use 1 to {experts.count}"
+                f"use 1 to {experts.count}",
+                code="more-expert-ranks-than-experts",
             )
         dealt = deal_experts(experts.count, tuple(weights) * replicas)
-        held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.ffn)] * ranks
+        held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.width)] * ranks
     return [ExpertSpans(*spans) for spans in zip(held, columns, shared, strict=True)]
 
 
@@ -112,7 +118,7 @@ def cut_places(
 
     Raises PlanError for a cut that the model cannot have.
     """
-    check_pipeline_split(stage_layers, shape.layers)
+    check_pipeline_split(stage_layers, len(shape.layers))
     tp = len(tensor_weights)
     heads, ffn, vocab = _cut_layer(
         shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, tuple(tensor_weights), ffn_unit

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.architectures.axes import axis_length, owned
-from weft.architectures.parameters import Parameter, layers_of, model_parameters
+from weft.architectures.parameters import Parameter, model_parameters
 from weft.architectures.place import Place, Span
 from weft.architectures.published import ORDERED
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
@@ -17,12 +17,19 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, gguf_type
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
 from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
-from weft.plan.backends import GPU_BACKENDS
+from weft.plan.backends import kernel_family
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
 
 logger = logging.getLogger("weft")
+
+# Dtypes of activations in which each family of kernels multiplies quantised weights.
+QUANTISED_DTYPES: dict[str, tuple[DType, ...]] = {
+    "torch": (),
+    "cpu": ("bfloat16", "float32"),
+    "triton": ("bfloat16", "float16", "float32"),
+}
 
 
 class Matrix(NamedTuple):
@@ -43,7 +50,7 @@ def tensor_schemes(
     that this checkpoint or device cannot have.
     """
     quantization = config.quantization
-    dtypes = _kernel_dtypes(config.attention_backend, devices)
+    dtypes = QUANTISED_DTYPES[kernel_family(config.attention_backend, on_cpu=devices[0] == "cpu")]
     _check_method(quantization, checkpoint.shape)
     if quantization in ONLINE_QUANTIZATIONS:
         _check_online(quantization, dtype, dtypes)
@@ -200,14 +207,11 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     held = held_precision(precision)
     if held == precision:
         return
-    for parameter in model_parameters(shape):
+    for parameter, layer in model_parameters(shape):
         part, uneven = parameter.parts[0], _uneven_cut(shape, places, parameter)
-        if uneven is None:
-            continue
-        for layer in layers_of(shape, parameter):
-            if part_format(shape, held, parameter, part, layer).bits < BF16.bits:
-                name = part.source.format(layer=layer, expert=0)
-                raise _cut_error(*uneven, name, precision, "--precision bf16")
+        if uneven is not None and part_format(shape, held, parameter, part, layer or 0).bits < BF16.bits:
+            name = part.source.format(layer=layer, expert=0)
+            raise _cut_error(*uneven, name, precision, "--precision bf16")
 
 
 def _uneven_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
@@ -226,17 +230,9 @@ def _cut_error(place: Place, cols: Span, name: str, held: str, otherwise: str) -
     return PlanError(
         f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
         f"cut in multiples of {UNIT}; use another --tensor-parallel-size or --tensor-split, pipeline parallel, or "
-        f"{otherwise}"
+        f"{otherwise}",
+        code="quantised-columns-off-grid",
     )
-
-
-def _kernel_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
-    """Dtypes that the kernels for quantised weights compute in; none if there are no such kernels."""
-    if backend == "torch":
-        return ()
-    if backend in GPU_BACKENDS or any(device != "cpu" for device in devices):
-        return "bfloat16", "float16", "float32"
-    return "bfloat16", "float32"
 
 
 def _check_method(quantization: str, shape: ModelShape) -> None:
@@ -245,7 +241,8 @@ def _check_method(quantization: str, shape: ModelShape) -> None:
     if METHODS.get(quantization, own) != own:
         raise ConfigError(
             f"quantization is {quantization}, and the checkpoint was quantised with {own}; leave it out, or give int8 "
-            "or int4 to have its weights rounded as they are read"
+            "or int4 to have its weights rounded as they are read",
+            code="checkpoint-quantised-already",
         )
 
 
@@ -253,12 +250,15 @@ def _check_online(quantization: str, dtype: DType, dtypes: Sequence[str]) -> Non
     """Raise ConfigError if there are no kernels for this quantization, or none that compute in `dtype`."""
     if not dtypes:
         raise ConfigError(
-            f"quantization is {quantization}, for which --attention-backend torch has no kernels; leave one of them out"
+            f"quantization is {quantization}, for which --attention-backend torch has no kernels; leave one of them "
+            "out",
+            code="quantization-on-torch-backend",
         )
     if dtype not in dtypes:
         raise ConfigError(
             f"quantization {quantization} computes in {' or '.join(dtypes)} on a CPU, not in {dtype}; give another "
-            "--dtype"
+            "--dtype",
+            code="quantization-dtype-on-cpu",
         )
 
 
@@ -291,9 +291,8 @@ def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
 
 
 def _matrices(shape: ModelShape) -> Iterator[Matrix]:
-    """Yield the matrices of all layers, the embedding and the head, parameter by parameter."""
-    for parameter in model_parameters(shape):
-        if parameter.parts[0].cols is None:
-            continue
-        for layer in layers_of(shape, parameter):
-            yield Matrix([part.source.format(layer=layer, expert=0) for part in parameter.parts], parameter, layer)
+    """Yield the matrices of the embedding, of all layers and of the head."""
+    for parameter, layer in model_parameters(shape):
+        if parameter.parts[0].cols is not None:
+            sources = [part.source.format(layer=layer, expert=0) for part in parameter.parts]
+            yield Matrix(sources, parameter, layer or 0)

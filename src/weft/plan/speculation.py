@@ -34,7 +34,8 @@ def resolve_speculation(
     if draft.shape.vocab != shape.vocab:
         raise ConfigError(
             f"the draft model {name} has {draft.shape.vocab:,} tokens in its vocabulary and {model} {shape.vocab:,}; "
-            "a draft has to share its model's tokeniser"
+            "a draft has to share its model's tokeniser",
+            code="draft-of-other-vocabulary",
         )
     return replace(speculation, draft=draft)
 
@@ -43,7 +44,9 @@ def parse_speculative_config(config: Mapping[str, Any]) -> tuple[Speculation, st
     """Parse a speculative config into its figures and the name of its draft model, if any. Raises ConfigError."""
     unknown = sorted(set(config) - set(FIELDS))
     if unknown:
-        raise ConfigError(f"speculative_config has no {unknown[0]!r}; it has {', '.join(FIELDS)}")
+        raise ConfigError(
+            f"speculative_config has no {unknown[0]!r}; it has {', '.join(FIELDS)}", code="unknown-speculative-field"
+        )
     model = config.get("model")
     _check_method(config, model)
     tokens = _count(config, "num_speculative_tokens", DEFAULT_SPECULATION.tokens, MOST_TOKENS)
@@ -52,18 +55,25 @@ def parse_speculative_config(config: Mapping[str, Any]) -> tuple[Speculation, st
     if config.get("prompt_lookup_min") is None:
         shortest = min(shortest, longest)
     if shortest > longest:
-        raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min {shortest} is above prompt_lookup_max {longest}",
+            code="lookup-min-above-max",
+        )
     return Speculation(tokens=tokens, lookup_min=shortest, lookup_max=longest), str(model) if model else None
 
 
 def _check_method(config: Mapping[str, Any], model: object) -> None:
     method = config.get("method", "draft_model" if model else "ngram")
     if method not in METHODS:
-        raise ConfigError(f"speculative_config: the method {method!r} is none of {', '.join(METHODS)}")
+        raise ConfigError(
+            f"speculative_config: the method {method!r} is none of {', '.join(METHODS)}",
+            code="unknown-speculative-method",
+        )
     if (method == "draft_model") != bool(model):
         raise ConfigError(
             f"speculative_config: the method {method} {'needs' if not model else 'has no'} model; "
-            'give {"method": "ngram"} or {"model": "NAME"}'
+            'give {"method": "ngram"} or {"model": "NAME"}',
+            code="speculative-model-mismatch",
         )
 
 
@@ -72,7 +82,9 @@ def _count(config: Mapping[str, Any], name: str, default: int, most: int) -> int
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"speculative_config: {name} is {value!r}; it must be 1 to {most}")
+        raise ConfigError(
+            f"speculative_config: {name} is {value!r}; it must be 1 to {most}", code="speculative-value-out-of-range"
+        )
     return value
 
 
@@ -102,7 +114,7 @@ def draft_plan(plan: Plan) -> Plan:
         shape=draft.shape,
         quantization="none",
         schemes={},
-        places=cut_places(draft.shape, (1.0,), (draft.shape.layers,)),
+        places=cut_places(draft.shape, (1.0,), (len(draft.shape.layers),)),
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
         cores=(plan.cores[rank],),

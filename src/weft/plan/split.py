@@ -19,12 +19,16 @@ def split(total: int, weights: Sequence[float], *, unit: int = 1, minimum: int =
     Raises PlanError if there are not enough units for every range to have its minimum.
     """
     if not _are_valid(weights):
-        raise PlanError(f"cannot split {total} by weights {list(weights)}: give finite weights, at least one above 0")
+        raise PlanError(
+            f"cannot split {total} by weights {list(weights)}: give finite weights, at least one above 0",
+            code="bad-split-weights",
+        )
     units, remainder = divmod(total, unit)
     if units < minimum * len(weights):
         raise PlanError(
             f"cannot split {total} into {len(weights)} parts of at least {minimum * unit}: "
-            f"at most {units // minimum} parts are possible"
+            f"at most {units // minimum} parts are possible",
+            code="split-into-too-many",
         )
     sizes = [share * unit for share in _shares(units, weights, minimum)]
     if remainder:

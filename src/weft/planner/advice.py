@@ -18,7 +18,7 @@ from weft.planner.cuts import Cut
 from weft.planner.domains import usable_devices
 from weft.planner.footprint import Footprint
 from weft.planner.note import Note, create_note
-from weft.planner.objections import computes_in
+from weft.planner.objections import computes_in, unsupported_reasons
 from weft.planner.other_clusters import MOST_NODES, grown_cluster, is_limited, unlimited, with_gpu
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate, objective_value
@@ -103,7 +103,7 @@ def _without_limit(free: Question, flag: str) -> Iterator[Note]:
 
 def _with_fewer_bits(question: Question) -> Iterator[Note]:
     """Compression while loading, by Weft itself, the fastest first; then checkpoints that may be found: one that the
-    engine runs, the closest to the original, and the smallest. Those that Weft does not run yet come last."""
+    engine computes in, the closest to the original, and the smallest. One that it does not compute in comes last."""
     smaller = dict(_smaller_checkpoints(question))
     compressed = []
     for precision in WEFT_SCHEMES.keys() & smaller:
@@ -123,11 +123,11 @@ def _with_smaller_checkpoint(question: Question, names: dict[str, str]) -> Itera
     def fits(precision: str) -> Fit | None:
         return _roomiest(msgspec.structs.replace(question, precisions=(precision,)))
 
-    running = [precision for precision in names if _runs(question, precision)]
+    computing = [precision for precision in names if _computes(question, precision)]
     smallest = sorted(names, key=lambda precision: weight_bytes(question.shape, precision))
     # `next` tries no more of them than necessary.
-    chosen = [next(filter(fits, order), None) for order in (running, names, smallest)]
-    for precision in sorted(filter(None, dict.fromkeys(chosen)), key=lambda name: not _runs(question, name)):
+    chosen = [next(filter(fits, order), None) for order in (computing, names, smallest)]
+    for precision in sorted(filter(None, dict.fromkeys(chosen)), key=lambda name: not _computes(question, name)):
         fit = fits(precision)
         assert fit is not None
         yield create_note(
@@ -148,6 +148,7 @@ def _compressed(question: Question, best: Candidate) -> Note:
         cut=str(best.cut),
         kv_tokens=best.memory.kv_tokens,
         tok_s=best.predicted.single_tok_s,
+        runs=_runs(question, best.layout.precision),
     )
 
 
@@ -209,9 +210,14 @@ def _smaller_checkpoints(question: Question) -> Iterator[tuple[str, str]]:
     yield from ((precision, name) for precision, name in names.items() if weight_bytes(question.shape, precision) < now)
 
 
-def _runs(question: Question, precision: str) -> bool:
-    """Return False if the engine is our own and does not run this precision, which it plans all the same."""
+def _computes(question: Question, precision: str) -> bool:
+    """Return False if the engine is our own and does not compute in this precision yet."""
     return question.engine != "weft" or computes_in(precision)
+
+
+def _runs(question: Question, precision: str) -> bool:
+    """Return False if the engine is our own and does not run the model in this precision yet."""
+    return question.engine != "weft" or not unsupported_reasons(question.shape, precision)
 
 
 # --- other hardware ---
@@ -324,8 +330,8 @@ def _idle_gpus(result: SearchResult, best: Candidate) -> Iterator[Note]:
 
 
 def _gain_of_fewer_bits(question: Question, best: Candidate) -> Iterator[Note]:
-    """The first smaller precision that helps; those that the engine runs are tried first."""
-    smaller = sorted(_smaller_checkpoints(question), key=lambda row: not _runs(question, row[0]))
+    """The first smaller precision that helps; those that the engine computes in are tried first."""
+    smaller = sorted(_smaller_checkpoints(question), key=lambda row: not _computes(question, row[0]))
     for precision, checkpoint in smaller:
         changed = search(_with_same_cut(question, best, precisions=(precision,)))
         if changed.best and objective_value(question, changed.best) >= MIN_GAIN * objective_value(question, best):

@@ -70,7 +70,10 @@ def find_quote(name: str, usage: Usage) -> Quote:
     bare = {_bare(each): each for each in reversed(known)}
     close = [bare[each] for each in get_close_matches(_bare(name), bare, n=3, cutoff=0.5)]
     hint = f"; nearest: {', '.join(close)}" if close else ""
-    raise ConfigError(f"no price is known for {name!r}{hint}; or give --api-price IN/OUT in dollars per million tokens")
+    raise ConfigError(
+        f"no price is known for {name!r}{hint}; or give --api-price IN/OUT in dollars per million tokens",
+        code="unknown-api-price",
+    )
 
 
 def find_quotes(name: str, usage: Usage) -> list[Quote]:
@@ -141,7 +144,8 @@ def _providers() -> tuple[Provider, ...]:
     except ModuleNotFoundError:
         raise ConfigError(
             'prices of APIs need the package genai-prices: pip install "weft[cost]", or give prices, as in '
-            "--api-price 0.15/0.60"
+            "--api-price 0.15/0.60",
+            code="genai-prices-not-installed",
         ) from None
 
     return tuple(data_snapshot.get_snapshot().providers)

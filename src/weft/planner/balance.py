@@ -51,10 +51,10 @@ def model_bytes(shape: ModelShape, precision: str, kv_dtype: str, tokens: int, *
     place, nothing = whole(shape), Span(0, 0)
     layers = [
         weight_bytes(shape, precision, replace(place, layers=Span(layer, layer + 1), stage=1, stages=3))
-        for layer in range(shape.layers)
+        for layer in range(len(shape.layers))
     ]
     each = layer_bytes_per_token(shape, kv_dtype)
-    kept = [min(tokens, (window_cache and shape.window(layer)) or tokens) for layer in range(shape.layers)]
+    kept = [min(tokens, (window_cache and shape.layers[layer].window) or tokens) for layer in range(len(shape.layers))]
     ends = [replace(place, layers=nothing, stage=stage, stages=2) for stage in range(2)]
     first, last = (weight_bytes(shape, precision, end) for end in ends)
     return ModelBytes(

@@ -16,6 +16,7 @@ from weft.formatting import format_counts
 from weft.hardware.cluster import Cluster
 from weft.planner.deployment import DeploymentLayout, deploy
 from weft.planner.domains import Device, cluster_devices
+from weft.planner.note import Note, create_note
 from weft.planner.stages import RankCapacity, read_bytes, stage_layers
 
 RESERVED_BYTES = 1.5e9  # of each GPU: context, workspace and activations of any engine
@@ -54,7 +55,7 @@ class ClaimVerdict(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: float
     read_bytes: float
     bound_tok_s: float
-    reasons: tuple[str, ...]
+    reasons: tuple[Note, ...]
     layout: DeploymentLayout | None
 
 
@@ -63,15 +64,18 @@ def parse_claim(text: str) -> Claim:
     match = CLAIM.fullmatch(" ".join(text.split()))
     if match is None:
         raise ConfigError(
-            f"cannot read the claim {text!r}; write it as {FORM}, as in Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s"
+            f"cannot read the claim {text!r}; write it as {FORM}, as in Qwen2.5-72B-Instruct fp16 on 1xH100, 50 tok/s",
+            code="bad-claim",
         )
     tokens = int(re.sub("[,_]", "", match["tokens"])) if match["tokens"] else TOKENS
     try:
         speed = float(re.sub("[,_]", "", match["speed"])) if match["speed"] else None
     except ValueError:
-        raise ConfigError(f"{match['speed']!r} in the claim is no number of tokens per second") from None
+        raise ConfigError(
+            f"{match['speed']!r} in the claim is no number of tokens per second", code="claim-speed-not-number"
+        ) from None
     if tokens < 1 or speed == 0:
-        raise ConfigError(f"the claim {text!r} has 0 tokens; give 1 or more")
+        raise ConfigError(f"the claim {text!r} has 0 tokens; give 1 or more", code="claim-of-zero")
     return Claim(
         model=match["model"], precision=match["precision"], gpus=match["gpus"].strip(), tokens=tokens, tok_s=speed
     )
@@ -88,16 +92,23 @@ def judge_claim(shape: ModelShape, precision: str, cluster: Cluster, tokens: int
     cache = kv_bytes(shape, tokens, "bf16")
     usable = [gpu.memory_bytes - RESERVED_BYTES for gpu in gpus]
     read = read_bytes(shape, model)
-    bound = sum(gpu.bandwidth_Bps for gpu in gpus) / read
+    bandwidth = sum(gpu.bandwidth_Bps for gpu in gpus)
+    bound = bandwidth / read
     reasons = []
     layout = find_layout(shape, precision, cluster, tokens)
     if layout is None:
         reasons.append(_too_large(model.total, cache, tokens, usable, cluster))
     if tok_s is not None and tok_s > bound:
         reasons.append(
-            f"{tok_s:g} tok/s is more than the {bound:.1f} that the memory's bandwidth allows: each token reads "
-            f"{read / 1e9:.1f} GB of weights and {_gpu_names(cluster)} read{'s' * (len(gpus) == 1)} "
-            f"{sum(gpu.bandwidth_Bps for gpu in gpus) / 1e9:,.0f} GB/s"
+            create_note(
+                "claim_too_fast",
+                tok_s=tok_s,
+                bound_tok_s=bound,
+                read_bytes=read,
+                gpus=_gpu_names(cluster),
+                several=len(gpus) > 1,
+                bandwidth_bytes=bandwidth,
+            )
         )
     return ClaimVerdict(
         possible=not reasons,
@@ -160,7 +171,7 @@ def _lay_out(
 def _cuts(shape: ModelShape, gpus: int) -> Iterator[tuple[int, int, bool]]:
     """(ranks of a stage, stages, whole experts per rank), the finest cuts first."""
     for tensor in range(min(gpus, shape.q_heads), 0, -1):
-        for stages in range(min(gpus // tensor, shape.layers), 0, -1):
+        for stages in range(min(gpus // tensor, len(shape.layers)), 0, -1):
             yield tensor, stages, False
             if shape.experts and 1 < tensor <= shape.experts.count:
                 yield tensor, stages, True
@@ -196,14 +207,19 @@ def _gpu_names(cluster: Cluster) -> str:
     return format_counts(device.gpu.name for device in cluster_devices(cluster))
 
 
-def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> str:
+def _too_large(weight: int, cache: int, tokens: int, usable: Sequence[float], cluster: Cluster) -> Note:
     count = len(usable)
     need, total = weight + cache, sum(usable)
-    parts = f"{weight / 1e9:.1f} GB of weights and {cache / 1e9:.2f} GB of KV for {tokens:,} tokens"
-    each = f", {need / count / 1e9:.1f} GB on each," if count > 1 else ""
-    one = f", {max(usable) / 1e9:.1f} GB on one" if count > 1 else ""
-    short = f"; {(need - total) / 1e9:.1f} GB short" if need > total else ""
-    return (
-        f"{parts}{each} do not fit {_gpu_names(cluster)}: {total / 1e9:.1f} GB usable{one} after "
-        f"{RESERVED_BYTES / 1e9} GB {'on each ' if count > 1 else ''}for the driver and engine{short}"
+    return create_note(
+        "claim_too_large",
+        weight_bytes=weight,
+        kv_bytes=cache,
+        tokens=tokens,
+        gpus=_gpu_names(cluster),
+        several=count > 1,
+        gpu_need_bytes=need / count,
+        usable_bytes=total,
+        gpu_usable_bytes=max(usable),
+        reserved_bytes=RESERVED_BYTES,
+        short_bytes=max(0, need - total),
     )

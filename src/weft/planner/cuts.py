@@ -229,7 +229,7 @@ def _depths(question: Question, groups: int) -> list[tuple[int, int]]:
     """(stages, replicas) that this number of groups can form: the deepest pipelines for each number of replicas, so
     that no group is idle without need."""
     stages, replicas = question.constraints.pipeline_parallel, question.constraints.data_parallel
-    layers = question.shape.layers
+    layers = len(question.shape.layers)
     if stages:
         count = replicas or groups // stages
         return [(stages, count)] if 0 < count * stages <= groups else []

@@ -135,7 +135,9 @@ def deploy(
     size = len(weights) * len(layers)
     replicas, left_over = divmod(len(gpus), size)
     if left_over or not replicas:
-        raise PlanError(f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica")
+        raise PlanError(
+            f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica", code="gpus-not-multiple-of-replica"
+        )
     group = (0, replicas) if expert_parallel else None
     ranked = _places(shape, weights, layers, group, column_unit(shape, precision)) * replicas
     if expert_parallel and shape.experts:

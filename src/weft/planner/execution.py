@@ -180,7 +180,7 @@ def config_of_best(
     result = search(plan_question(config, checkpoint, host, part_of(cluster, numbers), numbers, speculative))
     best = result.best
     if best is None:
-        raise PlanError(_nothing_fits(result))
+        raise PlanError(_nothing_fits(result), code="nothing-fits")
     seats, memory = best.layout.gpus[: best.layout.replica_size], best.memory.replicas[0]
     _log_layout(result, best, numbers)
     if config.max_num_batched_tokens is None:

@@ -121,7 +121,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> int:
         """The longest single request that fits in every replica, in tokens; at most the model's own maximum."""
         distinct = [number for number, _ in self._distinct()]
-        if self.window_cache and self.shape.windows:
+        if self.window_cache and self.shape.has_windows:
             lengths = range(1, self.shape.longest + 1)
             return bisect_left(lengths, True, key=lambda length: not self._fits_everywhere(distinct, length))
         ranks = (rank for number in distinct for rank in self.replicas[number].ranks)
@@ -272,7 +272,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
     def _kv_of_request(self, place: Place, length: int) -> int:
         """KV bytes of one request on a rank. With a window cache a layer keeps at most its window."""
-        if self.profile.window_cache.value and self.shape.windows:
+        if self.profile.window_cache.value and self.shape.has_windows:
             return _kv_bytes(self.shape, length, self.kv_dtype, place)
         return length * (kv_bytes_per_token(self.shape, self.kv_dtype, place) + self._draft(place).kv_per_token)
 
@@ -363,7 +363,7 @@ def activation_bytes(
         draft = draft_on_rank(speculation, place)
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense
-    hidden = shape.q_heads * shape.head_dim if not shape.mla else shape.hidden
+    hidden = shape.q_heads * shape.head_dim if not shape.latent else shape.hidden
     passes = int(2 * tokens * hidden * factors.at(place.tp_size))
     logits = LOGITS_BYTES * rows * shape.vocab * place.last
     return max(passes, int(profile.activations_least_MiB.value * MIB)) + logits
@@ -381,7 +381,7 @@ def requests_that_fit(
 
     With `window_cache` a layer keeps at most its window.
     """
-    if window_cache and shape.windows:
+    if window_cache and shape.has_windows:
         pairs = zip(places, ranks, strict=True)
         needs = {(rank.kv_room_bytes, _kv_bytes(shape, length, kv_dtype, place)) for place, rank in pairs}
     else:

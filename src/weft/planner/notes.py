@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.architectures.kv import kv_bytes_per_token
-from weft.architectures.parameters import RUNNABLE
 from weft.architectures.place import whole
+from weft.architectures.registry import RUNNABLE
 from weft.formats.gguf_types import MIXES
 from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import format_bytes
-from weft.plan.backends import KERNELS, no_triton
+from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
@@ -34,8 +34,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
     ]
     if best:
         listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
-    listed += [create_note("remark", text=remark) for remark in question.remarks]
-    listed += _max_memory(question)
+    listed += [*question.remarks, *_max_memory(question)]
     if best:
         listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
     return listed
@@ -60,9 +59,10 @@ def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
     if question.engine != "weft" or question.cluster.on_cpu:
         return
     gpus = [question.cluster.gpus[number] for number in best.layout.gpus]
-    reason = no_triton(question.shape.head_dim, [(gpu.name, gpu.capability) for gpu in gpus])
-    if reason:
-        yield create_note("slow_kernels", kernels=KERNELS["triton"], reason=reason)
+    device = KernelDevice(cards=[(gpu.name, gpu.capability) for gpu in gpus], packages=None)
+    triton = ATTENTION_BACKENDS["triton"]
+    if reason := triton.supports(AttentionSpec.from_shape(question.shape, "bfloat16"), device):
+        yield create_note("slow_kernels", kernels=triton.kernels, reason=reason)
 
 
 def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:
@@ -152,8 +152,7 @@ def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
     if experts is None:
         return {"MLP": shape.ffn}
     whole_experts = best.layout.expert_parallel > 1
-    # If every layer has experts there is no other MLP.
-    return {"MLP": shape.ffn if experts.dense_layers else 0, "experts": 0 if whole_experts else experts.ffn}
+    return {"MLP": shape.ffn, "experts": 0 if whole_experts else experts.width}
 
 
 def _max_memory(question: Question) -> Iterator[Note]:

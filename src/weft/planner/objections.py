@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.architectures.kv import number_bytes
-from weft.architectures.parameters import RUNNABLE
+from weft.architectures.registry import RUNNABLE
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE
@@ -117,7 +117,7 @@ def _even(shape: ModelShape, ranks: int) -> bool:
 
 
 def _depth(question: Question, layout: CandidateLayout) -> Note | None:
-    stages, layers = layout.cut.pipeline_parallel, question.shape.layers
+    stages, layers = layout.cut.pipeline_parallel, len(question.shape.layers)
     return create_note("more_stages_than_layers", stages=stages, layers=layers) if stages > layers else None
 
 

@@ -119,7 +119,7 @@ def load_plan_file(path: str) -> PlanFile:
         )
     if plan.engine != "weft":
         raise ConfigError(
-            f"{path} is a plan for the engine {plan.engine}; plan again without --engine", code="plan-of-another-engine"
+            f"{path} is a plan for the engine {plan.engine}; plan again without --engine", code="plan-for-other-engine"
         )
     _check_ranks(path, plan, plan.best)
     return msgspec.structs.replace(plan, path=path)
@@ -130,28 +130,30 @@ def _decode(path: str) -> PlanFile:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}", code="plan-not-readable"
+            f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}", code="cannot-read-plan"
         ) from None
     try:
         head = msgspec.json.decode(text, type=_Head)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}", code="no-plan"
+            f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}", code="not-a-plan"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="no-plan") from None
+        raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="plan-not-json") from None
     if not 1 <= head.format <= FORMAT:
         raise ConfigError(
             f"{path} is a plan of format {head.format}, and this Weft reads 1 to {FORMAT}; plan again",
-            code="unknown-plan-format",
+            code="plan-of-other-format",
         )
     try:
         plan = msgspec.json.decode(text)
         return msgspec.convert(_from_format_1(plan) if head.format == 1 else plan, PlanFile)
     except msgspec.ValidationError as error:
         raise _damaged(path, str(error)) from None
-    except (KeyError, IndexError, TypeError) as error:
-        raise _damaged(path, f"a field of format 1 is missing or of another kind ({error})") from None
+    except KeyError as error:
+        raise _damaged(path, f"it has no {error}") from None
+    except (IndexError, TypeError):
+        raise _damaged(path, "its ranks and its hardware do not fit together") from None
 
 
 def _from_format_1(plan: dict[str, Any]) -> dict[str, Any]:
@@ -177,11 +179,11 @@ def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
     sizes = (len(best.tensor_split), len(best.pipeline_split), len(best.ranks))
     ranks = best.tensor_parallel * best.pipeline_parallel * best.data_parallel
     if sizes != (best.tensor_parallel, best.pipeline_parallel, ranks) or not ranks:
-        raise _damaged(path, f"{best.name} has {ranks} ranks, and it lists {sizes[2]}")
+        raise _damaged(path, f"{best.name} has {ranks} ranks, and it lists {sizes[2]}", "plan-ranks-differ")
     unknown = {rank.gpu for rank in best.ranks} - plan.hardware.types.keys()
     if unknown:
-        raise _damaged(path, f"its hardware has no {unknown.pop()}")
+        raise _damaged(path, f"its hardware has no {unknown.pop()}", "plan-gpu-unknown")
 
 
-def _damaged(path: str, fault: str) -> ConfigError:
-    return ConfigError(f"{path} is a damaged plan: {fault}; {HOW_TO_WRITE}", code="damaged-plan")
+def _damaged(path: str, fault: str, code: str = "damaged-plan") -> ConfigError:
+    return ConfigError(f"{path} is a damaged plan: {fault}; {HOW_TO_WRITE}", code=code)

@@ -329,8 +329,7 @@ def cache_bytes(replica: ReplicaMemory, memory: RankMemory) -> int:
 
 def ffn_columns(shape: ModelShape, place: Place) -> int:
     """Columns of the MLP on a rank; if every layer has experts, columns of each expert."""
-    experts = shape.experts
-    return len(place.expert_ffn) if experts and not experts.dense_layers else len(place.ffn)
+    return len(place.ffn) if shape.ffn else len(place.expert_ffn)
 
 
 def bands(predicted: Prediction) -> dict[str, list[float]]:

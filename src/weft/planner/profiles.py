@@ -224,7 +224,7 @@ def load_profile(engine: str, on_cpu: bool = False) -> Profile:
     if engine not in data["engine"]:
         near = get_close_matches(engine, engine_names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engine_names())}")
+        raise ConfigError(f"unknown engine {engine!r}; {hint}known: {', '.join(engine_names())}", code="unknown-engine")
     rules = {
         kind: [rule for rule in data[kind] if engine in rule.get("engines", [engine])]
         for kind in ("weights", "math", "kv")

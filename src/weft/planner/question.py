@@ -11,6 +11,7 @@ from weft.hardware.cluster import Cluster
 from weft.plan.device_map import Spread
 from weft.plan.plan import Speculation
 from weft.planner.deployment import Workload
+from weft.planner.note import Note
 
 Objective = Literal["throughput", "latency", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -58,5 +59,5 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     speculation: Speculation | None = None
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Note, ...] = ()
     flags: tuple[tuple[str, ...], ...] = ()

@@ -37,7 +37,7 @@ def _sum_of_weights(
     """Sum over layers by kind: there are few kinds, and few ways to share a layer of each."""
     parts = [(_weights_of(shape, precision, share), 1)]
     inner = msgspec.structs.replace(share, stage=1, stages=3)
-    for (_, _, layer), count in kinds:
+    for (_, layer), count in kinds:
         one = msgspec.structs.replace(inner, layers=Span(layer, layer + 1))
         parts.append((_weights_of(shape, precision, one), count))
     names = WeightBytes.__struct_fields__

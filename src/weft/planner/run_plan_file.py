@@ -41,7 +41,10 @@ def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint
     Raises ConfigError if a flag contradicts the plan, and PlanError if the plan is for another model or machine.
     """
     if config.max_memory is not None:
-        raise ConfigError("--plan sets how much of each GPU is used, and so does --max-memory: leave one of them out")
+        raise ConfigError(
+            "--plan sets how much of each GPU is used, and so does --max-memory: leave one of them out",
+            code="plan-beside-max-memory",
+        )
     _check_model(plan, checkpoint)
     _check_runs(plan, checkpoint)
     on_gpus = _check_machine(plan, config, host)
@@ -116,12 +119,14 @@ def check_applied(plan: PlanFile, actual: Plan) -> None:
             raise PlanError(
                 f"{plan.path} counts on {format_bytes(rank.weight_bytes)} of {plan.layout.precision} weights on rank "
                 f"{place.rank}; Weft holds {format_bytes(actual.weight_bytes(place.rank))} there: plan again with "
-                f"--precision {OF_DTYPE[actual.dtype]}"
+                f"--precision {OF_DTYPE[actual.dtype]}",
+                code="plan-weights-differ",
             )
     if number_bytes(plan.layout.kv_cache_dtype) != number_bytes(actual.kv_dtype):
         raise PlanError(
             f"{plan.path} counts on a KV cache in {plan.layout.kv_cache_dtype}; Weft keeps it in {actual.kv_dtype}; "
-            "plan again without --kv-cache-dtype"
+            "plan again without --kv-cache-dtype",
+            code="plan-kv-cache-dtype-differs",
         )
 
 
@@ -135,7 +140,8 @@ def _check_place(plan: PlanFile, rank: PlannedRank, place: Place) -> None:
     if planned != actual:
         raise PlanError(
             f"{plan.path} gives rank {place.rank} layers, heads and KV heads {_spans(planned)}; its splits make "
-            f"that {_spans(actual)}; plan again"
+            f"that {_spans(actual)}; plan again",
+            code="plan-spans-differ",
         )
 
 
@@ -153,7 +159,8 @@ def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
     if (shape.architecture, parameter_count(shape)) != (plan.model.architecture, plan.model.params):
         raise PlanError(
             f"{plan.path} is a plan for {plan.model.name} ({plan.model.architecture}, {plan.model.params:,} "
-            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it"
+            f"parameters); {checkpoint.model} has {parameter_count(shape):,} ({shape.architecture}): plan again for it",
+            code="plan-for-other-model",
         )
 
 
@@ -162,7 +169,8 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
     if best.expert_parallel > 1:
         raise PlanError(
             f"{plan.path} divides experts among {best.expert_parallel} ranks, which Weft does not run yet; plan again "
-            "with --no-enable-expert-parallel"
+            "with --no-enable-expert-parallel",
+            code="plan-divides-experts",
         )
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
     stored = stored or own_quantization(checkpoint.shape, precision) is not None
@@ -170,7 +178,8 @@ def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
         known = ", ".join((*COMPUTED, *dict.fromkeys(ONLINE_QUANTIZATIONS.values())))
         raise PlanError(
             f"{plan.path} is a plan for {precision} weights, to which Weft cannot convert {checkpoint.model}; plan "
-            f"again with one of --precision {known}, or with --quantization"
+            f"again with one of --precision {known}, or with --quantization",
+            code="plan-precision-not-converted",
         )
 
 
@@ -195,7 +204,8 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
     ranks = plan.ranks
     if len({rank.device.node for rank in ranks}) > 1:
         raise PlanError(
-            f"{plan.path} puts one replica on several machines; Weft runs on one machine so far: plan with --gpus"
+            f"{plan.path} puts one replica on several machines; Weft runs on one machine so far: plan with --gpus",
+            code="plan-replica-on-several-machines",
         )
     if all(rank.device.kind == "cpu" for rank in ranks):
         _check_cpu(plan, config, host)
@@ -209,7 +219,8 @@ def _check_cpu(plan: PlanFile, config: EngineConfig, host: Host) -> None:
     if config.kv_cache_memory_bytes is None and need > host.memory_free_bytes:
         raise PlanError(
             f"{plan.path} takes {format_bytes(need)} for weights and KV cache; {host.hostname} has "
-            f"{format_bytes(host.memory_free_bytes)} of free memory: plan again here, or give --kv-cache-memory-bytes"
+            f"{format_bytes(host.memory_free_bytes)} of free memory: plan again here, or give --kv-cache-memory-bytes",
+            code="plan-exceeds-host-memory",
         )
 
 
@@ -218,18 +229,21 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
     if not host.gpus:
         raise PlanError(
             f"{plan.path} is a plan for {', '.join(dict.fromkeys(rank.gpu for rank in ranks))}, and no GPU is visible "
-            f"on {host.hostname}; plan again here: weft plan {plan.model.name} --json"
+            f"on {host.hostname}; plan again here: weft plan {plan.model.name} --json",
+            code="plan-without-gpu-here",
         )
     indices = config.device_ids or tuple(rank.device.index for rank in ranks)
     if len(indices) != len(ranks):
         raise ConfigError(
-            f"device_ids names {len(indices)} GPUs; {plan.path} has {len(ranks)} ranks: give one each, or leave it out"
+            f"device_ids names {len(indices)} GPUs; {plan.path} has {len(ranks)} ranks: give one each, or leave it out",
+            code="device-ids-not-per-rank",
         )
     for index, rank in zip(indices, ranks, strict=True):
         if not 0 <= index < len(host.gpus):
             raise PlanError(
                 f"{plan.path} uses GPU {index}; visible here are 0 to {len(host.gpus) - 1}: plan again here, or name "
-                "others with --device-ids"
+                "others with --device-ids",
+                code="plan-beyond-gpus-here",
             )
         _check_gpu(plan, rank, host.gpus[index])
 
@@ -239,19 +253,22 @@ def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
     if here != rank.gpu:
         raise PlanError(
             f"{plan.path} counts on {rank.gpu} as GPU {gpu.index}; here that is {here}: plan again here, or name "
-            "another with --device-ids"
+            "another with --device-ids",
+            code="plan-for-other-gpu",
         )
     if gpu.total_bytes < rank.memory_bytes:
         raise PlanError(
             f"{plan.path} counts on {format_bytes(rank.memory_bytes)} of GPU {gpu.index}; here it has "
-            f"{format_bytes(gpu.total_bytes)}: plan again here"
+            f"{format_bytes(gpu.total_bytes)}: plan again here",
+            code="plan-gpu-smaller-here",
         )
     if gpu.total_bytes - gpu.held_bytes < rank.usable_bytes:
         holders = ", ".join(map(str, gpu.holders)) or "other processes"
         raise PlanError(
             f"{plan.path} takes {format_bytes(rank.usable_bytes)} of GPU {gpu.index}, of which {holders} hold "
             f"{format_bytes(gpu.held_bytes)}; end those, name another with --device-ids, or plan again with a lower "
-            "--gpu-memory-utilization"
+            "--gpu-memory-utilization",
+            code="plan-gpu-in-use",
         )
 
 
@@ -260,7 +277,8 @@ def _check_flag(plan: PlanFile, name: str, given: object, planned: object) -> No
     does not."""
     if given not in (None, "auto", planned) and not _means_the_same(name, given, planned):
         raise ConfigError(
-            f"{name} is {_told(given)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it"
+            f"{name} is {_told(given)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it",
+            code="flag-contradicts-plan",
         )
 
 
@@ -299,6 +317,7 @@ def _shares(plan: PlanFile, config: EngineConfig) -> tuple[float, ...]:
     if differ and given != DEFAULT_CONFIG.gpu_memory_utilization:
         raise ConfigError(
             f"gpu_memory_utilization is {_told(given)} and {plan.path} takes {_told(planned)}; leave the flag out, or "
-            "plan again with it"
+            "plan again with it",
+            code="flag-contradicts-plan",
         )
     return planned

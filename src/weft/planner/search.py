@@ -136,7 +136,7 @@ def _fitting(question: Question, layout: CandidateLayout, rejected: list[Rejecte
     try:
         divided = [(one, _footprint(question, one)) for one in _divisions(question, layout)]
     except PlanError as error:
-        rejected.append(Rejected(layout.cut, create_note("not_possible", reason=str(error))))
+        rejected.append(Rejected(layout.cut, create_note("not_possible", reason=str(error), fault=error.code)))
         return None
     fits = tuple((one, memory) for one, memory in divided if memory.fits)
     if not fits:
@@ -271,7 +271,7 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     if question.constraints.pipeline_split:
         return [question.constraints.pipeline_split]
     if stages == 1:
-        return [(shape.layers,)]
+        return [(len(shape.layers),)]
     dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
     group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
     capacities = _capacities(question, layout, weights)
@@ -282,7 +282,7 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     ]
     known = dict.fromkeys(layers for layers in choices if layers is not None)
     # If nothing fits, the even split shows by how much.
-    return list(known) or [_even(shape.layers, stages)]
+    return list(known) or [_even(len(shape.layers), stages)]
 
 
 def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[list[RankCapacity]]:
@@ -306,7 +306,7 @@ def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[f
 def _engine_bytes(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[int]:
     """Bytes of each rank's GPU that an engine takes for itself, as computed for one replica with even stages."""
     cut = msgspec.structs.replace(layout.cut, data_parallel=1, expert_parallel=1)
-    layers = _even(question.shape.layers, cut.pipeline_parallel)
+    layers = _even(len(question.shape.layers), cut.pipeline_parallel)
     one = _deployed(question, CandidateLayout(cut, layout.replicas[:1]), weights, layers)
     engine = with_smallest_budget(engine_profile(question))
     memory = footprint(question.shape, one, question.cluster, engine, question.workload)

@@ -47,7 +47,7 @@ def stage_layers(
     possible. None if there is not enough room, or if there are fewer layers than stages. `precision` is a result of
     `canonical` or `as_held` of `formats.precision`; `expert_group` is that of `plan.places`.
     """
-    ranks = tuple(cut_places(shape, tensor_weights, [shape.layers], expert_group, column_unit(shape, precision)))
+    ranks = tuple(cut_places(shape, tensor_weights, [len(shape.layers)], expert_group, column_unit(shape, precision)))
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
     # The tightest and the slowest rank of a stage count, in terms of the first rank's bytes.
@@ -73,8 +73,8 @@ def _layers(
     """Per layer on a rank: the bytes that it takes, and the bytes of its weights that a token reads."""
     sizes, work = [], []
     known: dict[object, tuple[float, float]] = {}
-    for layer in range(shape.layers):
-        kind = similar_layers(shape, precision)[layer], shape.window(layer)
+    for layer in range(len(shape.layers)):
+        kind = similar_layers(shape, precision)[layer], shape.layers[layer].window
         if kind not in known:
             place = msgspec.structs.replace(rank, layers=Span(layer, layer + 1), stage=1, stages=3)
             weights = sum_by_kind(shape, precision, place)

@@ -9,9 +9,9 @@ import msgspec
 
 from weft.architectures.axes import owned
 from weft.architectures.kv import layer_bytes_per_token
-from weft.architectures.parameters import Parameter, model_parameters
+from weft.architectures.parameters import Parameter, layer_parameters, outer_parameters
 from weft.architectures.place import Place, Span
-from weft.architectures.shape import ModelShape
+from weft.architectures.shape import Experts, ModelShape
 from weft.formats.precision import OTHERS, parameter_bytes, similar_layers
 
 
@@ -81,7 +81,7 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
 
-LayerKind = tuple[bool, int | None, int]  # has experts, window, and the first layer that is stored alike
+LayerKind = tuple[int | None, int]  # window, and the first layer that has the same parameters, stored alike
 
 
 @lru_cache(maxsize=8192)
@@ -89,7 +89,7 @@ def layer_kinds(shape: ModelShape, precision: str, layers: Span) -> tuple[tuple[
     """(kind, number of layers of that kind) for the given layers."""
     counts: Counter[LayerKind] = Counter()
     for layer in range(layers.start, layers.stop):
-        counts[shape.has_experts(layer), shape.window(layer), similar_layers(shape, precision)[layer]] += 1
+        counts[shape.layers[layer].window, similar_layers(shape, precision)[layer]] += 1
     return tuple(counts.items())
 
 
@@ -98,12 +98,12 @@ def _work(
     shape: ModelShape, precision: str, kv_dtype: str, share: Place, kinds: tuple[tuple[LayerKind, int], ...]
 ) -> RankWork:
     layers: dict[LayerWork, int] = {}
-    for (has_experts, window, layer), count in kinds:
-        products, experts = _layer(shape, precision, share, has_experts, layer)
+    for (window, layer), count in kinds:
+        products, experts = _layer(shape, precision, share, layer)
         attention = _attention(shape, kv_dtype, share, window)
         one = LayerWork(count=0, products=products, experts=experts, attention=attention)
         layers[one] = layers.get(one, 0) + count
-    head = next(parameter for parameter in model_parameters(shape) if parameter.role == "head")
+    *_, head = outer_parameters(shape)
     return RankWork(
         hidden=shape.hidden,
         layers=tuple(msgspec.structs.replace(one, count=count) for one, count in layers.items()),
@@ -113,29 +113,24 @@ def _work(
 
 @lru_cache(maxsize=8192)
 def _layer(
-    shape: ModelShape, precision: str, place: Place, has_experts: bool, layer: int
+    shape: ModelShape, precision: str, place: Place, layer: int
 ) -> tuple[tuple[MatrixProduct, ...], ExpertWork | None]:
     """The matrices of one layer, and its experts."""
     products, numbers, nbytes = [], 0, 0
-    for parameter in model_parameters(shape):
-        if not _is_layer_matrix(parameter, has_experts):
+    for parameter in layer_parameters(shape, layer):
+        if parameter.parts[0].cols is None:
             continue
         product = _product(shape, precision, place, parameter, layer)
         if parameter.role == "expert":
             numbers, nbytes = numbers + product.numbers, nbytes + product.nbytes
         else:
             products.append(product)
-    if not has_experts or shape.experts is None:
+    ffn = shape.layers[layer].ffn
+    if not isinstance(ffn, Experts):
         return tuple(products), None
     held = max(1, len(place.experts))
-    total, top_k = shape.experts.count, shape.experts.top_k
-    return tuple(products), ExpertWork(held=held, count=total, top_k=top_k, numbers=numbers, nbytes=nbytes / held)
-
-
-def _is_layer_matrix(parameter: Parameter, has_experts: bool) -> bool:
-    """Return True for a matrix that a layer with (or without) experts has."""
-    absent = parameter.on != "every" and (parameter.on == "expert") != has_experts
-    return parameter.where == "layer" and not absent and parameter.parts[0].cols is not None
+    experts = ExpertWork(held=held, count=ffn.count, top_k=ffn.top_k, numbers=numbers, nbytes=nbytes / held)
+    return tuple(products), experts
 
 
 def _product(shape: ModelShape, precision: str, place: Place, parameter: Parameter, layer: int) -> MatrixProduct:
@@ -149,11 +144,11 @@ def _product(shape: ModelShape, precision: str, place: Place, parameter: Paramet
 
 def _attention(shape: ModelShape, kv_dtype: str, place: Place, window: int | None) -> AttentionWork:
     heads = len(place.q_heads)
-    if shape.mla:
+    if latent := shape.latent:
         # Decode works on the cached vectors themselves, with the up-projections moved to the query and the output.
-        rank, rope = shape.mla.kv_lora_rank, shape.mla.rope_dim
+        rank, rope = latent.kv_lora_rank, latent.rope_dim
         key, value = rank + rope, rank
-        prompt = shape.mla.nope_dim + rope + shape.mla.v_dim
+        prompt = latent.nope_dim + rope + latent.v_dim
     else:
         key = value = shape.head_dim
         prompt = key + value

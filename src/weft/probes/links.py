@@ -132,7 +132,7 @@ class _Measurement:
     def add_fault(self, fault: ProbeFault) -> None:
         """Record a pair's fault; give up the links of a GPU whose own measurement failed."""
         if fault.task is None:
-            raise ConfigError(f"cannot measure the GPUs of {self.hostname}: {fault.reason}")
+            raise ConfigError(f"cannot measure the GPUs of {self.hostname}: {fault.reason}", code="cannot-measure-gpus")
         if len(fault.task) == 2:
             self.remaining.remove(fault.task)
             self.pairs.append(self._pair(fault.task, fault.verdict, fault.reason))
@@ -176,7 +176,7 @@ def _examine(
                         yield ProbeFault(task, "broken", reason)
                     return
                 case None:
-                    yield ProbeFault(task, "broken", child.describe_exit()[0])
+                    yield ProbeFault(task, "broken", child.describe_exit().cause)
                     return
     finally:
         end_children([child])

@@ -37,7 +37,9 @@ def pss_bytes(pid: int, root: Path = Path("/proc")) -> int:
             continue
         except OSError as error:
             if process == pid:
-                raise WeftError(f"cannot read the memory of process {pid}: {error.strerror}") from error
+                raise WeftError(
+                    f"cannot read the memory of process {pid}: {error.strerror}", code="cannot-read-process-memory"
+                ) from error
             continue
         total += next((int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")), 0) * 1024
     return total

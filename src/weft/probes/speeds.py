@@ -174,7 +174,8 @@ def measure_cpu(host: Host) -> CpuSpeed:
             logger.warning("the CPU kernels do not run (%s); delete %s, and they are built anew", reason, kernels)
     raise ConfigError(
         f"cannot measure the CPU of {host.hostname}: {reason}; describe the hardware to plan for, as in "
-        "--gpus 4xRTX4090 or --gpus FILE.yaml"
+        "--gpus 4xRTX4090 or --gpus FILE.yaml",
+        code="cannot-measure-cpu",
     )
 
 

@@ -68,8 +68,12 @@ def tune_attention(
                 case Ended(reason=""):
                     return tuned
                 case Ended(reason=reason):
-                    raise ConfigError(f"the sizes of attention cannot be measured: {reason}")
-        raise ConfigError(f"the sizes of attention cannot be measured: {child.describe_exit()[0]}")
+                    raise ConfigError(
+                        f"the sizes of attention cannot be measured: {reason}", code="cannot-measure-attention"
+                    )
+        raise ConfigError(
+            f"the sizes of attention cannot be measured: {child.describe_exit().cause}", code="cannot-measure-attention"
+        )
     finally:
         end_children([child])
         child.close()

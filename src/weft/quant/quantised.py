@@ -12,12 +12,12 @@ from weft.formats.schemes import ALL_SCHEMES, UNIT, Scheme
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A quantised matrix [rows, cols], stored row by row.
+    """A quantised matrix [rows, cols], stored row by row, or a stack of them [experts, rows, cols].
 
-    `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the low nibbles of
-    UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16. `lowest` is as many minima
-    (float16) or zero points (uint8), or None for symmetric schemes. The first group lacks `lacking` columns. `dtype` is
-    that of activations.
+    Of one matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
+    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16. `lowest` is as
+    many minima (float16) or zero points (uint8), or None for symmetric schemes. The first group lacks `lacking`
+    columns. `dtype` is that of activations.
     """
 
     type: str
@@ -28,17 +28,22 @@ class QuantisedWeight:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device) -> QuantisedWeight:
-        """Uninitialised memory for the columns `cols` of a matrix, a range in multiples of UNIT."""
+    def empty(
+        cls, type: str, rows: int, cols: Span, dtype: torch.dtype, device: torch.device, experts: tuple[int, ...] = ()
+    ) -> QuantisedWeight:
+        """Uninitialised memory for the columns `cols` of a matrix, a range in multiples of UNIT.
+
+        `experts` is (number,) for a stack of matrices.
+        """
         scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
         if scheme.lowest != "middle":
             kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
-            lowest = torch.empty(rows, groups, dtype=kind, device=device)
+            lowest = torch.empty(*experts, rows, groups, dtype=kind, device=device)
         return cls(
             type,
-            torch.empty(rows, len(cols) * scheme.bits // 8, dtype=torch.uint8, device=device),
-            torch.empty(rows, groups, dtype=torch.float16, device=device),
+            torch.empty(*experts, rows, len(cols) * scheme.bits // 8, dtype=torch.uint8, device=device),
+            torch.empty(*experts, rows, groups, dtype=torch.float16, device=device),
             lowest,
             cols.start % scheme.group,
             dtype,
@@ -50,8 +55,15 @@ class QuantisedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, cols)."""
-        return self.values.shape[0], self.values.shape[1] * 8 // self.scheme.bits
+        """(rows, cols) of one matrix."""
+        rows, nbytes = self.values.shape[-2:]
+        return rows, nbytes * 8 // self.scheme.bits
+
+    def select(self, dim: int, expert: int) -> QuantisedWeight:
+        """A view of one matrix of a stack; `dim` must be 0."""
+        assert dim == 0 and self.values.dim() == 3
+        lowest = None if self.lowest is None else self.lowest[expert]
+        return replace(self, values=self.values[expert], scales=self.scales[expert], lowest=lowest)
 
     @property
     def device(self) -> torch.device:
@@ -62,8 +74,8 @@ class QuantisedWeight:
         return sum(part.nbytes for part in (self.values, self.scales, self.lowest) if part is not None)
 
     def narrow(self, dim: int, start: int, length: int) -> QuantisedWeight:
-        """A view of `length` rows from `start` on; `dim` must be 0."""
-        assert dim == 0
+        """A view of `length` rows from `start` on of one matrix; `dim` must be 0."""
+        assert dim == 0 and self.values.dim() == 2
         lowest = None if self.lowest is None else self.lowest.narrow(0, start, length)
         values, scales = self.values.narrow(0, start, length), self.scales.narrow(0, start, length)
         return replace(self, values=values, scales=scales, lowest=lowest)

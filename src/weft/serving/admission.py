@@ -108,7 +108,7 @@ class Admission:
                     503,
                     f"unfinished requests take more than the {self.limits.held_bytes} bytes that are kept for them, "
                     "and this is the oldest; send it again, and faster",
-                    code="too_many_unfinished",
+                    code="too-many-unfinished",
                     retry_after_s=1,
                 )
             )
@@ -119,7 +119,7 @@ class Admission:
         return HttpError(
             503,
             f"{self.limits.connections} connections are open, and more are not served; try again later",
-            code="too_many_connections",
+            code="too-many-connections",
             retry_after_s=1,
         )
 

@@ -85,7 +85,7 @@ class RequireKey:
         if scope["type"] != "http" or self._may_pass(scope):
             await self._app(scope, receive, send)
             return
-        error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
         await error_response(error)(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:

@@ -66,7 +66,7 @@ class BodyReceiver:
         return HttpError(
             413,
             f"the body is longer than {self.limit} bytes; send less, or raise --max-body-bytes",
-            code="body_too_large",
+            code="body-too-large",
         )
 
 
@@ -86,7 +86,9 @@ def check_structure(content: bytes, values: int) -> None:
 
 def _check_number(items: str, number: int, limit: int) -> None:
     if number > limit:
-        raise RequestError(f"the body has {number:,} {items}; the limit is {limit:,}: send several requests")
+        raise RequestError(
+            f"the body has {number:,} {items}; the limit is {limit:,}: send several requests", code="too-many-items"
+        )
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -94,13 +96,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body)
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a text") from None
+        raise RequestError(
+            f"the body is not valid UTF-8: {error.reason} at byte {error.start} of a text", code="body-not-utf8"
+        ) from None
     except RecursionError:
-        raise RequestError("the body is not usable JSON: too deeply nested") from None
+        raise RequestError("the body is not usable JSON: too deeply nested", code="json-nested-too-deeply") from None
     except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        raise RequestError(f"the body is not valid JSON: {error}", code="body-not-json") from None
     if not isinstance(raw, dict):
-        raise RequestError("the body must be a JSON object")
+        raise RequestError("the body must be a JSON object", code="body-not-object")
     _check_number("fields", len(raw), LIMITS.fields)
     return raw
 
@@ -111,7 +115,7 @@ def convert_object(raw: dict[str, Any], target: type[T]) -> T:
         return msgspec.convert(raw, target)
     except msgspec.ValidationError as error:
         field = FIELD.search(str(error))
-        raise RequestError(str(error), param=(field[1] or field[2]) if field else None) from None
+        raise RequestError(str(error), param=(field[1] or field[2]) if field else None, code="invalid-field") from None
 
 
 class UnknownFields:

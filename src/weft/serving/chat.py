@@ -53,7 +53,9 @@ def prepare_chat(service: Service, content: bytes) -> PreparedChat:
     if body.max_completion_tokens is not None:
         fields["max_tokens"] = body.max_completion_tokens
     if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise RequestError(
+            "top_logprobs needs logprobs to be true", param="top_logprobs", code="top-logprobs-without-logprobs"
+        )
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     sampling_params = service.frontend.sampling_params(fields, max_tokens=None)

@@ -45,7 +45,11 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     fields = sampling_fields(body) | {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         if body.stream:
-            raise RequestError("echo with logprobs cannot be streamed; leave one of the three out", param="echo")
+            raise RequestError(
+                "echo with logprobs cannot be streamed; leave one of the three out",
+                param="echo",
+                code="echo-logprobs-streamed",
+            )
         fields["prompt_logprobs"] = body.logprobs
     scoring = bool(body.echo) and body.max_tokens == 0
     if scoring:
@@ -71,10 +75,12 @@ def split_prompts(prompt: str | list[str | int | list[int]]) -> list[PromptLike]
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("the prompt is empty; give at least one token", param="prompt")
+        raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
     kinds = {type(part) for part in prompt}
     if len(kinds) > 1:
-        raise RequestError("prompt is a text, token ids, or a list of only one of the two", param="prompt")
+        raise RequestError(
+            "prompt is a text, token ids, or a list of only one of the two", param="prompt", code="mixed-prompts"
+        )
     return [cast(list[int], prompt)] if kinds == {int} else cast(list[PromptLike], prompt)
 
 

@@ -154,7 +154,7 @@ class Connection(HttpToolsProtocol):
         room = min(PIECE, limit - self._framing)
         if not room:
             status, subject = (414, "the URL is") if 2 * len(self.url) > limit else (431, "URL and header fields are")
-            self.refuse(HttpError(status, f"{subject} longer than {limit} bytes; send less", code="header_too_large"))
+            self.refuse(HttpError(status, f"{subject} longer than {limit} bytes; send less", code="header-too-large"))
             return 0
         end = data.find(HEAD_END, at, at + room)
         size = min(room, len(data) - at) if end < 0 else end + len(HEAD_END) - at
@@ -167,7 +167,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             return int(upgrade.args[0])  # not supported: the request is answered as if it had not asked for it
         except httptools.HttpParserError as error:
-            unusable = HttpError(400, f"this is not valid HTTP: {error}", code="invalid_http")
+            unusable = HttpError(400, f"this is not valid HTTP: {error}", code="invalid-http")
             self.refuse(self._fault or unusable)
         return len(piece)
 
@@ -181,7 +181,7 @@ class Connection(HttpToolsProtocol):
         most = self._limits.header_fields
         if len(self.headers) >= most:
             self._fault = HttpError(
-                431, f"there are more than {most} header fields; send fewer", code="header_too_large"
+                431, f"there are more than {most} header fields; send fewer", code="header-too-large"
             )
             raise self._fault
         super().on_header(name, value)
@@ -211,7 +211,7 @@ class Connection(HttpToolsProtocol):
                 400,
                 f"the body comes in more than {limits.chunks} chunks of less than {limits.chunk_bytes} bytes; "
                 "send larger ones",
-                code="too_many_chunks",
+                code="too-many-chunks",
             )
             raise self._fault
 
@@ -350,7 +350,7 @@ class Connection(HttpToolsProtocol):
         else:
             fault = "its head is not complete" if part == "head" else "no byte of its body came"
             message = f"the request was given up: {fault} after {seconds:g} s"
-            self.refuse(HttpError(408, message, code="request_timeout"))
+            self.refuse(HttpError(408, message, code="request-timeout"))
 
 
 class BoundedFlowControl(FlowControl):

@@ -15,13 +15,13 @@ from weft.executors.ranks import CLOSED
 
 
 class HttpError(WeftError):
-    """An error with an HTTP status and the short `code` that programs read."""
+    """An error with an HTTP status. Its `code` is sent to clients, with underscores as OpenAI spells codes."""
 
     def __init__(
         self, status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
+        super().__init__(message, code=code)
+        self.status, self.param, self.retry_after_s = status, param, retry_after_s
 
 
 class ErrorBody(msgspec.Struct):
@@ -65,7 +65,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     message = str(error)
     match error:
         case HttpError():
-            status, code, param = error.status, error.code, error.param
+            status, code, param = error.status, error.code.replace("-", "_"), error.param
             if error.retry_after_s is not None:
                 headers = {"Retry-After": str(error.retry_after_s)}
         case QueueFullError():

@@ -19,7 +19,7 @@ async def ready(request: Request) -> Response:
     """/health/ready: new requests are accepted."""
     service: Service = request.app.state.service
     if service.draining:
-        raise HttpError(503, "the server is shutting down", code="shutting_down")
+        raise HttpError(503, "the server is shutting down", code="shutting-down")
     return await health(request)
 
 

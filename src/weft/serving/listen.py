@@ -22,13 +22,17 @@ def bind(options: ServeOptions) -> socket.socket:
     if options.uds is not None:
         return _bind_path(options.uds)
     if not 0 <= options.port <= 65535:
-        raise ConfigError(f"port is {options.port}; it must be from 1 to 65535, or 0 for any that is free")
+        raise ConfigError(
+            f"port is {options.port}; it must be from 1 to 65535, or 0 for any that is free", code="invalid-port"
+        )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"--host {options.host} is no address of this machine: {error.strerror}") from None
+        raise ConfigError(
+            f"--host {options.host} is no address of this machine: {error.strerror}", code="host-not-here"
+        ) from None
     listener = socket.socket(family, kind, protocol)
     # The port of a server that has just ended is free, though its last connections linger.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,7 +40,7 @@ def bind(options: ServeOptions) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(_advice(options, error)) from None
+        raise _bind_error(options, error) from None
     # While this one does not listen, another socket that may reuse the address could be bound beside it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
@@ -50,7 +54,7 @@ def start_listening(listener: socket.socket, options: ServeOptions) -> None:
         # Here and not in the event loop, which would go on silently after a failure.
         listener.listen(BACKLOG)
     except OSError as error:
-        raise ConfigError(_advice(options, error)) from None
+        raise _bind_error(options, error) from None
 
 
 def check_tls(options: ServeOptions) -> None:
@@ -58,11 +62,13 @@ def check_tls(options: ServeOptions) -> None:
     if options.ssl_certfile is None and options.ssl_keyfile is None:
         return
     if options.ssl_certfile is None:
-        raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile", code="ssl-certificate-missing")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
     except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}") from None
+        raise ConfigError(
+            f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}", code="ssl-certificate-unusable"
+        ) from None
 
 
 def public_url(listener: socket.socket, options: ServeOptions) -> str:
@@ -115,10 +121,10 @@ def _bind_path(path: str) -> socket.socket:
     try:
         return PathListener(path)
     except BlockingIOError:
-        why = "in use by another server, which runs or starts"
+        why, code = "in use by another server, which runs or starts", "path-taken"
     except OSError as error:
-        why = error_reason(error)
-    raise ConfigError(f"cannot listen on {path}: {why}; give another --uds") from None
+        why, code = error_reason(error), "path-taken" if error.errno == errno.EADDRINUSE else "cannot-listen"
+    raise ConfigError(f"cannot listen on {path}: {why}; give another --uds", code=code) from None
 
 
 def _lock(path: str) -> int:
@@ -150,15 +156,19 @@ def _is_left_over(path: str) -> bool:
         return probe.connect_ex(path) == errno.ECONNREFUSED
 
 
-def _advice(options: ServeOptions, error: OSError) -> str:
-    """Message for an address that cannot be bound."""
+def _bind_error(options: ServeOptions, error: OSError) -> ConfigError:
+    """The error for an address that cannot be bound, with the way out."""
     where = f"port {options.port} on {options.host}"
     if error.errno == errno.EADDRINUSE:
         holder = _holder(options.port)
-        return f"{where} is taken{f' by {holder}' if holder else ''}; stop that, or give another --port (0: any)"
+        taken = f"{where} is taken{f' by {holder}' if holder else ''}"
+        return ConfigError(f"{taken}; stop that, or give another --port (0: any)", code="port-taken")
     if error.errno == errno.EACCES:
-        return f"{where} needs privileges that this user does not have; give a --port from 1024 on"
-    return f"cannot listen on {where}: {error.strerror}"
+        return ConfigError(
+            f"{where} needs privileges that this user does not have; give a --port from 1024 on",
+            code="port-needs-privileges",
+        )
+    return ConfigError(f"cannot listen on {where}: {error.strerror}", code="cannot-listen")
 
 
 def _holder(port: int) -> str | None:

@@ -68,7 +68,7 @@ def tokenize_body(service: Service, content: bytes) -> Response:
     body = service.decode_body(content, TokenizeRequest)
     service.resolve_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise RequestError("give either prompt or messages", param="prompt")
+        raise RequestError("give either prompt or messages", param="prompt", code="prompt-or-messages")
     frontend = service.frontend
     if body.messages is not None:
         text, special = frontend.render_chat(body.messages, **service.template_arguments(body)), False

@@ -89,10 +89,16 @@ def check_lengths(raw: Mapping[str, Any], *, vocab: int, max_model_len: int) -> 
     for name, (items, characters) in {**MAX_LENGTHS, **model_lengths}.items():
         value = raw.get(name)
         if isinstance(value, list | dict) and len(value) > items:
-            raise RequestError(f"{name} has {len(value):,} items; the limit is {items:,}", param=name)
+            raise RequestError(
+                f"{name} has {len(value):,} items; the limit is {items:,}", param=name, code="too-many-items"
+            )
         total = 0 if characters is None else _characters(value)
         if characters is not None and total > characters:
-            raise RequestError(f"{name} has {total:,} characters in all; the limit is {characters:,}", param=name)
+            raise RequestError(
+                f"{name} has {total:,} characters in all; the limit is {characters:,}",
+                param=name,
+                code="too-many-characters",
+            )
 
 
 def _characters(value: object) -> int:
@@ -108,10 +114,12 @@ def check_supported(raw: Mapping[str, Any]) -> None:
         if value is None or value in harmless:
             continue
         of_type = f" of type {value.get('type')!r:.80}" if isinstance(value, dict) and "type" in value else ""
-        raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name)
+        raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name, code="unsupported-field")
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1):
-        raise RequestError("best_of other than n is not supported; leave it out", param="best_of")
+        raise RequestError(
+            "best_of other than n is not supported; leave it out", param="best_of", code="unsupported-field"
+        )
 
 
 def sampling_fields(request: SamplingRequest) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Service:
             return model or self.names[0]
         known = ", ".join(map(repr, self.names))
         raise HttpError(
-            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model_not_found", param="model"
+            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model-not-found", param="model"
         )
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
@@ -145,6 +145,7 @@ class Service:
                 f"{prompts} prompts with n = {params.n} are {params.n * prompts} requests; at most {self.capacity} can "
                 "run and wait here; send fewer at once",
                 param="n",
+                code="too-many-choices",
             )
 
     def create_collectors(
@@ -165,6 +166,7 @@ class Service:
                     f"the prompts with n = {params.n} come to more than {most_tokens:,} tokens in one request; "
                     "send several requests",
                     param="n" if params.n > 1 else "prompt",
+                    code="too-many-prompt-tokens",
                 )
             collector = self.frontend.create_collector(prompt, params, arrival_s=now, priority=priority or 0)
             ids += params.n * collector.requests[0].params.id_count
@@ -173,6 +175,7 @@ class Service:
                     "stop_token_ids, logit_bias, allowed_token_ids and bad_words have more than "
                     f"{LIMITS.sampling_ids:,} token ids, counted once per prompt and choice; send several requests",
                     param="n",
+                    code="too-many-sampling-ids",
                 )
             collectors.append(collector)
         return collectors
@@ -258,7 +261,7 @@ class EngineStream:
             if delta is None:
                 continue
             if collector.error:
-                raise OutputError(collector.error)
+                raise OutputError(collector.error.reason, code=collector.error.code)
             self._service.observe(collector, delta, last_s.get(output.id), now)
             last_s[output.id] = now
             if delta.cut:
@@ -295,4 +298,4 @@ class EngineStream:
 
 def shutting_down_error() -> HttpError:
     """The 503 error for requests that the shutdown refuses or cuts off."""
-    return HttpError(503, "the server is shutting down; ask another", code="shutting_down", retry_after_s=1)
+    return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)

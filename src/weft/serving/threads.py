@@ -43,7 +43,7 @@ class WorkThreads:
             raise HttpError(
                 503,
                 f"reading this request (its template, its tokens) took longer than {LIMITS.work_s:g} s; send less",
-                code="request_too_slow",
+                code="request-too-slow",
             ) from None
 
     async def _take_place(self) -> None:

@@ -44,7 +44,10 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
             cache[key] = _replica_spec(question, candidate, limits, profile, costs, memory)
         specs.append(cache[key])
     if not specs[0].num_blocks:
-        raise PlanError(f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}")
+        raise PlanError(
+            f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}",
+            code="kv-cache-below-block",
+        )
     return specs
 
 

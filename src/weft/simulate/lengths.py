@@ -109,16 +109,21 @@ def parse_lengths(text: str, flag: str) -> Lengths:
         bounds = []
     if not 1 <= len(bounds) <= 2:
         raise ConfigError(
-            f"{flag} {text!r} is no length in tokens; write 1024, a range 100:1024, or lognormal:MEAN:DEVIATION"
+            f"{flag} {text!r} is no length in tokens; write 1024, a range 100:1024, or lognormal:MEAN:DEVIATION",
+            code="bad-length",
         )
     if bounds[0] < 1 or bounds[-1] < bounds[0]:
-        raise ConfigError(f"{flag} {text!r}: lengths are 1 or more, and a range begins with the lower end")
+        raise ConfigError(
+            f"{flag} {text!r}: lengths are 1 or more, and a range begins with the lower end", code="length-out-of-range"
+        )
     return FixedLength(bounds[0]) if len(bounds) == 1 else UniformLength(*bounds)
 
 
 def _log_normal(mean: float, deviation: float, given: str) -> LogNormalLength:
     if not (1 <= mean <= MOST_TOKENS and 0 <= deviation <= MOST_TOKENS):
         raise ConfigError(
-            f"{given}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both {MOST_TOKENS:,} at most"
+            f"{given}: the mean must be 1 or more, the deviation 0 or more, in tokens, and both {MOST_TOKENS:,} at "
+            "most",
+            code="lognormal-out-of-range",
         )
     return LogNormalLength(mean, deviation)

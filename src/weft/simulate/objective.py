@@ -57,20 +57,28 @@ def parse_objective(text: str) -> Objective:
     """Parse the value of --slo. Raises ConfigError for an invalid one."""
     parts = [part for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError("--slo is empty; write it as ttft_p95=1s,tpot_p95=50ms")
+        raise ConfigError("--slo is empty; write it as ttft_p95=1s,tpot_p95=50ms", code="empty-slo")
     return Objective(tuple(map(_target, parts)))
 
 
 def _target(text: str) -> LatencyTarget:
     match = _TARGET.fullmatch(text)
     if match is None:
-        raise ConfigError(f"--slo {text.strip()!r} is no target; write METRIC_STATISTIC=TIME, as in ttft_p95=1s")
+        raise ConfigError(
+            f"--slo {text.strip()!r} is no target; write METRIC_STATISTIC=TIME, as in ttft_p95=1s",
+            code="bad-slo-target",
+        )
     metric, statistic = match["metric"].lower(), match["statistic"].lower()
     if metric not in METRICS:
-        raise ConfigError(f"--slo {text.strip()!r}: unknown metric {metric!r}; known: {', '.join(METRICS)}")
+        raise ConfigError(
+            f"--slo {text.strip()!r}: unknown metric {metric!r}; known: {', '.join(METRICS)}", code="unknown-slo-metric"
+        )
     percent = None if statistic == "mean" else float(statistic[1:])
     if percent is not None and not 0 < percent < 100:
-        raise ConfigError(f"--slo {text.strip()!r}: a percentile lies between 0 and 100, as in {metric}_p95")
+        raise ConfigError(
+            f"--slo {text.strip()!r}: a percentile lies between 0 and 100, as in {metric}_p95",
+            code="bad-slo-percentile",
+        )
     return LatencyTarget(metric, percent, parse_duration(match["number"] + match["unit"], f"--slo {text.strip()!r}"))
 
 
@@ -79,7 +87,9 @@ def parse_duration(text: str, source: str) -> float:
     match = _DURATION.fullmatch(text)
     unit = UNITS_S.get(match["unit"].lower()) if match else None
     if match is None or unit is None or not 0 < float(match["number"]) * unit < inf:
-        raise ConfigError(f"{source}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h")
+        raise ConfigError(
+            f"{source}: {text.strip()!r} is no time above 0; write it as 50ms, 1.5s, 10m or 1h", code="bad-duration"
+        )
     return float(match["number"]) * unit
 
 

@@ -90,7 +90,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         if result.tally.end_s <= result.tally.begin_s:
             raise ConfigError(
                 f"nothing is measured: all requests come in the {self.times.warmup_s:g} s of warm-up; "
-                "shorten --warmup, or lengthen the load"
+                "shorten --warmup, or lengthen the load",
+                code="only-warmup",
             )
         return create_report(
             result,
@@ -109,7 +110,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         if count > MOST_REPLICAS:
             raise ConfigError(
                 f"{count:,} replicas; at most {MOST_REPLICAS:,} are simulated: give a smaller --replicas or --rate, "
-                "since equal ones carry equal shares"
+                "since equal ones carry equal shares",
+                code="too-many-replicas",
             )
         if load.trace:  # a trace is finite
             return
@@ -125,7 +127,8 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{source} make about {rate * last_s:,.3g} requests in {format_duration(last_s)}, of which this "
                 f"deployment can answer {most * last_s:,.3g}; at most {MOST_REQUESTS:,} are simulated: give fewer, or "
-                "a shorter --duration"
+                "a shorter --duration",
+                code="too-many-requests",
             )
 
     def _simulated_specs(self, load: SimulatedLoad, count: int) -> list[ReplicaSpec]:

@@ -16,6 +16,8 @@ from weft.errors import ConfigError, error_reason
 from weft.simulate.simulated_request import ContentIds, SimulatedRequest
 
 MOST_ERROR_CHARS = 60  # of a value in an error message
+MOST_TOKENS = 2**24  # of a prompt or an answer; far above every model's length
+MOST_S = 1e11  # a time in seconds: 3,000 years. Of a larger one, a float does not hold the milliseconds.
 
 
 class TraceRow(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ def read_trace(path: str) -> tuple[TraceRow, ...]:
         columns = columns or _trace_format(line, f"{path}, line {number}")
         rows.append(_row(line, columns, contents, f"{path}, line {number}"))
     if not rows:
-        raise ConfigError(f"trace {path} has no requests")
+        raise ConfigError(f"trace {path} has no requests", code="empty-trace")
     rows.sort(key=lambda row: row.at)
     start = rows[0].at
     return tuple(TraceRow(row.at - start, row.request) for row in rows)
@@ -83,7 +85,7 @@ def _lines(path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
             is_json = first.lstrip().startswith("{")
             yield from _json_lines(file, path) if is_json else _csv_lines(file, path)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error_reason(error)}") from None
+        raise ConfigError(f"cannot read the trace {path}: {error_reason(error)}", code="cannot-read-trace") from None
 
 
 def _json_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -99,7 +101,10 @@ def _csv_lines(file: TextIO, path: str) -> Iterator[tuple[int, Mapping[str, Any]
     names = [name.strip().lower() for name in next(reader, [])]
     for fields in filter(any, reader):
         if len(fields) != len(names):
-            raise ConfigError(f"{path}, line {reader.line_num}: {len(fields)} fields under {len(names)} columns")
+            raise ConfigError(
+                f"{path}, line {reader.line_num}: {len(fields)} fields under {len(names)} columns",
+                code="trace-line-of-other-length",
+            )
         yield reader.line_num, dict(zip(names, fields, strict=True))
 
 
@@ -107,9 +112,15 @@ def _object(text: str, where: str) -> Mapping[str, Any]:
     try:
         decoded = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error.msg}") from None
+        raise ConfigError(f"{where}: not JSON: {error.msg}", code="trace-line-not-json") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"{where}: has an integer of thousands of digits, or is nested too deeply", code="trace-line-not-json"
+        ) from None
     if not isinstance(decoded, dict):
-        raise ConfigError(f"{where}: {_short(decoded)} is no object with time, input_len and output_len")
+        raise ConfigError(
+            f"{where}: {_short(decoded)} is no object with time, input_len and output_len", code="trace-line-not-object"
+        )
     return {str(name).lower(): value for name, value in decoded.items()}
 
 
@@ -120,7 +131,8 @@ def _trace_format(line: Mapping[str, Any], where: str) -> TraceFormat:
             return columns
     raise ConfigError(
         f"{where}: has {_short(', '.join(line))}; a trace has time, input_len and output_len, or the columns of "
-        "Azure's, Mooncake's or BurstGPT's traces"
+        "Azure's, Mooncake's or BurstGPT's traces",
+        code="unknown-trace-columns",
     )
 
 
@@ -141,7 +153,7 @@ def _shared(
     hashes, prefix = line.get("hash_ids"), line.get("prefix_id")
     if columns.hash_tokens and hashes is not None:
         if not isinstance(hashes, list):
-            raise ConfigError(f"{where}: hash_ids is {_short(hashes)}; it must be a list")
+            raise ConfigError(f"{where}: hash_ids is {_short(hashes)}; it must be a list", code="trace-hashes-not-list")
         return tuple((contents.id("hash", each), columns.hash_tokens) for each in hashes)
     if prefix not in (None, ""):
         return ((contents.id("prefix", prefix), _tokens(line.get("prefix_len"), "prefix_len", where)),)
@@ -156,20 +168,35 @@ def _time(value: Any, columns: TraceFormat, where: str) -> float:
         except ValueError:
             raise _time_error(value, columns, where) from None
         return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float | str) or not isfinite(float(value)):
+    if not _is_number(value) or not isfinite(float(value)):
         raise _time_error(value, columns, where)
-    return float(value) * columns.unit_s
+    seconds = float(value) * columns.unit_s
+    if abs(seconds) > MOST_S:
+        raise ConfigError(
+            f"{where}: {columns.time} is {_short(value)}, more than 3,000 years", code="trace-time-too-large"
+        )
+    return seconds
 
 
 def _time_error(value: Any, columns: TraceFormat, where: str) -> ConfigError:
-    return ConfigError(f"{where}: {columns.time} is {_short(value)}; it must be a number, or a date and time")
+    return ConfigError(
+        f"{where}: {columns.time} is {_short(value)}; it must be a number, or a date and time", code="bad-trace-time"
+    )
 
 
 def _tokens(value: Any, column: str, where: str) -> int:
     """A number of tokens, 1 or more."""
     number = float(value) if _is_number(value) else 0.0
     if not isfinite(number) or number < 1 or number != int(number):
-        raise ConfigError(f"{where}: {column} is {_short(value)}; it must be a whole number of tokens, 1 or more")
+        raise ConfigError(
+            f"{where}: {column} is {_short(value)}; it must be a whole number of tokens, 1 or more",
+            code="bad-trace-tokens",
+        )
+    if number > MOST_TOKENS:
+        raise ConfigError(
+            f"{where}: {column} is {_short(value)}; a simulated request has at most {MOST_TOKENS:,} tokens",
+            code="too-many-trace-tokens",
+        )
     return int(number)
 
 
@@ -179,7 +206,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # an integer may be larger than any float
         return False
     return True
 

@@ -59,7 +59,7 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
         try:
             hf_tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no exception class of its own
-            raise ModelError(f"{file} is no tokenizer, or a damaged one: {error}") from error
+            raise ModelError(f"{file} is no tokenizer, or a damaged one: {error}", code="damaged-tokenizer") from error
         # The file may hold the truncation and padding of the training; a prompt must be neither cut nor padded.
         hf_tokenizer.no_truncation()
         hf_tokenizer.no_padding()
@@ -77,7 +77,10 @@ def _vocabulary_file(path: Path) -> Path:
     for pattern in PATTERNS.split(", "):
         for file in sorted(path.glob(pattern)):
             return file
-    raise ModelError(f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer")
+    raise ModelError(
+        f"{path} has no tokenizer (looked for {PATTERNS}); give another's folder with --tokenizer",
+        code="no-tokenizer-in-folder",
+    )
 
 
 def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
@@ -160,7 +163,7 @@ def _json(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+        raise ModelError(f"{file} cannot be read: {error}", code="cannot-read-tokenizer") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{file} holds no JSON object; fetch it again")
+        raise ModelError(f"{file} holds no JSON object; fetch it again", code="tokenizer-not-json-object")
     return value

@@ -37,11 +37,15 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     if kind not in MODELS or not tokens:
         raise ModelError(
             f"{path} has a tokenizer of kind {kind!r} with {len(tokens)} tokens; Weft reads {' and '.join(MODELS)}; "
-            "give another with --tokenizer"
+            "give another with --tokenizer",
+            code="unknown-gguf-tokenizer",
         )
     types = [int(type) for type in header.array(PREFIX + "token_type")] or [spm.NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ModelError(f"{path} is damaged: {len(types)} token types for {len(tokens)} tokens; fetch it again")
+        raise ModelError(
+            f"{path} is damaged: {len(types)} token types for {len(tokens)} tokens; fetch it again",
+            code="token-types-of-other-length",
+        )
     create = _create_sentencepiece if kind == "llama" else _create_byte_level
     hf_tokenizer, add_bos = create(header, tokens, types)
     return hf_tokenizer, _settings(header, tokens, types, add_bos)
@@ -54,7 +58,8 @@ def _create_byte_level(header: Gguf, tokens: Sequence[str], types: Sequence[int]
     if spec is None:
         raise ModelError(
             f"{header.path} cuts words as {name!r} does, which Weft does not know; known: "
-            f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer"
+            f"{', '.join(sorted(PRE_TOKENIZERS))}; give the model's own tokenizer with --tokenizer",
+            code="unknown-pre-tokenizer",
         )
     vocab = {token: id for id, token in enumerate(tokens)}
     hf_tokenizer = byte_level.build_byte_level(
@@ -72,7 +77,10 @@ def _merges(header: Gguf, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     for text in map(str, header.array(PREFIX + "merges")):
         parts = text.split(" ")
         if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
-            raise ModelError(f"{header.path} is damaged: {text!r} merges no two of its tokens; fetch it again")
+            raise ModelError(
+                f"{header.path} is damaged: {text!r} merges no two of its tokens; fetch it again",
+                code="merge-of-no-tokens",
+            )
         merges.append((parts[0], parts[1]))
     return merges
 
@@ -81,7 +89,10 @@ def _create_sentencepiece(header: Gguf, tokens: Sequence[str], types: Sequence[i
     """A SentencePiece tokenizer, and True: such models begin with BOS by default."""
     scores = [float(score) for score in header.array(PREFIX + "scores")]
     if len(scores) != len(tokens):
-        raise ModelError(f"{header.path} is damaged: {len(scores)} scores for {len(tokens)} tokens; fetch it again")
+        raise ModelError(
+            f"{header.path} is damaged: {len(scores)} scores for {len(tokens)} tokens; fetch it again",
+            code="token-scores-of-other-length",
+        )
     unk = _id(header, "unknown_token_id", len(tokens))
     hf_tokenizer = spm.build_sentencepiece(
         [spm.Piece(*piece) for piece in zip(tokens, scores, types, strict=True)],

@@ -19,7 +19,7 @@ def normalize_messages(messages: object, *, developer: bool) -> list[dict[str, A
     before them. Raises RequestError (param "messages") for anything that is not a message.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise _wrong("messages must be a list of at least one message")
+        raise _wrong("messages must be a list of at least one message", code="messages-not-list")
     normalized: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         copy = _message(message, f"messages[{index}]")
@@ -34,10 +34,13 @@ def normalize_messages(messages: object, *, developer: bool) -> list[dict[str, A
 
 def _message(message: object, name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise _wrong(f"{name} is a {type(message).__name__}; a message is an object with role and content")
+        raise _wrong(
+            f"{name} is a {type(message).__name__}; a message is an object with role and content",
+            code="message-not-object",
+        )
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}")
+        raise _wrong(f"{name} has the role {role!r:.80}; known roles: {', '.join(ROLES)}", code="unknown-role")
     content = message.get("content")
     # Clients send back the fields that they got, including null ones; templates test only for presence.
     copy = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
@@ -54,15 +57,18 @@ def _text(content: object, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise _wrong(f"{name} must be a text or a list of text parts, not {content!r:.80}")
+        raise _wrong(f"{name} must be a text or a list of text parts, not {content!r:.80}", code="content-not-text")
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text":
-            raise _wrong(f"{name}[{index}] is of type {kind!r:.80}; this model takes parts of type 'text' only")
+            raise _wrong(
+                f"{name}[{index}] is of type {kind!r:.80}; this model takes parts of type 'text' only",
+                code="content-part-not-text",
+            )
         if not isinstance(text, str):
-            raise _wrong(f"{name}[{index}].text must be a text, not {text!r:.80}")
+            raise _wrong(f"{name}[{index}].text must be a text, not {text!r:.80}", code="text-of-part-not-text")
         texts.append(text)
     return "\n".join(texts)
 
@@ -70,7 +76,7 @@ def _text(content: object, name: str) -> str:
 def _calls(calls: object, name: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments decoded: clients send JSON in a text, and templates encode it themselves."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
-        raise _wrong(f"{name} must be a list of objects")
+        raise _wrong(f"{name} must be a list of objects", code="tool-calls-not-objects")
     return [_call(call, f"{name}[{index}].function.arguments") for index, call in enumerate(calls)]
 
 
@@ -81,11 +87,11 @@ def _call(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
-        raise _wrong(f"{name} is no valid JSON: {error}") from error
+        raise _wrong(f"{name} is no valid JSON: {error}", code="tool-arguments-not-json") from error
     except RecursionError:
-        raise _wrong(f"{name} is not usable JSON: too deeply nested") from None
+        raise _wrong(f"{name} is not usable JSON: too deeply nested", code="json-nested-too-deeply") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _wrong(message: str) -> RequestError:
-    return RequestError(message, param="messages")
+def _wrong(message: str, *, code: str) -> RequestError:
+    return RequestError(message, param="messages", code=code)

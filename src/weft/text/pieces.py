@@ -46,7 +46,9 @@ class Pieces:
         if unknown:
             raise ModelError(
                 f"the tokenizer decodes with {' and '.join(unknown)}, which Weft cannot do token by token "
-                f"(it can: ByteLevel, or any of {', '.join(sorted(PER_TOKEN_DECODERS))}); give another with --tokenizer"
+                f"(it can: ByteLevel, or any of {', '.join(sorted(PER_TOKEN_DECODERS))}); give another with "
+                "--tokenizer",
+                code="unknown-decoder",
             )
         self.byte_fallback = "ByteFallback" in kinds
         self.special = frozenset(id for id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special)

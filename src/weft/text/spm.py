@@ -44,7 +44,10 @@ def read_sentencepiece(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     try:
         return parse_sentencepiece(path.read_bytes())
     except (ValueError, IndexError, struct.error) as error:
-        raise ModelError(f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}") from error
+        raise ModelError(
+            f"{path} is no SentencePiece model that Weft can read, or a damaged one: {error}",
+            code="damaged-sentencepiece",
+        ) from error
 
 
 def parse_sentencepiece(data: bytes) -> tuple[Tokenizer, TokenizerSettings]:

@@ -69,7 +69,11 @@ class ChatTemplate:
         """
         template = self._template
         if template is None:
-            raise RequestError("this model has no chat template; give one with --chat-template", param="messages")
+            raise RequestError(
+                "this model has no chat template; give one with --chat-template",
+                param="messages",
+                code="no-chat-template",
+            )
         from weft.text.sandbox import run_within_budget
 
         variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
@@ -79,7 +83,9 @@ class ChatTemplate:
             return run_within_budget(lambda: template.render(variables))
         except Exception as error:  # a template can raise anything that an expression can
             raise RequestError(
-                f"the chat template refuses these messages: {error!s:.2000}", param="messages"
+                f"the chat template refuses these messages: {error!s:.2000}",
+                param="messages",
+                code="chat-template-refused",
             ) from error
 
 
@@ -91,7 +97,8 @@ def _read_option(text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--chat-template {text!r:.200} is neither a file that can be read nor a Jinja template: {error}"
+            f"--chat-template {text!r:.200} is neither a file that can be read nor a Jinja template: {error}",
+            code="bad-chat-template-flag",
         ) from error
 
 
@@ -105,7 +112,11 @@ def _compile(source: str) -> Template:
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
-            "give another with --chat-template"
+            "give another with --chat-template",
+            code="invalid-chat-template",
         ) from error
     except (RecursionError, MemoryError, SyntaxError):  # of the Python code that Jinja generates
-        raise ModelError("the chat template is nested too deeply; give another with --chat-template") from None
+        raise ModelError(
+            "the chat template is nested too deeply; give another with --chat-template",
+            code="chat-template-nested-too-deeply",
+        ) from None

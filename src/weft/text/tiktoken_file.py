@@ -43,4 +43,4 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         return {b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
-        raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}") from error
+        raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}", code="damaged-tiktoken") from error

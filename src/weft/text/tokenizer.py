@@ -29,13 +29,16 @@ def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
     """
     file = Path(path)
     if not file.exists():
-        raise ModelError(f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer")
+        raise ModelError(
+            f"there is no tokenizer at {path}; give a folder or a file that exists with --tokenizer",
+            code="no-such-tokenizer",
+        )
     try:
         if file.is_file() and (is_gguf(file) if gguf is None else gguf):
             return Tokenizer(*load_cached(file, gguf_tokenizer.read_gguf_tokenizer))
         return Tokenizer(*folder.read_folder(file))
     except OSError as error:
-        raise ModelError(f"cannot read the tokenizer at {path}: {error}") from error
+        raise ModelError(f"cannot read the tokenizer at {path}: {error}", code="cannot-read-tokenizer") from error
 
 
 class Tokenizer:
@@ -72,7 +75,9 @@ class Tokenizer:
         try:
             [encoding] = self._hf_tokenizer.encode_batch_fast([text], add_special_tokens=post_process)
         except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is no valid Unicode: {_lone_surrogate(text)}") from error
+            raise RequestError(
+                f"the text is no valid Unicode: {_lone_surrogate(text)}", code="invalid-unicode"
+            ) from error
         except BaseException as error:
             raise _convert_panic(error) from None
         ids: list[int] = encoding.ids
@@ -95,7 +100,9 @@ class Tokenizer:
             text: str
             [text] = self._hf_tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise RequestError(f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}") from error
+            raise RequestError(
+                f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}", code="token-id-out-of-range"
+            ) from error
         except BaseException as error:
             raise _convert_panic(error) from None
         if not self.pieces.byte_fallback or "\ufffd" not in text:
@@ -131,7 +138,9 @@ class Tokenizer:
         """Ids of a word at the beginning of a text and, if they differ, after a space."""
         word = text.lstrip()
         if not word:
-            raise RequestError(f"a bad word must have more than spaces, not {text!r}", param="bad_words")
+            raise RequestError(
+                f"a bad word must have more than spaces, not {text!r}", param="bad_words", code="empty-bad-word"
+            )
         forms = (self.encode(form, add_special_tokens=False) for form in (word, " " + word))
         return list(dict.fromkeys(tuple(form) for form in forms))
 
@@ -145,7 +154,8 @@ def _convert_panic(error: BaseException) -> BaseException:
         return error
     return ModelError(
         f"the tokenizer fails on this text, most likely in its regular expression: {error!s:.200}; "
-        "give another with --tokenizer"
+        "give another with --tokenizer",
+        code="tokenizer-failed",
     )
 
 

@@ -57,7 +57,8 @@ class PackedWeights(StoredWeights):
             elif (zeros != 1 << info.bits - 1).any():
                 raise ModelError(
                     f"{info.file}: the zero points of {source} are not all {1 << info.bits - 1}, as they are where "
-                    "weights are quantised symmetrically, which config.json says; set sym to false there"
+                    "weights are quantised symmetrically, which config.json says; set sym to false there",
+                    code="uneven-zero-points",
                 )
         return True
 
@@ -72,7 +73,8 @@ class PackedWeights(StoredWeights):
         if not half.isfinite().all():
             raise ModelError(
                 f"{self.tensors[source].file}: a scale of {source} is {scales.abs().max():g}, and Weft holds them in "
-                "float16, up to 65,504; give --quantization none"
+                "float16, up to 65,504; give --quantization none",
+                code="scale-beyond-float16",
             )
         if not self.warned:
             self.warned = True

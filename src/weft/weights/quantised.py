@@ -38,7 +38,10 @@ def unpack_blocks(data: torch.Tensor, type: str, first: int, into: QuantisedWeig
     else:
         into.lowest.copy_(_spread(lowest, type, first, into))
     if not all(part.isfinite().all() for part in (into.scales, into.lowest) if part is not None):
-        raise ModelError(f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none")
+        raise ModelError(
+            f"a scale of {type} blocks is beyond the 65,504 that 16 bits hold; give --quantization none",
+            code="scale-beyond-float16",
+        )
     into.values.copy_(pack_nibbles(q) if into.scheme.bits == 4 else q)
 
 

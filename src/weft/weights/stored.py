@@ -148,5 +148,5 @@ def map_bytes(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torc
             if whole:
                 data.madvise(mmap.MADV_WILLNEED)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {info.file}: {error}") from error
+        raise ModelError(f"cannot read {info.file}: {error}", code="cannot-read-model") from error
     return torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=slack)

@@ -43,7 +43,8 @@ def check_gpu_number(number: int, uuid: str, shown: Sequence[str]) -> None:
         raise ConfigError(
             f"GPU {number} is cuda:{names.index(uuid_digits(uuid))} in this process, which used CUDA before it was "
             f"told to count along the PCI bus; set {ORDER_VARIABLE}={BUS_ORDER} from the beginning, or take "
-            "executor='processes'"
+            "executor='processes'",
+            code="wrong-device-order",
         )
 
 

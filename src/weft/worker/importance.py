@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,13 @@ from weft.comm import Links
 from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
-from weft.kernels.plain import PlainKernels
-from weft.layers import rope
+from weft.kernels.plain import PlainMatrices, create_plain_kernels
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import WeightSource, check_fill, open_source, reader_threads
+from weft.weights.derive import derive_parameters
+from weft.weights.load import WeightSource, check_fill, fill_target, open_source, read_fill, reader_threads
 from weft.weights.quantised import row_bands
 
 TOKENS = 64
@@ -51,19 +52,21 @@ def measure_importance(
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
     tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    angles = rope.rope_table(shape.rope, shape.head_dim, shape.max_positions, plan.max_model_len, tokens).to(device)
     dims = (1, tokens, len(place.kv_heads), shape.head_dim)
     # One cache for all layers, which run one after the other.
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
     with reader_threads() as pool:
-        kernels = StreamedKernels(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        derive_parameters(shape, targets)
+        kernels = replace(create_plain_kernels(), matrices=matrices)
         model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
+        model.fill_ropes(tokens, plan.max_model_len, device)
         batch = random_batch(shape.vocab, tokens, device)
-        hidden = model.hidden(incoming, angles, [cache] * len(place.layers), batch)
+        hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
     if not place.last:
         links.stage.send(hidden)
-    return kernels.importance
+    return matrices.importance
 
 
 def needs_importance(plan: Plan, source: WeightSource) -> bool:
@@ -89,8 +92,8 @@ def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:
     )
 
 
-class StreamedKernels(PlainKernels):
-    """Kernels whose products read their matrix from the checkpoint at each call, and record their columns' importance.
+class StreamedMatrices(PlainMatrices):
+    """Matrices whose products read theirs from the checkpoint at each call, and record their columns' importance.
 
     `targets` are the rank's parameters and `fills` the ranges that they are filled with. Parameters that are no
     matrices are filled at once.
@@ -106,17 +109,15 @@ class StreamedKernels(PlainKernels):
     ) -> None:
         self.importance: dict[str, torch.Tensor] = {}
         self._source, self._head_dim, self._pool = source, head_dim, pool
-        self._names = {id(target): name for name, target in targets.items()}
         self._fills = defaultdict[str, list[Fill]](list)
         for fill in fills:
             check_fill(fill)
-            self._fills[fill.param].append(fill)
-            vector = targets[fill.param]
+            self._fills[fill.weight].append(fill)
+            vector = fill_target(targets, fill)
             if isinstance(vector, torch.Tensor) and fill.cols is None:
-                source.read_range(fill.source, fill.rows, None, vector.narrow(0, fill.at, len(fill.rows)))
+                read_fill(source, fill, fill.rows, None, vector)
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
-        name = self._names[id(weight)]
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         is_rounded = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -141,9 +142,9 @@ class StreamedKernels(PlainKernels):
 
         return product
 
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
-        (fill,) = self._fills[self._names[id(weight)]]
-        return StreamedTable(self._source, fill, weight, self.matrix(weight, None))
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
+        (fill,) = self._fills[name]
+        return StreamedTable(self._source, fill, weight, self.matrix(weight, None, name))
 
     @torch.inference_mode()
     def _multiply(self, x: torch.Tensor, fill: Fill, rows: Span, y: torch.Tensor) -> None:
@@ -155,7 +156,7 @@ class StreamedKernels(PlainKernels):
         """Read some rows of a fill into the host's memory."""
         assert fill.cols is not None
         weight = torch.empty(len(rows), len(fill.cols), dtype=dtype)
-        self._source.read_range(fill.source, rows, fill.cols, weight)
+        read_fill(self._source, fill, rows, fill.cols, weight)
         return weight
 
     @staticmethod
@@ -178,7 +179,7 @@ class StreamedTable:
         out = torch.empty(len(numbers), self._width, dtype=self._dtype, device=self._device)
         for at, number in enumerate(numbers.tolist()):
             row = self._fill.rows.start + number
-            self._source.read_range(self._fill.source, Span(row, row + 1), self._fill.cols, out[at : at + 1])
+            read_fill(self._source, self._fill, Span(row, row + 1), self._fill.cols, out[at : at + 1])
         return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

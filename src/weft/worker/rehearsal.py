@@ -5,6 +5,8 @@ from __future__ import annotations
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan
 from weft.core.token_ids import TokenIds
+from weft.kernels.sampling import mask_words
+from weft.native.structures import MASK_BITS
 from weft.plan.plan import Plan
 
 # All that a sampler can be asked for at once: its most memory. PLAIN leaves logits in the model's own dtype, for which
@@ -12,6 +14,7 @@ from weft.plan.plan import Plan
 DEMANDING = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=20)
 PLAIN = SamplingParams(top_k=50, top_p=0.9)
 SCORING = SamplingParams(prompt_logprobs=20)
+ALL_TOKENS = b"\xff" * (MASK_BITS // 8)  # a word of a mask
 
 
 def step_limits(plan: Plan) -> tuple[int, int]:
@@ -42,7 +45,7 @@ def blocks_needed(plan: Plan, counts: list[int]) -> int:
 
 def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> StepPlan:
     """A step of prompts with these lengths, in slots and blocks that no request holds yet, with as many draft tokens as
-    a row may have.
+    a row may have, and with masks that allow all tokens.
 
     In a cache of `num_blocks`, fewer than the prompts need, some of them share blocks.
     """
@@ -53,6 +56,7 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         blocks.append([block % (num_blocks or end) for block in range(first, end)])
         first = end
     slots = list(range(len(counts)))
+    drafts = [min(draft_limit(plan), count - 1) for count in counts]
     return StepPlan(
         id=-1,
         released=[],
@@ -66,5 +70,6 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         tokens=[0] * sum(counts),
         blocks=blocks,
         samples=[True] * len(counts),
-        draft_counts=[min(draft_limit(plan), count - 1) for count in counts],
+        draft_counts=drafts,
+        masks={slot: ALL_TOKENS * mask_words(plan.shape.vocab) * (1 + count) for slot, count in enumerate(drafts)},
     )

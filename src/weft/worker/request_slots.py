@@ -9,9 +9,10 @@ import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Lengths
+from weft.kernels.sampling import Array
 from weft.kernels.staged import StagedStep
 from weft.worker.prompt_logprobs import PromptLogprobsRequest
-from weft.worker.sample_arrays import Array, SampleArrays
+from weft.worker.sample_arrays import SampleArrays
 from weft.worker.staging import Staging
 
 

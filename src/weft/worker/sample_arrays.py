@@ -5,16 +5,15 @@ Arrays have the same names on both sides: numpy arrays on the host, tensors once
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
 
 from weft.core.step import StepPlan
-
-Array = TypeVar("Array", bound=np.ndarray | torch.Tensor)
+from weft.kernels.sampling import Array, SettingsUpdate, mask_words
 
 
 class EditArrays(NamedTuple, Generic[Array]):
@@ -34,12 +33,11 @@ class EditArrays(NamedTuple, Generic[Array]):
     fallback_at: Array  # one token of each masked row, less likely than any other: sampled if no other is left
 
 
-class SettingsUpdate(NamedTuple, Generic[Array]):
-    """Sampling settings that have changed, for a token sampler that keeps them on the device."""
+class MaskArrays(NamedTuple, Generic[Array]):
+    """Masks of tokens, see `Sampling.apply_masks`."""
 
-    slots: Array  # [n] int64
-    columns: Array  # [n, 4] float64, see `SamplingSettings`
-    keys: Array  # [n] int64
+    rows: Array  # [M] int64: rows of the logits that have a mask
+    masks: Array  # [M, words] int32
 
 
 class SampleArrays(NamedTuple, Generic[Array]):
@@ -51,6 +49,7 @@ class SampleArrays(NamedTuple, Generic[Array]):
     scored: Array | None = None  # int64: indices of the tokens whose logprobs are wanted
     edits: EditArrays[Array] | None = None
     settings: SettingsUpdate[Array] | None = None
+    masks: MaskArrays[Array] | None = None
 
     def flatten(self) -> list[Array]:
         """List the arrays that are set, in the order of the fields."""
@@ -61,6 +60,8 @@ class SampleArrays(NamedTuple, Generic[Array]):
             arrays.extend(self.edits)
         if self.settings is not None:
             arrays.extend(self.settings)
+        if self.masks is not None:
+            arrays.extend(self.masks)
         return arrays
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> SampleArrays[torch.Tensor]:
@@ -73,7 +74,18 @@ class SampleArrays(NamedTuple, Generic[Array]):
             scored=None if self.scored is None else next(left),
             edits=None if self.edits is None else EditArrays(*islice(left, len(self.edits))),
             settings=None if self.settings is None else SettingsUpdate(*islice(left, len(self.settings))),
+            masks=None if self.masks is None else MaskArrays(*islice(left, len(self.masks))),
         )
+
+
+def mask_arrays(slots: Sequence[int], masks: Mapping[int, bytes], vocab: int) -> MaskArrays[np.ndarray] | None:
+    """Masks of the tokens that are sampled for `slots`, given the `masks` of a StepPlan; None if there are none."""
+    rows = [row for row, slot in enumerate(slots) if slot in masks]
+    if not rows:
+        return None
+    masked_slots = dict.fromkeys(slots[row] for row in rows)
+    words = np.concatenate([np.frombuffer(masks[slot], dtype="<i4") for slot in masked_slots])
+    return MaskArrays(int64_array(rows), words.reshape(len(rows), mask_words(vocab)))
 
 
 def int64_array(numbers: Sequence[int]) -> np.ndarray:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weft.core.step import Admission, TokenLogprobs
+from weft.core.params import SamplingParams
+from weft.core.step import Admission, SlotFailure, TokenLogprobs
+from weft.kernels.plain import PlainSampling
+from weft.kernels.rows import copy_to_device, pick_rows
+from weft.kernels.sampling import Sampling, SamplingSettings
 from weft.kernels.streams import NOT_FINITE
-from weft.worker.chunks import pick_rows
 from weft.worker.device import ToHost
 from weft.worker.logits_edits import LogitsEdits, RequestEdits, apply_edits
-from weft.worker.logprobs import Scorer, score, unpack_logprobs
-from weft.worker.sample_arrays import SampleArrays, int64_array
-from weft.worker.staging import copy_to_device
-from weft.worker.token_sampler import TokenSampler, TorchTokenSampler
+from weft.worker.logprobs import split_logprobs, unpack_logprobs
+from weft.worker.sample_arrays import SampleArrays, int64_array, mask_arrays
 
 NO_LOGPROBS = -1
+PLAIN = PlainSampling()
+NO_MASKS: Mapping[int, bytes] = {}
+NONE_ALLOWED = SlotFailure(
+    "no-allowed-token",
+    "none of the tokens that the request's constraint allows can be sampled: their logits are not finite",
+)
 Result = tuple[list[int], list[TokenLogprobs | None]]
 
 
@@ -31,6 +39,19 @@ class SampleBatch:
 
     arrays: SampleArrays[np.ndarray]
     edited: list[RequestEdits | None]
+
+    def failures(self, tokens: Sequence[int], rank: int) -> dict[int, SlotFailure]:
+        """By slot, the reason that no token could be sampled for rows whose token is NOT_FINITE, on rank `rank`."""
+        not_finite = SlotFailure(
+            "nan-logits", f"rank {rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
+        )
+        masks, slots = self.arrays.masks, self.arrays.slots.tolist()
+        masked = [] if masks is None else masks.rows.tolist()
+        return {
+            slots[row]: NONE_ALLOWED if row in masked else not_finite
+            for row, token in enumerate(tokens)
+            if token == NOT_FINITE
+        }
 
 
 @dataclass(frozen=True)
@@ -50,7 +71,7 @@ class Sampler:
     `stop_ids` are the model's own end tokens (`ModelShape.eos`), which min_tokens holds back together with a
     request's stop_token_ids. Greedy sampling takes the lowest of equally likely ids, as argmax does, and so does a
     top_k of 1. A row whose greatest logit is NaN or infinite gives NOT_FINITE, its logprobs mean nothing; other rows
-    are as they would be without it. `token_sampler` has as many slots.
+    are as they would be without it.
     """
 
     def __init__(
@@ -58,28 +79,33 @@ class Sampler:
         vocab: int,
         slots: int,
         stop_ids: Iterable[int] = (),
-        token_sampler: TokenSampler | None = None,
-        scorer: Scorer = score,
+        sampling: Sampling = PLAIN,
     ) -> None:
         self.vocab = vocab
         self._edits = LogitsEdits(vocab, stop_ids)
-        self._token_sampler = token_sampler or TorchTokenSampler(slots)
-        self._scorer = scorer
+        self._token_sampler = sampling.create_token_sampler(slots)
+        self._sampling = sampling
         self._tops = np.full(slots, NO_LOGPROBS, dtype=np.int64)
 
     def admit(self, admission: Admission) -> None:
         """Give a slot to a request, with the output that it had before a preemption, if any."""
         slot, params = admission.slot, admission.params
         self._tops[slot] = NO_LOGPROBS if params.logprobs is None else min(params.logprobs, self.vocab)
-        self._token_sampler.admit(slot, params, admission.key)
+        self._token_sampler.admit(slot, sampling_settings(params), admission.key)
         self._edits.admit(admission)
 
     def release(self, slot: int) -> None:
         """Free a slot."""
         self._edits.release(slot)
 
-    def prepare_batch(self, picks: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> SampleBatch:
-        """Prepare the tokens that are sampled next; the lists are the fields of SampleArrays.
+    def prepare_batch(
+        self,
+        picks: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        masks: Mapping[int, bytes] = NO_MASKS,
+    ) -> SampleBatch:
+        """Prepare the tokens that are sampled next; the lists are the fields of SampleArrays, `masks` is StepPlan's.
 
         The batch has to be sampled, since the device gets the settings of an admission once. Before a row with
         penalties or bad words is prepared again, the result of its last token has to be taken.
@@ -94,6 +120,7 @@ class Sampler:
             scored=scored if scored.size else None,
             edits=edits,
             settings=self._token_sampler.take_settings_update(),
+            masks=mask_arrays(slots, masks, self.vocab) if masks else None,
         )
         return SampleBatch(arrays, self._edits.requests_in(slots) if edits else [])
 
@@ -110,18 +137,23 @@ class Sampler:
             # Logprobs are the model's own: from before anything is changed.
             raw = pick_rows(logits, arrays.scored, tensors.scored)
         # Requests with edits may have none at this position: then logits stay as they are, and in their dtype.
-        if tensors.edits is not None and any(map(len, tensors.edits)):
-            if raw is not None and logits.dtype == torch.float32:
-                raw = raw.clone()
+        edits = tensors.edits if tensors.edits is not None and any(map(len, tensors.edits)) else None
+        if raw is not None and (tensors.masks is not None or (edits is not None and logits.dtype == torch.float32)):
+            raw = raw.clone()
+        if edits is not None:
             logits = logits.float().contiguous()
-            apply_edits(logits, tensors.edits)
+            apply_edits(logits, edits)
+        if tensors.masks is not None:
+            # Last: no bias and no fallback brings back a token that a mask does not allow.
+            logits = logits.contiguous()
+            self._sampling.apply_masks(logits, *tensors.masks)
         tokens = self._token_sampler.sample_tokens(logits, arrays, tensors)
         # The next step and the scorer need valid ids; NOT_FINITE goes to the host alone.
         ids = tokens.clamp(min=0)
         if raw is None or arrays.scored is None:
             return SampledTokens(ids, self._result(batch, tokens, [], []))
         tops = self._tops[arrays.slots[arrays.scored]]
-        scores = self._scorer(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
+        scores = self._sampling.score(raw, pick_rows(ids, arrays.scored, tensors.scored), int(tops.max()))
         # In one tensor, to be copied to the host together.
         values = torch.cat([tokens.double(), scores.flatten()])
         return SampledTokens(ids, self._result(batch, values, arrays.scored.tolist(), tops.tolist()))
@@ -152,14 +184,11 @@ class Sampler:
             return []
         top = min(top, self.vocab)
         ids = copy_to_device(int64_array(targets), logits.device)
-        return [unpack_logprobs(row, top) for row in self._scorer(logits, ids, top).tolist()]
+        return [unpack_logprobs(row, top) for row in self._sampling.score(logits, ids, top).tolist()]
 
 
-def split_logprobs(values: list[float], count: int, rows: list[int], tops: list[int]) -> list[TokenLogprobs | None]:
-    """Logprobs of `count` rows, None except for `rows`, whose scores follow the first `count` of the `values`."""
-    logprobs: list[TokenLogprobs | None] = [None] * count
-    if rows:
-        width = (len(values) - count) // len(rows)
-        for row, begin, top in zip(rows, range(count, len(values), width), tops, strict=True):
-            logprobs[row] = unpack_logprobs(values[begin : begin + width], top)
-    return logprobs
+def sampling_settings(params: SamplingParams) -> SamplingSettings:
+    """The settings that a request's tokens are drawn with."""
+    greedy = params.greedy or params.top_k == 1
+    log_min_p = math.log(params.min_p) if params.min_p else -math.inf
+    return SamplingSettings(0.0 if greedy else params.temperature, log_min_p, params.top_k, params.top_p)

@@ -57,9 +57,3 @@ class Staging:
 
     def _allocate(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
-
-
-def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a single array to the device, on a GPU through torch's pinned memory, so that the host does not wait."""
-    tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

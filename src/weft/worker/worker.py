@@ -22,7 +22,6 @@ from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.streams import NOT_FINITE
 from weft.kernels.warm import warm_kernels
-from weft.layers.rope import rope_table
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import Capacity, step_bytes
@@ -33,12 +32,10 @@ from weft.worker.device import allocate_caches, free_bytes, prepare_device
 from weft.worker.draft_runner import DraftRunner
 from weft.worker.graphs import CudaGraphs, Graphs, graph_sizes
 from weft.worker.importance import measure_importance
-from weft.worker.logprobs import scorer_for
 from weft.worker.prompt_logprobs import score_prompts
 from weft.worker.request_slots import RequestSlots
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
-from weft.worker.token_sampler import create_token_sampler
 
 logger = logging.getLogger("weft")
 
@@ -73,7 +70,7 @@ class Worker:
         held = self._load_model()
         if self.device.type != "cpu":
             # Here, since the peak is measured with all that a step needs.
-            self.rope = self._rope_table(plan.max_model_len)
+            self.model.fill_ropes(plan.max_model_len, plan.max_model_len, self.device)
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
         self.sampler = self._create_sampler() if self.rank == plan.output_rank else None
         eager, block_bytes = self._measure(), plan.block_bytes(self.rank)
@@ -107,18 +104,17 @@ class Worker:
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
         self.kernels = create_kernels(*backend)
-        if plan.schemes and self.kernels.name == "torch":
+        if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             held = rank_weight_bytes(shape, self.place, plan.dtype)
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
-        if plan.graphs and not self.kernels.capturable:
+        if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
         return held
 
     def _create_sampler(self) -> Sampler:
         plan, shape = self.plan, self.plan.shape
-        token_sampler = create_token_sampler(self.kernels, plan.max_num_seqs, self.device)
-        return Sampler(shape.vocab, plan.max_num_seqs, shape.eos, token_sampler, scorer_for(self.kernels))
+        return Sampler(shape.vocab, plan.max_num_seqs, shape.eos, self.kernels.sampling)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> int:
@@ -132,7 +128,8 @@ class Worker:
             self.draft_runner.allocate(num_blocks)
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
-            self.rope = self._rope_table(min(plan.max_model_len, num_blocks * plan.block_size))
+            rows = min(plan.max_model_len, num_blocks * plan.block_size)
+            self.model.fill_ropes(rows, plan.max_model_len, self.device)
         tokens = min(16, plan.max_model_len, plan.max_num_batched_tokens, num_blocks * plan.block_size)
         self._rehearse([tokens])
         self._rehearse([1], rehearsal.PLAIN)
@@ -149,7 +146,7 @@ class Worker:
         return Graphs(
             self._forward,
             CudaGraphs(),
-            prepare=self.kernels.prepare,
+            prepare=self.kernels.attention.prepare,
             rows=self.plan.max_num_seqs,
             width=self.request_slots.tables.shape[1],
             incoming=None if self.place.first else (self.plan.shape.hidden, self.dtype),
@@ -228,7 +225,7 @@ class Worker:
             return None, None
         if self.sampler is None:
             return None, SampleArrays(int64_array(picks), int64_array(slots), int64_array(positions))
-        samples = self.sampler.prepare_batch(picks, slots, positions)
+        samples = self.sampler.prepare_batch(picks, slots, positions, step.masks)
         return samples, samples.arrays
 
     def runs_singly(self, step: StepPlan) -> bool:
@@ -251,7 +248,7 @@ class Worker:
     def fill_batch(self, staged: StagedStep) -> Batch:
         """Turn a staged step into a batch, in a graph's tensors if it can be replayed."""
         batch = (self.graphs and self.graphs.captured_batch(staged)) or staged.eager()
-        self.kernels.fill_batch(staged, batch)
+        self.kernels.pointwise.fill_batch(staged, batch)
         return batch
 
     @torch.inference_mode()
@@ -259,11 +256,11 @@ class Worker:
         """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
         if self.graphs:
             return self.graphs.run_batch(batch, incoming)
-        self.kernels.prepare(batch)
+        self.kernels.attention.prepare(batch)
         return self._forward(batch, incoming)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
-        return self.model.hidden(incoming, self.rope, self.caches, batch)
+        return self.model.hidden(incoming, self.caches, batch)
 
     def _finish(
         self,
@@ -287,14 +284,15 @@ class Worker:
             self._keep_last_tokens(tensors.slots, None)
             return None
         assert logits is not None and samples is not None
-        sampled, slots = self.sampler.sample(logits, samples, tensors), samples.arrays.slots
+        sampled = self.sampler.sample(logits, samples, tensors)
         self._keep_last_tokens(tensors.slots, sampled.tokens)
 
         def result() -> StepResult:
             tokens, logprobs = sampled.result()
             step_result = StepResult(step.id, tokens, logprobs, prompt_logprobs)
             if min(tokens) == NOT_FINITE:
-                self._mark_broken(step_result, slots)
+                step_result.failed = samples.failures(tokens, self.rank)
+                step_result.tokens = [max(token, 0) for token in tokens]
             return step_result
 
         return result() if self.device.type == "cpu" else result
@@ -306,12 +304,6 @@ class Worker:
         last = self.request_slots.last
         sampled = last.new_empty(len(slots)) if tokens is None else tokens
         last.index_copy_(0, slots, self.links.tensor.broadcast(sampled))
-
-    def _mark_broken(self, result: StepResult, slots: np.ndarray) -> None:
-        """Mark rows whose logits were not finite as failed, by their `slots`; valid ids replace their tokens."""
-        why = f"rank {self.rank}: the model produced NaN or infinite logits, from which nothing can be sampled"
-        result.failed = {int(slots[row]): why for row, token in enumerate(result.tokens) if token == NOT_FINITE}
-        result.tokens = [max(token, 0) for token in result.tokens]
 
     def _propose_drafts(self, step: StepPlan, result: Result) -> Result:
         """Add the draft model's tokens to a result, which it waits for: they follow the sampled tokens."""
@@ -327,7 +319,7 @@ class Worker:
         """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
         kernels that wait for the GPU can be captured."""
         enabled = self.plan.graphs and self.device.type == "cuda"
-        return enabled and self.links.tensor.capturable and self.kernels.capturable
+        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable
 
     def close(self) -> None:
         """Free the memory."""
@@ -338,12 +330,6 @@ class Worker:
         self.model = self.kernels = self.sampler = None  # type: ignore[assignment]
         if self.device.type == "cuda":
             release_cached_memory()
-
-    def _rope_table(self, rows: int) -> torch.Tensor:
-        """Cosines and sines of the first `rows` positions: [rows, head_dim] float32."""
-        shape = self.plan.shape
-        table = rope_table(shape.rope, shape.head_dim, shape.max_positions, self.plan.max_model_len, rows)
-        return table.to(self.device)
 
     def _measure(self) -> int:
         """Bytes that the largest step takes beside weights and graphs: measured on a GPU, computed on a CPU."""
@@ -390,5 +376,6 @@ class Worker:
             raise ModelError(
                 f"the checkpoint {self.plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
                 f"sampled: its weights are damaged, or beyond what {self.plan.dtype} holds; fetch it again, or try "
-                f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}"
+                f"--dtype {'float32' if self.plan.dtype == 'bfloat16' else 'bfloat16'}",
+                code="nan-logits",
             )

@@ -3,26 +3,47 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 
 import torch
 
-from weft.kernels.native.kernels import NativeKernels
-from weft.kernels.usable import check_usable
-from weft.native import build
-from weft.plan import backends
+from weft.comm import Group
+from weft.kernels.base import Attention, AttentionShape, DenseLayer, FusedStage, Kernels
+from weft.kernels.native.attention import NativeAttention
+from weft.kernels.native.entries import load_entries
+from weft.kernels.native.matrix import NativeMatrices
+from weft.kernels.native.pointwise import NativePointwise
+from weft.kernels.native.rounding import NativeRounding
+from weft.kernels.native.sampling import NativeSampling
+from weft.kernels.native.stage import NativeStage
+from weft.kernels.usable import UnusableError
+from weft.quant.rounding import Rounding
 
-__all__ = ["NativeKernels", "native_available"]
+
+def create_attention(device: torch.device, shape: AttentionShape) -> NativeAttention:
+    """Attention in C++. Raises UnusableError if the library cannot be built or loaded."""
+    try:
+        return NativeAttention(load_entries(shape.dtype))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnusableError(str(error)) from error
 
 
-def native_available(dtype: torch.dtype, head_dim: int, group: int, *, required: bool = False) -> bool:
-    """Return True if these kernels can serve a model of this dtype, head_dim and query heads per KV head, and their
-    library could be built and loaded. If not, the reason is logged, or with `required` raised as a ConfigError."""
-    name = str(dtype).removeprefix("torch.")
-    reason = build.native_obstacle(name, head_dim, group)
-    if reason is None:
-        try:
-            build.load_library(name)
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = str(error)
-    instead = "The slower torch kernels take their place"
-    return check_usable(backends.KERNELS["cpu"], reason, required=required, instead=instead)
+def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
+    """The rounding in C++."""
+    return NativeRounding(shape.dtype)
+
+
+def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
+    """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
+    entries = load_entries(shape.dtype)
+
+    def fuse_layers(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
+        return NativeStage(entries, layers, comm)
+
+    return Kernels(
+        attention=attention,
+        pointwise=NativePointwise(entries),
+        matrices=NativeMatrices(entries),
+        sampling=NativeSampling(entries),
+        fuse_layers=fuse_layers,
+    )

@@ -1,13 +1,15 @@
-"""Weights packed once for the C++ products."""
+"""Products in C++ with weights that are packed once."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.formats.schemes import UNIT
+from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 from weft.quant.quantised import QuantisedWeight
@@ -33,6 +35,26 @@ class NativeMatrix:
         out = torch.empty(len(numbers), self.descriptor.cols, dtype=self.dtype)
         self.entries.rows_of(ctypes.byref(self.descriptor), numbers.data_ptr(), len(numbers), out.data_ptr())
         return out
+
+
+class NativeMatrices:
+    """The C++ implementation of `Matrices`."""
+
+    multiplies_quantised = True
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
+        if isinstance(weight, QuantisedWeight):
+            return pack_quantised_matrix(self._entries, weight, bias)
+        return pack_dense_matrix(self._entries, weight, bias)
+
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
+        return self.matrix(weight, None)
+
+    def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
+        return ()
 
 
 def pack_dense_matrix(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeMatrix:

@@ -10,19 +10,11 @@ import torch
 
 from weft.formats.schemes import UNIT, Scheme
 from weft.kernels.native.entries import load_entries
-from weft.native import build
 from weft.native.structures import LONGEST_GROUP, LOWEST_KINDS, WEIGHT_TYPES, RoundingDescriptor
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, column_weights, round_into
 
 CPU = torch.device("cpu")
-
-
-def create_native_rounding(dtype: torch.dtype, head_dim: int, group: int) -> Rounding:
-    """The rounding of C++ if it serves a model of this dtype, head_dim and query heads per KV head, else torch's."""
-    if build.native_obstacle(str(dtype).removeprefix("torch."), head_dim, group) is None:
-        return NativeRounding(dtype)
-    return round_into
 
 
 class NativeRounding:

@@ -21,6 +21,7 @@ from weft.kernels.usable import AMPERE_SHARED_BYTES
 from weft.kernels.warm import KernelLaunch, first_of_variants
 
 LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = 16  # rows or columns of the smallest matrix product
 HEAD_BYTES = 256  # of the widest head whose tiles fit the 99 KiB of any GPU since Ampere; half as wide for 64 KiB
 MOST_SPLITS = 32
@@ -88,8 +89,9 @@ def _mix(
 
 @triton.jit
 def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr, HEAD: tl.constexpr):
-    """Results [GROUP, HEAD] of these heads from all parts, always added in the same order. They are not read from the
-    L1 cache, which does not see stores of other multiprocessors."""
+    """Results [GROUP, HEAD] of these heads from all parts, always added in the same order, and logarithms to base 2 of
+    the sums of weights [GROUP]. Parts are not read from the L1 cache, which does not see stores of other
+    multiprocessors."""
     top = tl.full([GROUP], float("-inf"), tl.float32)
     for each in range(splits):
         top = tl.maximum(top, tl.load(sums + heads * splits + each, mine, other=float("-inf"), cache_modifier=".cg"))
@@ -102,15 +104,16 @@ def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr,
         place = at_part[:, None] * head_dim + columns[None, :]
         mixed += tl.load(parts + place, kept, other=0.0, cache_modifier=".cg") * weight[:, None]
         total += weight
-    return mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    return mixed / total[:, None], top + tl.log2(total)
 
 
 # Integers that differ from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
-    q, keys, values, out, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads, head_dim, scale,
-    window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    HEAD: tl.constexpr, TILE: tl.constexpr,
+    q, keys, values, out, lse, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads, head_dim,
+    scale, window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time then read whole lines of the KV cache, in which a token's heads
     # are neighbours.
@@ -144,10 +147,14 @@ def _decode(
         arrived = through + row * kv_heads + kv_head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived, 0)  # for the next layer
-            joined = _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP, HEAD)
+            joined, logs = _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP, HEAD)
             tl.store(out + heads[:, None] * head_dim + columns[None, :], joined.to(out.dtype.element_ty), kept)
+            if LSE:
+                tl.store(lse + heads, logs * LN_2, mine)
     else:
         tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
+        if LSE:
+            tl.store(lse + heads, logs * LN_2, mine)
 
 
 def splits_of(tuning: Tuning, processors: int, rows: int, kv_heads: int) -> int:
@@ -170,9 +177,11 @@ def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
     out: torch.Tensor, tuning: Tuning = DECODE, shared: int = AMPERE_SHARED_BYTES, through: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads *
-    head_dim]. `through` are int32 zeros, one for each row and KV head: the number of programs that have finished."""
+    head_dim] and `lse`. `through` are int32 zeros, one for each row and KV head: the number of programs that have
+    finished."""
     _, q_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[2]
     splits = splits_of(tuning, processors, rows, kv_heads)
@@ -188,6 +197,7 @@ def decode(
         cache.keys,
         cache.values,
         out,
+        out if lse is None else lse,
         parts,
         sums,
         through,
@@ -203,6 +213,7 @@ def decode(
         splits,
         WINDOWED=window is not None,
         SPLIT=splits > 1,
+        LSE=lse is not None,
         KV_BLOCK=cache.block_size,
         GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
@@ -214,9 +225,9 @@ def decode(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
 def _prefill(
-    q, keys, values, out, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads, head_dim, scale,
-    window, WINDOWED: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    q, keys, values, out, lse, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads, head_dim,
+    scale, window, WINDOWED: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number, kv_head = tl.program_id(0), tl.program_id(1)
     # Row r's programs begin at (its first token // QUERIES) + r: there is at most one surplus program per row.
@@ -238,26 +249,29 @@ def _prefill(
         lanes, columns = tl.arange(0, ROWS), tl.arange(0, HEAD)
         token, member = first + lanes // GROUP, lanes % GROUP
         real, inside = (lanes < QUERIES * GROUP) & (token < count), columns < head_dim
-        places = ((start + token).to(tl.int64) * q_heads + kv_head * GROUP + member) * head_dim
+        heads = (start + token).to(tl.int64) * q_heads + kv_head * GROUP + member
+        places = heads * head_dim
         kept = real[:, None] & inside[None, :]
         query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
         stop = length - count + tl.minimum(first + QUERIES, count)
         begin = 0
         if WINDOWED:
             begin = tl.maximum(0, length - count + first - window + 1) // TILE * TILE
-        result, _ = _mix(
+        result, logs = _mix(
             query, keys, values, tables + row.to(tl.int64) * table_width, begin, stop, length - count + token, window,
             kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
         )  # fmt: skip
         tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)
+        if LSE:
+            tl.store(lse + heads, logs * LN_2, real)
 
 
 def prefill(
     q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
-    tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES,
+    tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES, lse: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads
-    * head_dim]. Only these rows' tokens are read and written. Rows before them have one token each."""
+    * head_dim] and `lse`. Only these rows' tokens are read and written. Rows before them have one token each."""
     tokens, q_heads, head_dim = q.shape
     kv_heads, rows = cache.keys.shape[2], batch.rows - first_row
     group = q_heads // kv_heads
@@ -269,6 +283,7 @@ def prefill(
         cache.keys,
         cache.values,
         out,
+        out if lse is None else lse,
         batch.row_starts,
         batch.tables,
         batch.context,
@@ -281,6 +296,7 @@ def prefill(
         scale * LOG2_E,
         window or 0,
         WINDOWED=window is not None,
+        LSE=lse is not None,
         KV_BLOCK=cache.block_size,
         GROUP=group,
         QUERIES=queries,
@@ -297,6 +313,7 @@ class TritonAttention:
     the bytes of shared memory that a program may ask for."""
 
     name = "triton"
+    capturable = True
 
     def __init__(self, processors: int, tunings: Tunings = DEFAULT, shared: int = AMPERE_SHARED_BYTES) -> None:
         self._processors, self.tunings, self._shared = processors, tunings, shared
@@ -306,24 +323,39 @@ class TritonAttention:
     def prepare(self, batch: Batch) -> None:
         """Do nothing: each program works out what it needs."""
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if batch.decodes:
-            self.decode(q, cache, batch, scale, window, out)
+            self.decode(q, cache, batch, scale, window, out, lse)
         if batch.decodes < batch.rows:
-            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared)
+            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared, lse)
         return out
 
     def decode(
-        self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> None:
-        """Attention of the batch's decode rows only."""
+        """Attention of the batch's decode rows only, into `out` and `lse`."""
         rows = batch.decodes
         count = triton.next_power_of_2(rows * cache.keys.shape[2])
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
         sizes = self.tunings.for_rows(rows), self._shared
-        decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count])
+        decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count], lse)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> list[list[KernelLaunch]]:
         def decode_variant(rows: int) -> tuple[Tuning, bool]:

@@ -1,27 +1,20 @@
-"""The Triton implementation of `Kernels`, for GPUs."""
+"""The Triton implementations of the kernels' parts, except attention, for GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
 
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
-from weft.kernels.base import (
-    Attention,
-    AttentionShape,
-    DenseLayer,
-    EmbeddingTable,
-    FusedStage,
-    HeadNorm,
-    KVCache,
-    Product,
-)
+from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.plain.sampling import score
+from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.kernels.staged import StagedStep
-from weft.kernels.triton import pointwise, reduce
-from weft.kernels.triton.attention import TritonAttention
+from weft.kernels.triton import pointwise, reduce, sampling
 from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
@@ -30,43 +23,11 @@ from weft.quant.dense_embedding import DenseEmbedding
 from weft.quant.quantised import QuantisedWeight
 
 
-class TritonKernels:
-    """The Triton implementation of `Kernels`. Work is spread over `processors`, the number of the device's
-    multiprocessors. `attention` takes the place of Triton's if it is given."""
-
-    capturable = True
-
-    def __init__(self, processors: int, attention: Attention | None = None) -> None:
-        self._processors = processors
-        self._attention = attention or TritonAttention(processors)
-        # One matrix of each kind: others launch the same kernels.
-        self._quantised: dict[Hashable, QuantisedMatrix] = {}
-        self.name = self._attention.name
-
-    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
-        products = [launch for matrix in self._quantised.values() for launch in matrix.launches(shape.tokens)]
-        return [products, *self._attention.launches(shape, device)]
+class TritonPointwise:
+    """The Triton implementation of `Pointwise`."""
 
     def fill_batch(self, staged: StagedStep, batch: Batch) -> None:
         fill_batch(staged, batch)
-
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Product:
-        if isinstance(weight, QuantisedWeight):
-            return self._quantised_matrix(weight, bias)
-        return create_product(weight, bias)
-
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight) -> EmbeddingTable:
-        if isinstance(weight, QuantisedWeight):
-            return self._quantised_matrix(weight, None)
-        return DenseEmbedding(weight)
-
-    def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
-        matrix = create_quantised_matrix(weight, bias, self._processors)
-        self._quantised.setdefault((matrix.scheme, matrix.shape, bias is None), matrix)
-        return matrix
-
-    def fuse_layers(self, layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
-        return None
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return pointwise.norm(x, None, weight, eps)
@@ -90,8 +51,85 @@ class TritonKernels:
     ) -> torch.Tensor:
         return pointwise.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
 
-    def prepare(self, batch: Batch) -> None:
-        self._attention.prepare(batch)
 
-    def attend(self, q: torch.Tensor, cache: KVCache, batch: Batch, scale: float, window: int | None) -> torch.Tensor:
-        return self._attention.attend(q, cache, batch, scale, window)
+class TritonMatrices:
+    """The Triton implementation of `Matrices` for quantised weights; torch multiplies with the others.
+
+    Work is spread over `processors`, the number of the device's multiprocessors.
+    """
+
+    multiplies_quantised = True
+
+    def __init__(self, processors: int) -> None:
+        self._processors = processors
+        # One matrix of each kind: others launch the same kernels.
+        self._quantised: dict[Hashable, QuantisedMatrix] = {}
+
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        if isinstance(weight, QuantisedWeight):
+            return self._quantised_matrix(weight, bias)
+        return create_product(weight, bias)
+
+    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
+        if isinstance(weight, QuantisedWeight):
+            return self._quantised_matrix(weight, None)
+        return DenseEmbedding(weight)
+
+    def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
+        matrix = create_quantised_matrix(weight, bias, self._processors)
+        self._quantised.setdefault((matrix.scheme, matrix.shape, bias is None), matrix)
+        return matrix
+
+    def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
+        return [[launch for matrix in self._quantised.values() for launch in matrix.launches(tokens)]]
+
+
+class TritonSampling:
+    """The Triton implementation of `Sampling`, on a device. torch computes logprobs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def create_token_sampler(self, slots: int) -> TritonTokenSampler:
+        return TritonTokenSampler(slots, self._device)
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, top: int) -> torch.Tensor:
+        return score(logits, targets, top)
+
+    def apply_masks(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        sampling.apply_masks(logits, rows, masks)
+
+
+class TritonTokenSampler:
+    """The Triton implementation of `TokenSampler`. The GPU keeps the settings, and gets those of a slot when they
+    change."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._settings = SlotSettings(slots)
+        self._filtered = np.zeros(slots, dtype=bool)
+        self._changed: set[int] = set()
+        self._columns = torch.zeros(self._settings.columns.shape, dtype=torch.float64, device=device)
+        self._keys = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def admit(self, slot: int, settings: SamplingSettings, key: int) -> None:
+        self._settings.admit(slot, settings, key)
+        self._filtered[slot] = settings.filters
+        self._changed.add(slot)
+
+    def take_settings_update(self) -> SettingsUpdate[np.ndarray] | None:
+        if not self._changed:
+            return None
+        slots = np.array([*self._changed], dtype=np.int64)
+        self._changed.clear()
+        return SettingsUpdate(slots, self._settings.columns[slots], self._settings.keys[slots].view(np.int64))
+
+    def sample_tokens(
+        self, logits: torch.Tensor, arrays: SampledRows[np.ndarray], tensors: SampledRows[torch.Tensor]
+    ) -> torch.Tensor:
+        if tensors.settings is not None:
+            self._columns.index_copy_(0, tensors.settings.slots, tensors.settings.columns)
+            self._keys.index_copy_(0, tensors.settings.slots, tensors.settings.keys)
+        filtered = bool(self._filtered[arrays.slots].any())
+        return sampling.sample_tokens(
+            logits, tensors.slots, tensors.positions, self._columns, self._keys, filtered=filtered
+        )

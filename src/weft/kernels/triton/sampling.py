@@ -1,8 +1,8 @@
 """Sampling of a token per row from the model's logits, without copying or sorting them.
 
-`worker/random.py` explains the race that draws a token, and `worker/filters.py` the filters. First all blocks of all
-rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race, among
-blocks, needs no more.
+`kernels/random.py` explains the race that draws a token, and `kernels/plain/filters.py` the filters. First all blocks
+of all rows are read in parallel, which gives the greatest logit and the sum of weights of each block; the first race,
+among blocks, needs no more.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import triton
 import triton.language as tl
 
 from weft.kernels import streams
+from weft.native.structures import MASK_BITS
 
 BLOCK = streams.SAMPLING_BLOCK
 SURVEY_BLOCKS = 16  # that one program reads
 FILTER_BLOCKS = 32  # that a row's program reads or skips at once
+MASK_PROGRAM_WORDS = 64  # of a mask that one program applies
 
 STEP = tl.constexpr(streams.SPLITMIX_STEP)
 FIRST = tl.constexpr(streams.SPLITMIX_FIRST)
@@ -239,6 +241,27 @@ def _draw(
         weights = tl.where(kept, _weights(x, _number(tl.max(place, 0)), temperature), 0.0)
         best_member = tl.argmax(weights.to(tl.float64) / _times(stream, blocks + member), 0)
     tl.store(chosen + row, tl.where(_finite(best), won * BLOCK + best_member, NOT_FINITE).to(tl.int64))
+
+
+@triton.jit
+def _mask(logits, stride, vocab, rows, masks, words, BITS: tl.constexpr, WORDS: tl.constexpr):
+    """Store -inf for the tokens whose bit is 0, of the mask's words from program_id(1) * WORDS on."""
+    number = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    bit = tl.arange(0, BITS)
+    allowed = (tl.load(masks + number * words + word, word < words, other=0)[:, None] >> bit[None, :]) & 1
+    token = word[:, None] * BITS + bit[None, :]
+    at = logits + tl.load(rows + number) * stride + token
+    tl.store(at, float("-inf"), (allowed == 0) & (token < vocab))
+
+
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """`Sampling.apply_masks` in one launch."""
+    count, words = masks.shape
+    if count:
+        _mask[(count, triton.cdiv(words, MASK_PROGRAM_WORDS))](
+            logits, logits.stride(0), logits.shape[1], rows, masks, words, BITS=MASK_BITS, WORDS=MASK_PROGRAM_WORDS
+        )
 
 
 def survey(

@@ -255,10 +255,10 @@ public:
             Part part = a.part(tile, i), next = i < tile.count ? a.part(tile, i + 1) : a.first_part(after);
             if (part.begin < part.end) over(part, groups(part, part.begin), groups(next, next.begin));
         }
+        constexpr float LN2 = 0.693147181f;
         for (int64_t i = 0; i < queries; i++) {
-            bf16 *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
-            float share = 1.0f / _mm512_reduce_add_ps(_mm512_load_ps(s.total + i * LANES));
-            for (int64_t d = 0; d < a.head_dim; d++) to[d] = narrow<bf16>(s.sums[i * a.head_dim + d] * share);
+            float total = _mm512_reduce_add_ps(_mm512_load_ps(s.total + i * LANES));
+            a.finish(tile, i, s.sums + i * a.head_dim, total, s.against[i] * LN2 + std::log(total));
         }
     }
 };

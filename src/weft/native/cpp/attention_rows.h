@@ -78,11 +78,8 @@ public:
                 for (int64_t d = 0; d < a.head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
         }
         for (int64_t i = 0; i <= tile.count; i++) over(a.part(tile, i), few(tile));
-        for (int64_t i = 0; i < count; i++) {
-            T *to = a.out + a.place(tile, i, a.q_heads * a.head_dim);
-            float share = 1.0f / s.total[i];
-            for (int64_t d = 0; d < a.head_dim; d++) to[d] = narrow<T>(s.sums[i * width + d] * share);
-        }
+        for (int64_t i = 0; i < count; i++)
+            a.finish(tile, i, s.sums + i * width, s.total[i], s.highest[i] + std::log(s.total[i]));
     }
 
 private:

@@ -85,9 +85,10 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
     ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,       \
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
                                   int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,             \
-                                  int64_t window, float scale, int64_t threads) {                                      \
+                                  int64_t window, float scale, float *lse, int64_t threads) {                          \
         Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
-        attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale},    \
+        attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale,     \
+                        lse},                                                                                          \
                threads);                                                                                               \
     }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "numbers.h"
 #include "tiles.h"
 
 constexpr int64_t WIDEST_HEAD = 256;  // head_dim at most
@@ -22,6 +23,7 @@ template <class T> struct Paged {
     int64_t q_heads, kv_heads, head_dim, window;
     int64_t q_width;  // elements from one token's queries to the next one's
     float scale;
+    float *lse;  // [tokens, q_heads], see `Attention.attend` of kernels/base.py; may be null
 
     int64_t group() const { return q_heads / kv_heads; }
 
@@ -69,6 +71,14 @@ template <class T> struct Paged {
     int64_t place(const Tile &tile, int64_t i, int64_t width) const {
         int64_t each = queries(tile), token = rows.starts[tile.rows[i / each]] + tile.first + i % each / group();
         return token * width + (tile.head * group() + i % group()) * head_dim;
+    }
+
+    // Write the result of query i of a tile: `sums` times 1 / `total`. The logarithm of the sum of e^score is `log_sum`.
+    void finish(const Tile &tile, int64_t i, const float *sums, float total, float log_sum) const {
+        int64_t at = place(tile, i, q_heads * head_dim);
+        float share = 1.0f / total;
+        for (int64_t d = 0; d < head_dim; d++) out[at + d] = narrow<T>(sums[d] * share);
+        if (lse) lse[at / head_dim] = log_sum;
     }
 
     // Multiply-adds of all scores, and as many again of all values.

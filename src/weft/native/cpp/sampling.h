@@ -1,5 +1,5 @@
-// Sampling: a token for each row of logits, without sorting them. worker/random.py explains the race that draws a
-// token, and worker/filters.py the filters, each of which is a threshold.
+// Sampling: a token for each row of logits, without sorting them. kernels/random.py explains the race that draws a
+// token, and kernels/plain/filters.py the filters, each of which is a threshold.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 constexpr int64_t NUCLEUS = 64;  // tokens: more than top-p keeps of most rows
 
-// Number `index` of a random stream, exponentially distributed: see `exponentials` of worker/random.py.
+// Number `index` of a random stream, exponentially distributed: see `exponentials` of kernels/random.py.
 inline double time_of(uint64_t stream, uint64_t index) {
     uint64_t x = stream + (index + 1) * SPLITMIX_STEP;
     x = (x ^ x >> 30) * SPLITMIX_FIRST;

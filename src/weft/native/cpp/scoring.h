@@ -1,5 +1,5 @@
 // Scoring: logprobs and ranks of given tokens, and the likeliest tokens, in one pass over a row of logits, block by
-// block. worker/logprobs.py does the same in torch.
+// block. kernels/plain/sampling.py does the same in torch.
 #pragma once
 
 #include "places.h"

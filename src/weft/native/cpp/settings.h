@@ -1,4 +1,4 @@
-// What sampling shares with torch and Triton: see worker/random.py.
+// What sampling shares with torch and Triton: see kernels/random.py.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ constexpr uint64_t SPLITMIX_STEP = 0x9E3779B97F4A7C15;
 constexpr uint64_t SPLITMIX_FIRST = 0xBF58476D1CE4E5B9;
 constexpr uint64_t SPLITMIX_SECOND = 0x94D049BB133111EB;
 
-// One request's, a row of `SamplingSettings.columns` in worker/token_sampler.py: temperature 0 is greedy, top_k 0 keeps all tokens.
+// Those of one request, see `SamplingSettings` of kernels/sampling.py.
 struct SamplingSettings {
     double temperature, log_min_p, top_k, top_p;
 };

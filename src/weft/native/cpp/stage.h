@@ -152,7 +152,7 @@ template <class T> class Stage {
         // All rows before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
         Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(), l.q_heads, l.kv_heads, l.head_dim,
-                       l.window, width, l.scale};
+                       l.window, width, l.scale, nullptr};
         attend(team, paged, tiles, [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         return join(team, l.out, space.mixed, 0, rows);
     }

@@ -1,5 +1,6 @@
-// Attention, quantised products, sampling and scoring: half of the code, compiled at the same time as native.cpp.
+// Attention, quantised products, sampling, scoring and masks: half of the code, compiled at the same time as native.cpp.
 #include "attention.h"
+#include "masks.h"
 #include "quantised.h"
 #include "sampling.h"
 #include "scoring.h"
@@ -18,4 +19,8 @@ ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t v
 ENTRY void weft_score(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                       const int64_t *tokens, int64_t top, double *out, int64_t threads) {
     score(logits, size, rows, vocab, stride, tokens, top, out, threads);
+}
+ENTRY void weft_apply_masks(void *logits, int64_t size, int64_t vocab, int64_t stride, const int64_t *rows,
+                            const uint32_t *masks, int64_t count, int64_t threads) {
+    apply_masks(logits, size, vocab, stride, rows, masks, count, threads);
 }

@@ -9,8 +9,9 @@ import signal
 import sys
 from dataclasses import replace
 
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 from weft.executors.launch import Parent
+from weft.plan.backends import ATTENTION_BACKENDS
 from weft.probes.links import Ended
 from weft.probes.tuning import RaceResult, TunedSizes, TuneRequest
 
@@ -31,13 +32,15 @@ def main(descriptor: int, lifeline: int) -> None:
 
 def measure_sizes(task: TuneRequest, parent: Parent[TuneRequest]) -> None:
     """Run the races for each number of ranks; report each race, and then the sizes for that number."""
-    from weft.kernels import triton
+    from weft.kernels import attention_obstacle
     from weft.kernels.base import AttentionShape
     from weft.worker import device as devices
 
     device = devices.prepare_device(task.plan, 0)
     whole = AttentionShape.from_plan(task.plan, 0)
-    triton.triton_available(device, whole.head_dim, required=True)
+    if reason := attention_obstacle("triton", device, whole):
+        kernels = ATTENTION_BACKENDS["triton"].kernels
+        raise ConfigError(f"{kernels} cannot be measured: {reason}", code="attention-backend-not-usable")
     from weft.kernels.triton import saved_tunings
     from weft.probes.on_gpu import trials
 

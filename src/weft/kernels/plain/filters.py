@@ -9,13 +9,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from weft.worker.chunks import pick_rows
-from weft.worker.random import block_sums
-from weft.worker.staging import copy_to_device
-
-# Columns of a row's settings, in float64.
-TEMPERATURE, LOG_MIN_P, TOP_K, TOP_P = range(4)
-NEUTRAL = (1.0, -np.inf, 0.0, 1.0)
+from weft.kernels.random import block_sums
+from weft.kernels.rows import copy_to_device, pick_rows
+from weft.kernels.sampling import LOG_MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 NUCLEUS = 64  # tokens; the top-p of most answers needs no more, and finding them takes a quarter of a sort
 
@@ -23,8 +19,9 @@ NUCLEUS = 64  # tokens; the top-p of most answers needs no more, and finding the
 def weigh(logits: torch.Tensor, settings: np.ndarray) -> torch.Tensor:
     """Weights in proportion to the tokens' probabilities, 0 for those filtered out: [R, V] float32.
 
-    `logits` [R, V] float32 are not changed; `settings` are [R, 4], with temperatures above 0. A top-k of 0 or of V and
-    more keeps all tokens. Top-p is a share of the mass that min-p and top-k leave.
+    `logits` [R, V] float32 are not changed; `settings` [R, 4] float64 are rows of `SlotSettings.columns`, with
+    temperatures above 0. A top-k of 0 or of V and more keeps all tokens. Top-p is a share of the mass that min-p and
+    top-k leave.
     """
     vocab, device = logits.shape[1], logits.device
     columns = copy_to_device(settings, device)

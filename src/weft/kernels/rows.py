@@ -1,4 +1,4 @@
-"""Chunks of the rows of a [R, V] tensor, of a good size for its device."""
+"""Rows of [R, V] tensors: chunks of a good size for the device, selections, and copies of their numbers to it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-
-from weft.worker.staging import copy_to_device
 
 # Elements that are worked on at once. On a CPU, per thread: intermediate results stay in its cache, and in memory
 # that the allocator has at hand, since fresh pages cost more than the arithmetic. On a GPU: enough to fill it, and
@@ -32,3 +30,9 @@ def pick_rows(tensor: torch.Tensor, rows: np.ndarray, on_device: torch.Tensor | 
     if last - first + 1 == len(rows):
         return tensor[first : last + 1]
     return tensor.index_select(0, copy_to_device(rows, tensor.device) if on_device is None else on_device)
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a single array to the device, on a GPU through torch's pinned memory, so that the host does not wait."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

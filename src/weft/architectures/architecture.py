@@ -1,0 +1,116 @@
+"""Architecture: all that sets one published architecture apart, as data. `weft.architectures.families` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from weft.architectures.shape import Activation
+
+
+class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """Module names of one architecture in Hugging Face checkpoints; "" for a module that it does not have.
+
+    A fused tensor (`qkv`, `gate_up`) is named once per part that it holds, in the order of the parts. Names of a
+    layer's modules are relative to `layer`, names of an expert's modules to `expert`.
+
+    - `transposed`: matrices are stored as [inputs, outputs].
+    - `expert_pairs`: one tensor holds gate and up of all experts, gate and up rows alternating.
+    """
+
+    embed: str = "model.embed_tokens"
+    positions: str = ""
+    layer: str = "model.layers.{layer}."
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    sinks: str = ""
+    attention_post_norm: str = ""
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    transposed: bool = False
+    router: str = "mlp.gate"
+    router_bias: bool = False
+    correction: str = ""  # added to the router's scores to balance the experts
+    expert: str = "mlp.experts.{expert}."
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    expert_pairs: bool = False
+    shared: str = "mlp.shared_experts."
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP multiplies its up projection by an activated gate."""
+        return len(self.gate_up) == 2
+
+
+class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
+    """An architecture's config.json: names of its fields, and what the computation is where no field says it.
+
+    Defaults are Transformers', of its configuration classes.
+
+    - `bias`: which attention projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
+      always those three; "all": all four, and the MLP; "none": no projection.
+    - `mlp_bias`: the config's own `mlp_bias` counts.
+    - `window`: which layers have a sliding window. "none"; "all"; "some": those that `use_sliding_window` and
+      `layer_types` name; a number n: all but every nth layer, unless `layer_types` is given.
+    - `local_rope`: the field that gives layers with a window a rotary base of their own; "" if all layers share one.
+    - `stretched`: `max_position_embeddings` is the length after rotary scaling, not the one before.
+    - `query_scale`: the field s if attention's scale is s^-0.5 instead of head_dim^-0.5.
+    - `normalised`: the weights of a token's chosen experts are scaled to a sum of 1: "always", or if the config's
+      `norm_topk_prob` says so.
+    - `keys`: this architecture's name of a field -> the usual name.
+    - `values`: the usual name of a field -> its value if the field is missing.
+    - `ffn_of_hidden`: MLP width as a multiple of the hidden size, if the width is not given.
+    - `ffn_parts`: number of MLP widths that `intermediate_size` counts together.
+    - `inner`: field that holds the language model of a vision-language model.
+    """
+
+    model_type: str
+    max_positions: int
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden size over query heads
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    bias: Literal["config", "qkv", "all", "none"] = "config"
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
+    tied: bool = False
+    window: Literal["none", "all", "some"] | int = "none"
+    local_rope: str = ""
+    stretched: bool = False
+    query_scale: str = ""
+    norm: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    scaled_embedding: bool = False  # the embedding's rows are multiplied by the square root of the hidden size
+    normalised: Literal["always", "config"] = "always"
+    keys: Mapping[str, str] = {}
+    values: Mapping[str, object] = {}
+    ffn_of_hidden: int = 0
+    ffn_parts: int = 1
+    inner: str = ""
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One architecture: its class name in config.json, its config's fields and its tensors' names.
+
+    - `runs`: the engine runs it; the planner knows all of them.
+    - `gguf`: `general.architecture` in GGUF files; "" if another architecture with that name stands for both.
+    - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
+    - `positions_before`: rows before that of position 0 in a table of position embeddings.
+    """
+
+    name: str
+    config: ConfigFields
+    names: Names = Names()
+    runs: bool = False
+    gguf: str = ""
+    modules: tuple[tuple[str, str], ...] = ()
+    positions_before: int = 0

@@ -1,0 +1,37 @@
+"""Layers of a model from what its file says of all of them: windows per layer, and the layers without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from weft.architectures.architecture import Architecture
+from weft.architectures.shape import Attention, Dense, Experts, LayerSpec, Mixer, Rope
+
+
+def compose_layers(
+    architecture: Architecture,
+    mixer: Mixer,
+    windows: Sequence[int | None],
+    dense: Dense,
+    experts: Experts | None = None,
+    dense_layers: Collection[int] = (),
+    *,
+    local_rope: Rope | None = None,
+) -> tuple[LayerSpec, ...]:
+    """One layer per entry of `windows`, which are in tokens; None for attention to the whole context.
+
+    With `experts`, the layers numbered in `dense_layers` have the MLP `dense`, all others the experts. Layers with a
+    window have `local_rope`, if the model has one for them.
+    """
+    norms: Literal["pre", "both"] = "both" if architecture.names.attention_post_norm else "pre"
+    layers = []
+    for number, window in enumerate(windows):
+        attention = mixer
+        if isinstance(mixer, Attention) and window is not None:
+            attention = replace(mixer, window=window, rope=local_rope or mixer.rope)
+        ffn = dense if experts is None or number in dense_layers else experts
+        layers.append(LayerSpec(mixer=attention, ffn=ffn, norms=norms))
+    return tuple(layers)

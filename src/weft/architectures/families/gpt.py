@@ -1,0 +1,94 @@
+"""GPT-2, OPT and gpt-oss. The first two have layer norm, learnt positions, biases and an MLP without a gate."""
+
+from __future__ import annotations
+
+from weft.architectures.architecture import Architecture, ConfigFields, Names
+
+OPT = Architecture(
+    name="OPTForCausalLM",
+    config=ConfigFields(
+        model_type="opt",
+        max_positions=2048,
+        bos=2,
+        eos=(2,),
+        bias="all",
+        tied=True,
+        norm="layer",
+        activation="relu",
+        keys={"ffn_dim": "intermediate_size"},
+        values={"rms_norm_eps": 1e-5},
+    ),
+    names=Names(
+        embed="model.decoder.embed_tokens",
+        positions="model.decoder.embed_positions",
+        layer="model.decoder.layers.{layer}.",
+        attention_norm="self_attn_layer_norm",
+        out="self_attn.out_proj",
+        mlp_norm="final_layer_norm",
+        gate_up=("fc1",),
+        down="fc2",
+        norm="model.decoder.final_layer_norm",
+    ),
+    positions_before=2,
+)
+GPT2 = Architecture(
+    name="GPT2LMHeadModel",
+    config=ConfigFields(
+        model_type="gpt2",
+        ffn_of_hidden=4,
+        max_positions=1024,
+        bos=50256,
+        eos=(50256,),
+        bias="all",
+        tied=True,
+        norm="layer",
+        activation="gelu_tanh",
+        keys={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_inner": "intermediate_size",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        values={"rms_norm_eps": 1e-5},
+    ),
+    names=Names(
+        embed="wte",
+        positions="wpe",
+        layer="h.{layer}.",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",) * 3,
+        out="attn.c_proj",
+        mlp_norm="ln_2",
+        gate_up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        norm="ln_f",
+        transposed=True,
+    ),
+    gguf="gpt2",
+    modules=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
+)
+GPT_OSS = Architecture(
+    name="GptOssForCausalLM",
+    config=ConfigFields(
+        model_type="gpt_oss",
+        max_positions=131072,
+        kv_heads=8,
+        head_dim=64,
+        bias="all",
+        window=2,
+        keys={"experts_per_token": "num_experts_per_tok"},
+        values={"sliding_window": 128, "rms_norm_eps": 1e-5},
+    ),
+    names=Names(
+        sinks="self_attn.sinks",
+        router="mlp.router",
+        router_bias=True,
+        expert="mlp.experts.",
+        expert_gate_up=("gate_up_proj",),
+        expert_pairs=True,
+    ),
+    gguf="gpt-oss",
+)
+FAMILY = (GPT_OSS, OPT, GPT2)

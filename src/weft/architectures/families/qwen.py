@@ -1,0 +1,57 @@
+"""Qwen v1, 2, 3 and the mixture of experts of Qwen 3. Qwen 3 normalises each query and key head before the rotation."""
+
+from __future__ import annotations
+
+from weft.architectures.architecture import Architecture, ConfigFields, Names
+
+QWEN = Architecture(
+    name="QWenLMHeadModel",
+    config=ConfigFields(
+        model_type="qwen",
+        max_positions=8192,
+        bias="qkv",
+        ffn_parts=2,
+        keys={"kv_channels": "head_dim", "seq_length": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"},
+    ),
+    names=Names(
+        embed="transformer.wte",
+        layer="transformer.h.{layer}.",
+        attention_norm="ln_1",
+        qkv=("attn.c_attn",) * 3,
+        out="attn.c_proj",
+        mlp_norm="ln_2",
+        gate_up=("mlp.w2", "mlp.w1"),
+        down="mlp.c_proj",
+        norm="transformer.ln_f",
+    ),
+    gguf="qwen",
+)
+QWEN2 = Architecture(
+    name="Qwen2ForCausalLM",
+    config=ConfigFields(model_type="qwen2", max_positions=32768, kv_heads=32, bias="qkv", window="some"),
+    runs=True,
+    gguf="qwen2",
+)
+QWEN3 = Architecture(
+    name="Qwen3ForCausalLM",
+    config=ConfigFields(
+        model_type="qwen3", max_positions=32768, kv_heads=32, head_dim=128, qk_norm="head", window="some"
+    ),
+    runs=True,
+    gguf="qwen3",
+)
+QWEN3_MOE = Architecture(
+    name="Qwen3MoeForCausalLM",
+    config=ConfigFields(
+        model_type="qwen3_moe",
+        max_positions=32768,
+        kv_heads=4,
+        qk_norm="head",
+        window="some",
+        normalised="config",
+        values={"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    runs=True,
+    gguf="qwen3moe",
+)
+FAMILY = (QWEN2, QWEN3, QWEN3_MOE, QWEN)

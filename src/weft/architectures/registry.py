@@ -1,0 +1,20 @@
+"""All architectures by name: those that the engine runs, and those that only the planner knows."""
+
+from __future__ import annotations
+
+from weft.architectures.architecture import Architecture
+from weft.architectures.families import deepseek, gemma, gpt, llama, mixtral, qwen
+from weft.errors import ModelError
+
+_FAMILIES = (llama, qwen, mixtral, deepseek, gemma, gpt)
+ARCHITECTURES: dict[str, Architecture] = {entry.name: entry for family in _FAMILIES for entry in family.FAMILY}
+RUNNABLE = tuple(name for name, entry in ARCHITECTURES.items() if entry.runs)
+
+
+def find_architecture(name: str) -> Architecture:
+    """The architecture with this class name. Raises ModelError for an unknown one."""
+    if name not in ARCHITECTURES:
+        raise ModelError(
+            f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}", code="unknown-architecture"
+        )
+    return ARCHITECTURES[name]

@@ -1,0 +1,164 @@
+"""Layers of a model as its config.json describes them: attention, MLP, experts, windows."""
+
+from __future__ import annotations
+
+from weft.architectures.architecture import Architecture, ConfigFields
+from weft.architectures.compose import compose_layers
+from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, Mixer, Rope
+from weft.errors import ModelError
+from weft.formats import limits
+from weft.formats.config_rope import read_base, read_ropes
+from weft.formats.fields import Fields
+
+SLIDING_WINDOW = 4096  # tokens; default of architectures with windows
+MAX_WINDOW_LAYERS = 28  # default number of Qwen's first layers, which have no window
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def with_defaults(config: Fields, default: ConfigFields) -> Fields:
+    """Fields of the language model under their usual names, with the architecture's defaults."""
+    inner = config.nested(default.inner) if default.inner else None
+    own = {**config.values, **(inner.values if inner else {})}
+    return Fields({**default.values, **{default.keys.get(key, key): own[key] for key in own}}, config.where)
+
+
+def read_layers(config: Fields, known: Architecture, max_positions: int) -> tuple[LayerSpec, ...]:
+    """All layers of a model; `config` has its usual names and defaults. Raises ModelError for a wrong field.
+
+    If the engine does not run the architecture, only the base of its rotary embedding is read.
+    """
+    default = known.config
+    count = config.integer("num_hidden_layers", maximum=limits.LAYERS)
+    if known.runs:
+        rope, local_rope = read_ropes(config, max_positions, default.local_rope, stretched=default.stretched)
+    else:
+        rope, local_rope = Rope(theta=read_base(config)), None
+    bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
+    mlp_bias = default.bias == "all" or (default.mlp_bias and config.flag("mlp_bias"))
+    width = _mlp_width(config, default) // default.ffn_parts
+    return compose_layers(
+        known,
+        _latent_attention(config, rope) or _attention(config, known, rope, bias=bias),
+        _windows(config, default, count),
+        Dense(width=width, activation=default.activation, gated=known.names.gated, bias=mlp_bias),
+        _experts(config, default, width, bias=mlp_bias),
+        _dense_layers(config),
+        local_rope=local_rope,
+    )
+
+
+def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -> Attention:
+    """Attention of all layers, without windows. `bias`: the output projection has one."""
+    default, heads = known.config, config.integer("num_attention_heads")
+    head_dim = _head_dim(config, default, heads)
+    scaled_by = config.number(default.query_scale) if default.query_scale else head_dim
+    return Attention(
+        heads=heads,
+        kv_heads=config.integer_or("num_key_value_heads", default.kv_heads) or heads,
+        head_dim=head_dim,
+        scale=scaled_by**-0.5,
+        rope=rope,
+        qk_norm=default.qk_norm,
+        bias=bias or default.bias == "qkv",
+        out_bias=bias,
+        sinks=bool(known.names.sinks),
+    )
+
+
+def _head_dim(config: Fields, default: ConfigFields, heads: int) -> int:
+    """Length of a query head. Raises ModelError if it is not given and cannot be hidden size / heads."""
+    head_dim, hidden = config.integer_or("head_dim", default.head_dim), config.integer("hidden_size")
+    if head_dim is None and hidden % heads:
+        raise ModelError(
+            f"{config.where}: hidden_size {hidden} is no multiple of the {heads} num_attention_heads",
+            code="uneven-hidden-size",
+        )
+    return head_dim or hidden // heads
+
+
+def _latent_attention(config: Fields, rope: Rope) -> Mixer | None:
+    """Multi-head latent attention, in DeepSeek's fields; None if the model has none."""
+    if "kv_lora_rank" not in config:
+        return None
+    nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    return LatentAttention(
+        heads=config.integer("num_attention_heads"),
+        kv_lora_rank=config.integer("kv_lora_rank"),
+        q_lora_rank=config.integer_or("q_lora_rank", None),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        v_dim=config.integer("v_head_dim"),
+        scale=(nope_dim + rope_dim) ** -0.5,
+        rope=rope,
+    )
+
+
+def _mlp_width(config: Fields, default: ConfigFields) -> int:
+    """Columns of all parts of the MLP: the config's intermediate_size, or a multiple of the hidden size."""
+    width = config.integer_or("intermediate_size", None)
+    return width or default.ffn_of_hidden * config.integer("hidden_size") or config.integer("intermediate_size")
+
+
+def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: bool) -> Experts | None:
+    """The mixture of experts, in the fields of Mixtral, Qwen, DeepSeek and others; None if the model has none."""
+    key = next((key for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), None)
+    if key is None:
+        return None
+    width = config.integer_or("moe_intermediate_size", mlp_width) or mlp_width
+    shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
+    count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
+    if top_k > count:
+        raise config.wrong_value("num_experts_per_tok", f"at most the {count} experts")
+    return Experts(
+        count=count,
+        top_k=top_k,
+        width=width,
+        shared=shared,
+        shared_width=shared * width,
+        normalised=default.normalised == "always" or config.flag("norm_topk_prob"),
+        activation=default.activation,
+        bias=bias,
+    )
+
+
+def _dense_layers(config: Fields) -> set[int]:
+    """Numbers of the layers without experts in a model with experts."""
+    dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
+    dense |= set(config.token_ids("mlp_only_layers"))
+    step = config.integer_or("decoder_sparse_step", 1) or 1
+    return dense | {layer for layer in range(config.integer("num_hidden_layers")) if (layer + 1) % step}
+
+
+def _windows(config: Fields, default: ConfigFields, layers: int) -> list[int | None]:
+    """Each layer's sliding window in tokens; None for a layer without one."""
+    window = config.integer_or("sliding_window", SLIDING_WINDOW)
+    if default.window == "none" or window is None:
+        return [None] * layers
+    if default.window == "all":
+        return [window] * layers
+    if default.window == "some" and not config.flag("use_sliding_window"):
+        return [None] * layers
+    return [window if slides else None for slides in _sliding_layers(config, default, layers)]
+
+
+def _sliding_layers(config: Fields, default: ConfigFields, layers: int) -> list[bool]:
+    """True for each layer with a sliding window: by `layer_types`, or else by the architecture's pattern."""
+    types = config.values.get("layer_types")
+    if types is None:
+        return _sliding_pattern(config, default, layers)
+    if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
+        raise config.wrong_value("layer_types", "a list of full_attention and sliding_attention")
+    if len(types) != layers:
+        raise ModelError(
+            f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers",
+            code="layer-types-of-other-length",
+        )
+    return [type == "sliding_attention" for type in types]
+
+
+def _sliding_pattern(config: Fields, default: ConfigFields, layers: int) -> list[bool]:
+    if isinstance(default.window, int):
+        every = config.integer_or("window_pattern", default.window) or default.window
+        return [(layer + 1) % every != 0 for layer in range(layers)]
+    first = config.integer_or("max_window_layers", MAX_WINDOW_LAYERS, minimum=0) or 0
+    return [layer >= first for layer in range(layers)]

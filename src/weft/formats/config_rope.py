@@ -1,0 +1,114 @@
+"""Rotary position embeddings as config.json describes them, in Transformers 4 and 5."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from weft.architectures.shape import THETA, Rope
+from weft.formats.fields import Fields
+
+
+def read_ropes(config: Fields, max_positions: int, local_field: str, *, stretched: bool) -> tuple[Rope, Rope | None]:
+    """The rotary embedding, and that of layers with a sliding window if it differs.
+
+    With `stretched`, `max_positions` is the model's length after linear scaling.
+
+    Transformers 5 has `rope_parameters`, with a set per type of layer if these differ; Transformers 4 has `rope_theta`
+    and `rope_scaling`, and `local_field` with the base in layers with a window.
+    """
+    by_type = _parameters_by_type(config)
+    if by_type is None:
+        local = Rope(theta=config.number(local_field)) if local_field else None
+        rope = _rope(config, _scaling(config), max_positions)
+        return with_original(rope, max_positions) if stretched else rope, local
+    full, sliding = by_type.nested("full_attention"), by_type.nested("sliding_attention")
+    if full is None:
+        raise by_type.wrong_value("full_attention", "a set of rotary parameters")
+    rope = _rope(config, full, max_positions)
+    rope = with_original(rope, max_positions) if stretched else rope
+    return rope, None if sliding is None else _rope(config, sliding, max_positions)
+
+
+def with_original(rope: Rope, stretched: int) -> Rope:
+    """A linearly scaled embedding of a model that has `stretched` positions after the scaling."""
+    return replace(rope, original_max_positions=round(stretched / rope.factor)) if rope.kind == "linear" else rope
+
+
+def read_base(config: Fields) -> float:
+    """Base of the rotary embedding alone, without its scaling."""
+    return _base(config, Fields({}, config.where))
+
+
+def _rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
+    """One rotary embedding from its parameters."""
+    theta = _base(config, scaling)
+    for fields in (scaling, config):
+        if fields.number_or("partial_rotary_factor", 1.0) not in (1.0, None):
+            raise fields.wrong_value("partial_rotary_factor", "1")
+    key = "rope_type" if "rope_type" in scaling else "type"
+    original = config.integer_or("original_max_position_embeddings", None) or scaling.integer_or(
+        "original_max_position_embeddings", max_positions
+    )
+    match scaling.text_or(key, "default"):
+        case None | "default":
+            return Rope(theta=theta)
+        case "linear":
+            return Rope(theta=theta, kind="linear", factor=scaling.number("factor"))
+        case "dynamic":
+            return Rope(
+                theta=theta, kind="dynamic", factor=scaling.number("factor"), original_max_positions=max_positions
+            )
+        case "llama3":
+            return _llama3(scaling, theta, original)
+        case "yarn":
+            return _yarn(scaling, theta, original or max_positions, max_positions)
+    raise scaling.wrong_value(key, "default, linear, dynamic, llama3 or yarn")
+
+
+def _llama3(scaling: Fields, theta: float, original: int | None) -> Rope:
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high <= low:
+        raise scaling.wrong_value("high_freq_factor", f"above low_freq_factor, {low:g}")
+    return Rope(
+        theta=theta,
+        kind="llama3",
+        factor=scaling.number("factor"),
+        original_max_positions=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(scaling: Fields, theta: float, original: int, max_positions: int) -> Rope:
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=scaling.number_or("factor", None) or max_positions / original,
+        original_max_positions=original,
+        beta_fast=scaling.number_or("beta_fast", None),
+        beta_slow=scaling.number_or("beta_slow", None),
+        mscale=scaling.number_or("mscale", None),
+        mscale_all_dim=scaling.number_or("mscale_all_dim", None),
+        attention_factor=scaling.number_or("attention_factor", None),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _base(config: Fields, scaling: Fields) -> float:
+    return scaling.number_or("rope_theta", None) or config.number_or("rope_theta", None) or THETA
+
+
+def _parameters_by_type(config: Fields) -> Fields | None:
+    """Sets of rotary parameters by type of layer; None if one set holds for all layers."""
+    for key in ("rope_scaling", "rope_parameters"):
+        fields = config.nested(key)
+        if fields is not None and any(isinstance(value, dict) for value in fields.values.values()):
+            return fields
+    return None
+
+
+def _scaling(config: Fields) -> Fields:
+    scaling = config.nested("rope_scaling")
+    if scaling is not None and scaling.values:
+        return scaling
+    return config.nested("rope_parameters") or Fields({}, config.where)

@@ -1,0 +1,59 @@
+"""Attention in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.batch import Batch
+from weft.kernels.warm import KernelLaunch
+from weft.native.entries import Entries
+
+
+class NativeAttention:
+    """The C++ implementation of `Attention`."""
+
+    name = "cpu"
+    capturable = False
+
+    def __init__(self, entries: Entries) -> None:
+        self._entries = entries
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: each call of `attend` works out what it needs."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens, q_heads, head_dim = q.shape
+        out = q.new_empty(tokens, q_heads * head_dim)
+        self._entries.attend(
+            q.data_ptr(),
+            cache.keys.data_ptr(),
+            cache.values.data_ptr(),
+            out.data_ptr(),
+            batch.row_starts.data_ptr(),
+            batch.context.data_ptr(),
+            batch.tables.data_ptr(),
+            batch.tables.shape[1],
+            batch.rows,
+            cache.block_size,
+            q_heads,
+            cache.keys.shape[2],
+            head_dim,
+            window or 0,
+            scale,
+            None if lse is None else lse.data_ptr(),
+        )
+        return out
+
+    def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
+        return ()

@@ -1,0 +1,33 @@
+"""Attention over paged KV, with a rank's share of the heads."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.architectures.place import Place
+from weft.architectures.shape import Attention
+from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.batch import Batch
+from weft.layers.rope import RopeTable
+from weft.layers.weights import LayerWeights
+
+
+class AttentionBlock:
+    """Grouped-query attention. `rope` is the table of angles that layers with the same rotary embedding share."""
+
+    def __init__(self, spec: Attention, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
+        self.spec, self.kernels, self.rope = spec, weights.kernels, rope
+        self.q_heads = len(place.q_heads)
+        self.qkv = weights.column_linear("attention.qkv")
+        self.head_norm: HeadNorm | None = None
+        if spec.qk_norm == "head":
+            query, key = weights.norm("attention.q_norm"), weights.norm("attention.k_norm")
+            self.head_norm = HeadNorm(query.weight, key.weight, query.eps)
+        self.out = weights.row_linear("attention.out")
+
+    def __call__(self, x: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
+        """Attend: [T, hidden] -> [T, hidden], to be summed over the ranks. Writes keys and values into `cache`."""
+        attention, pointwise = self.kernels.attention, self.kernels.pointwise
+        qkv = self.qkv(x, batch)
+        q = pointwise.rotate_and_store(qkv, self.q_heads, self.rope.angles, cache, batch, self.head_norm)
+        return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)

@@ -1,0 +1,45 @@
+"""The MLP of a dense layer, with a rank's share of the columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from weft.architectures.shape import Activation, Dense
+from weft.kernels.base import Kernels
+from weft.kernels.batch import Batch
+from weft.layers.weights import LayerWeights
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class MLPBlock:
+    """MLP, with a gate or without."""
+
+    def __init__(self, spec: Dense, weights: LayerWeights) -> None:
+        self.spec, self.kernels = spec, weights.kernels
+        self.up = weights.column_linear("mlp.gate_up" if spec.gated else "mlp.up")
+        self.down = weights.row_linear("mlp.down")
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
+        up = self.up(x, batch)
+        if not self.spec.gated:
+            return self.down(ACTIVATIONS[self.spec.activation](up), batch)
+        return self.down(multiply_by_gate(up, self.spec.activation, self.kernels), batch)
+
+
+def multiply_by_gate(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
+    """The activated first half of the columns times the second half: [T, 2F] -> [T, F]."""
+    if activation == "silu":
+        return kernels.pointwise.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up

@@ -1,0 +1,69 @@
+"""LayerWeights: the parameters of one layer, as its blocks take them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+
+from weft.architectures.shape import Norm
+from weft.comm import Group
+from weft.kernels.base import Kernels
+from weft.layers.linear import GroupedLinear, Linear, create_grouped_linear, create_linear
+from weft.layers.norm import NormLayer
+from weft.quant.quantised import QuantisedWeight
+
+# Parameters by name. Each matrix is taken out when its layer is constructed: a matrix that is packed for its product is
+# then held once, not twice until the whole model is built.
+Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
+
+
+class LayerWeights:
+    """Parameters of a rank whose names begin with `prefix`, such as "layers.3."."""
+
+    def __init__(self, tensors: Tensors, prefix: str, norm: Norm, comm: Group, kernels: Kernels) -> None:
+        self._tensors, self._prefix, self._norm = tensors, prefix, norm
+        self.comm, self.kernels = comm, kernels
+
+    def vector(self, name: str) -> torch.Tensor:
+        """Parameter that is never quantised: a norm's weight, a bias or the like."""
+        tensor = self._tensors[self._prefix + name]
+        assert isinstance(tensor, torch.Tensor), name
+        return tensor
+
+    def vector_or_none(self, name: str) -> torch.Tensor | None:
+        return self.vector(name) if self._prefix + name in self._tensors else None
+
+    def norm(self, name: str) -> NormLayer:
+        return NormLayer(self.vector(name + ".weight"), self.vector_or_none(name + ".bias"), self._norm.eps)
+
+    def norm_or_none(self, name: str) -> NormLayer | None:
+        return self.norm(name) if f"{self._prefix}{name}.weight" in self._tensors else None
+
+    def column_linear(self, name: str) -> Linear:
+        """Product with a matrix of which this rank has some rows: every rank has its whole input."""
+        return self._linear(name, self.vector_or_none(name + ".bias"))
+
+    def row_linear(self, name: str) -> Linear:
+        """Product with a matrix of which this rank has some columns: results are to be summed over the ranks."""
+        return self._linear(name, self._bias_of_one_rank(name))
+
+    def grouped_column_linear(self, name: str, count: int) -> GroupedLinear:
+        """`column_linear` for the matrices of `count` experts."""
+        return self._grouped_linear(name, self.vector_or_none(name + ".bias"), count)
+
+    def grouped_row_linear(self, name: str, count: int) -> GroupedLinear:
+        """`row_linear` for the matrices of `count` experts."""
+        return self._grouped_linear(name, self._bias_of_one_rank(name), count)
+
+    def _linear(self, name: str, bias: torch.Tensor | None) -> Linear:
+        name = f"{self._prefix}{name}.weight"
+        return create_linear(self.kernels.matrices, name, self._tensors.pop(name), bias)
+
+    def _grouped_linear(self, name: str, biases: torch.Tensor | None, count: int) -> GroupedLinear:
+        name = f"{self._prefix}{name}.weight"
+        return create_grouped_linear(self.kernels.matrices, name, self._tensors.pop(name), biases, count)
+
+    def _bias_of_one_rank(self, name: str) -> torch.Tensor | None:
+        # Only rank 0 adds the bias: the sum would contain it once per rank.
+        return self.vector_or_none(name + ".bias") if self.comm.rank == 0 else None
