@@ -69,13 +69,13 @@ def option(default: Any = MISSING, *, default_factory: Any = MISSING, **declarat
 
 
 def declared_options(config: type[Options]) -> dict[str, Option]:
-    """The options of a config class, by field."""
-    return {declared.name: declared.metadata["option"] for declared in fields(config)}
+    """The options of a config class, by field. A field without a declaration, such as a secret, has no flag."""
+    return {declared.name: declared.metadata["option"] for declared in fields(config) if "option" in declared.metadata}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of config classes, whose fields are all options. Raises ConfigError for a value that is not allowed."""
+    """Base of config classes, whose fields are options. Raises ConfigError for a value that is not allowed."""
 
     def __post_init__(self) -> None:
         for name, declared in declared_options(type(self)).items():

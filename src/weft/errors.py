@@ -25,7 +25,7 @@ class WeftError(Exception):
     message is reworded.
     """
 
-    def __init__(self, message: str = "", *, code: str = "") -> None:
+    def __init__(self, message: str, *, code: str) -> None:
         super().__init__(printable(message))
         self.code = code
 
@@ -33,7 +33,7 @@ class WeftError(Exception):
 class RequestError(WeftError, ValueError):
     """A request that cannot be served as asked: HTTP 400. `param` names the field at fault."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "") -> None:
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, code=code)
         self.param = param
 
@@ -45,7 +45,7 @@ class OutputError(WeftError):
 class QueueFullError(WeftError):
     """The bounded queue is full: HTTP 429 with Retry-After."""
 
-    def __init__(self, message: str, *, retry_after_s: int = 1, code: str = "") -> None:
+    def __init__(self, message: str, *, code: str, retry_after_s: int = 1) -> None:
         super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 

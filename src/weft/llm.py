@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
+from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.local import LocalEngine
 from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
+from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
 from weft.errors import OutputError, RequestError
@@ -152,6 +154,59 @@ class LLM:
     def stats(self) -> Stats:
         """Return the current numbers of requests and KV blocks, and the engine's counters."""
         return self._running.stats()
+
+    def layout(self) -> list[dict[str, Any]]:
+        """Return one row per rank: its place, its share of the model, and the memory that it takes now.
+
+        The last three fields are measured in bytes. On a CPU `allocated_bytes` is the resident memory of the rank's
+        process, and the others are None.
+        """
+        engine = self._running
+        return memory_rows(engine.plan, engine.num_blocks, engine.capacities, engine.call(RankStats(reset=False)))
+
+    def rank_stats(self) -> list[dict[str, Any]]:
+        """Return one row per rank: steps, seconds and bytes since the last call, see `core.commands.RankReport`."""
+        return stat_rows(self._running.call(RankStats()))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache and of the weights back, once the steps in flight are done.
+
+        At level 1 the weights stay in the host's memory (on a CPU as cached pages of the checkpoint's files), at
+        level 2 they are dropped. Requests wait until `wake_up`; those that ran lose no token. Raises RequestError if
+        the engine sleeps already.
+        """
+        self._running.call(Sleep(level))
+
+    def wake_up(self) -> None:
+        """Undo `sleep`; weights that were dropped are read from the checkpoint. Raises RequestError if it is awake."""
+        self._running.call(Wake())
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True between `sleep` and `wake_up`."""
+        return bool(self._running.stats().sleep_level)
+
+    def swap_weights(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Read the weights of another checkpoint of the same shapes into the same memory, between two steps.
+
+        The prefix cache is reset. Requests that run go on with the new weights. An engine that sleeps reads them when
+        it wakes. Raises ModelError, and RequestError for a checkpoint of other shapes.
+        """
+        engine = self._running
+        engine.call(swap_command(checkpoint, self.config, engine.plan))
+
+    def reset_prefix_cache(self) -> bool:
+        """Let no request reuse KV that was computed before. Returns True, as vLLM's does if it succeeds."""
+        self._running.call(ResetPrefixCache())
+        return True
+
+    def profile(self, steps: int, directory: str | os.PathLike[str]) -> list[str]:
+        """Trace the next `steps` steps of all ranks; return at once the files that are written when these are over.
+
+        There is one file per process; chrome://tracing and Perfetto open it. A trace that runs ends before; `steps` 0
+        only ends it. Raises RequestError if nothing can be written into `directory`.
+        """
+        return trace_paths(self._running.call(profile_command(steps, directory)))
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises RequestError with skip_tokenizer_init."""

@@ -48,7 +48,7 @@ class LogitsWorker(Worker):
         samples: SampleBatch | None,
         tensors: SampleArrays[torch.Tensor] | None,
     ) -> Result:
-        logits = self.model.logits(hidden)
+        logits = self.runner.logits(hidden)
         if logits is not None:
             LogitsWorker.logits = logits.float()
         return super()._finish(step, hidden, samples, tensors)

@@ -29,7 +29,7 @@ from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kern
 from weft.kernels.triton import attention, tuning
 from weft.plan import backends
 from weft.probes.on_gpu import trials
-from weft.worker import graphs, worker
+from weft.worker import graphs, runner
 
 pytest.importorskip("triton", reason="needs triton, whose kernels do the rest")
 
@@ -265,8 +265,8 @@ def test_graphs_give_the_same_tokens(
     def capture() -> Callable[[Callable[[], None]], Callable[[], None]]:
         return lambda run: (run(), run)[1]
 
-    monkeypatch.setattr(worker.Worker, "_captures", True)
-    monkeypatch.setattr(worker, "CudaGraphs", capture)
+    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     assert answers(checkpoint, attention_backend=backend, max_num_seqs=4) == plain
 

@@ -11,6 +11,7 @@ import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
 from tests.refusals import refuses
+from weft.core.commands import RankReport, RankStats
 from weft.core.step import StepResult
 from weft.errors import ConfigError, EngineError, PlanError
 from weft.executors import create_executor
@@ -144,6 +145,36 @@ def test_closing_fails_what_is_in_flight(make: Make, capfd: pytest.CaptureFixtur
     assert not executor.failure.done()
 
 
+@both
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (2, 2)])
+def test_commands_come_between_the_steps_before_and_after_them(make: Make, tensor: int, stages: int) -> None:
+    executor = make()
+    executor.start(make_plan(tensor=tensor, stages=stages))
+    calls = []
+    for number in range(3):
+        for step in range(number):
+            executor.submit(make_step(step, [1]))
+        calls.append(executor.call(RankStats()))
+    for call, steps in zip(calls, (0, 1, 3), strict=True):
+        replies = call.result(WAIT_S)
+        reports = [(reply.steps, reply.allocated_bytes) for reply in replies if isinstance(reply, RankReport)]
+        assert reports == [(steps, rank) for rank in range(tensor * stages)]
+
+
+@both
+def test_a_rank_that_fails_in_a_command_fails_it_and_all_that_is_in_flight(make: Make) -> None:
+    executor = make()
+    executor.start(make_plan("raise 1 report", tensor=2))
+    call = executor.call(RankStats())
+    waiting = executor.submit(make_step(0, [1]))
+    cause = executor.failure.result(WAIT_S)
+    assert (cause.rank, cause.phase) == (1, "report")
+    # A command to a rank that is gone fails at once.
+    for future in (call, waiting, executor.call(RankStats())):
+        error = future.exception(WAIT_S)
+        assert isinstance(error, EngineError) and error.cause == cause
+
+
 @processes
 @pytest.mark.parametrize(
     ("deed", "cause"),
@@ -169,6 +200,15 @@ def test_the_one_that_died_is_the_cause_not_those_that_lost_it(make: Make) -> No
     error = executor.submit(make_step(0, [1])).exception(WAIT_S)
     assert isinstance(error, EngineError)
     assert error.cause.rank == 0
+
+
+@processes
+def test_a_rank_that_is_killed_in_a_command_is_the_cause(make: Make) -> None:
+    executor = make()
+    executor.start(make_plan("kill 0 report", tensor=2))
+    error = executor.call(RankStats()).exception(WAIT_S)
+    assert isinstance(error, EngineError)
+    assert (error.cause.rank, error.cause.phase, error.cause.cause) == (0, "report", "killed by SIGKILL")
 
 
 @processes

@@ -15,7 +15,7 @@ from weft.core.step import Admission, StepPlan
 from weft.core.token_ids import TokenIds
 from weft.kernels.batch import Batch
 from weft.kernels.plain import create_plain_kernels
-from weft.worker import graphs, worker
+from weft.worker import graphs, runner
 from weft.worker.graphs import Capture, Graphs, Prepare, graph_sizes
 from weft.worker.request_slots import RequestSlots
 
@@ -255,8 +255,8 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
         captures.append(Again())
         return captures[-1]
 
-    monkeypatch.setattr(worker.Worker, "_captures", True)
-    monkeypatch.setattr(worker, "CudaGraphs", capture)
+    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long
     assert answers(attention_backend="triton", max_num_seqs=4) == plain

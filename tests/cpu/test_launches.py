@@ -21,7 +21,7 @@ from weft.architectures.place import Span
 from weft.kernels import triton, warm
 from weft.kernels.triton import attention, pointwise, products, tuning
 from weft.quant.quantised import QuantisedWeight
-from weft.worker import graphs, worker
+from weft.worker import graphs, runner
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
@@ -49,8 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launches:
 
 
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.Worker, "_captures", True)
-    monkeypatch.setattr(worker, "CudaGraphs", lambda: lambda run: (run(), run)[1])
+    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner, "CudaGraphs", lambda: lambda run: (run(), run)[1])
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4, 12])
 
 

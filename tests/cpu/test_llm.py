@@ -323,10 +323,10 @@ def test_arguments_as_python_says_them(folder: Path, caplog: Any) -> None:
         ({"tp": 2}, "unknown-argument", "did you mean 'tensor_parallel_size'"),
         ({"zzz": 2}, "unknown-argument", "'zzz'"),
         ({"max_model_len": "long"}, "invalid-argument", "`max_model_len`"),
-        ({"max_model_len": 0}, "TODO", "max_model_len"),
+        ({"max_model_len": 0}, "below-minimum", "max_model_len"),
         ({"tensor_split": [1, "x"]}, "invalid-argument", "tensor_split[1]"),
-        ({"distributed_executor_backend": "ray"}, "unknown-executor", "'ray'"),
-        ({"dtype": "float8"}, "TODO", "float8"),
+        ({"distributed_executor_backend": "ray"}, "unknown-choice", "ray"),
+        ({"dtype": "float8"}, "unknown-choice", "float8"),
     ],
     ids=str,
 )

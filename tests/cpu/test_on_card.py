@@ -25,7 +25,7 @@ from weft.kernels import contest
 from weft.kernels.batch import Batch
 from weft.kernels.capture import release_cached_memory, synchronize_device
 from weft.models.decoder import DecoderModel
-from weft.worker import graphs, worker
+from weft.worker import graphs, runner, worker
 from weft.worker.device import ToHost
 from weft.worker.graphs import CudaGraphs
 from weft.worker.staging import BUFFERS, Staging
@@ -171,9 +171,20 @@ def test_requests_that_go_away_leave_the_others_as_they_were(
             assert [told(it) for it in got] == want
 
 
+def measured_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that each runner has measured for its largest step."""
+    measured, measure = [], runner.ModelRunner.measure
+
+    def note(of: runner.ModelRunner, rehearse: runner.Rehearse) -> None:
+        measure(of, rehearse)
+        measured.append(of.activation_bytes)
+
+    monkeypatch.setattr(runner.ModelRunner, "measure", note)
+    return measured
+
+
 def test_no_step_takes_more_memory_than_was_measured(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, measure = [], worker.Worker._measure
-    monkeypatch.setattr(worker.Worker, "_measure", lambda rank: measured.append(measure(rank)) or measured[-1])
+    measured = measured_bytes(monkeypatch)
     wishes: list[dict[str, Any]] = [
         {},
         {"logprobs": 20, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1},
@@ -190,8 +201,7 @@ def test_no_step_takes_more_memory_than_was_measured(path: str, card: Card, monk
 
 def test_a_start_takes_the_memory_of_the_largest_step(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the KV cache, and the allocator keeps it: no step has to ask CUDA for more."""
-    measured, measure = [], worker.Worker._measure
-    monkeypatch.setattr(worker.Worker, "_measure", lambda rank: measured.append(measure(rank)) or measured[-1])
+    measured = measured_bytes(monkeypatch)
     with LLM(path, **COMMON, **ON_CARD) as llm:
         reserved = card.reserved
         assert reserved - card.bytes >= 0.9 * measured[0]
@@ -245,14 +255,14 @@ def test_steps_of_few_tokens_are_replayed_whatever_their_rows(
     eager: list[int] = []
     forward = DecoderModel.hidden
 
-    def hidden(self: DecoderModel, incoming: Any, rope: Any, caches: Any, batch: Batch) -> torch.Tensor:
+    def hidden(self: DecoderModel, incoming: Any, caches: Any, batch: Batch) -> torch.Tensor:
         if not batch.fixed:
             eager.append(batch.rows)
-        return forward(self, incoming, rope, caches, batch)
+        return forward(self, incoming, caches, batch)
 
     monkeypatch.setattr(DecoderModel, "hidden", hidden)
-    for limit in (worker.EAGER_BYTES, 0):
-        monkeypatch.setattr(worker, "EAGER_BYTES", limit)
+    for limit in (runner.EAGER_BYTES, 0):
+        monkeypatch.setattr(runner, "EAGER_BYTES", limit)
         with LLM(path, **how) as llm:
             eager.clear()
             assert [told(it) for it in llm.generate(PROMPTS[:4], params, use_tqdm=False)] == want

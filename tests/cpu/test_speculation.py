@@ -30,6 +30,7 @@ from weft.plan.memory import fit_length
 from weft.plan.plan import Plan, named_devices
 from weft.plan.speculation import draft_plan
 from weft.planner.execution import plan_to_run
+from weft.worker.runner import ModelRunner, Rehearse
 from weft.worker.sampler import Sampler
 from weft.worker.worker import Worker
 
@@ -104,7 +105,7 @@ def test_a_draft_forgets_what_it_guessed_wrong(model: str, monkeypatch: pytest.M
 
         def at_first_wrong(self: DecoderModel, hidden: torch.Tensor) -> torch.Tensor | None:
             found = logits(self, hidden)
-            drafts = sys._getframe(1).f_code.co_filename.endswith("draft_runner.py")
+            drafts = sys._getframe(2).f_code.co_filename.endswith("model_proposer.py")
             return -found if drafts and next(calls) < 12 and found is not None else found
 
         monkeypatch.setattr(DecoderModel, "logits", at_first_wrong)
@@ -146,13 +147,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each step of a draft."""
     seen: list[int] = []
 
-    def hidden(self: Worker, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self: ModelRunner, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
         if self.plan.speculation is None:
             seen.append(len(batch.tokens))
         return whole(self, batch, incoming)
 
-    whole = Worker.hidden
-    monkeypatch.setattr(Worker, "hidden", hidden)
+    whole = ModelRunner.forward
+    monkeypatch.setattr(ModelRunner, "forward", forward)
     return seen
 
 
@@ -264,12 +265,11 @@ def drafted(model: str, **how: object) -> Plan:
 
 
 def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(self: Worker) -> int:
+    def measured(self: ModelRunner, rehearse: Rehearse) -> None:
         draft = self.plan.speculation is None
-        self.graph_bytes = 30 if draft else 100
-        return 5000 if draft else 1000
+        self.graph_bytes, self.activation_bytes = (30, 5000) if draft else (100, 1000)
 
-    monkeypatch.setattr(Worker, "_measure", measured)
+    monkeypatch.setattr(ModelRunner, "measure", measured)
     capacity = Worker(drafted(model), 0, Links()).load()
     assert capacity.activation_bytes == 5000 + 130
 

@@ -57,9 +57,9 @@ def test_the_rotary_table_is_no_longer_than_a_text_can_be(tmp_path: Path) -> Non
     with alone(plan) as worker:
         worker.load()
         worker.allocate(3)
-        assert worker.rope.shape == (3 * plan.block_size, plan.shape.head_dim)
+        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (3 * plan.block_size, plan.shape.head_dim)
         worker.allocate(1000)
-        assert worker.rope.shape == (plan.max_model_len, plan.shape.head_dim)
+        assert worker.runner.model.layers[0].mixer.rope.angles.shape == (plan.max_model_len, plan.shape.head_dim)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs torch with oneDNN")
@@ -88,7 +88,7 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
     plan = tiny_plan(tmp_path)
     with alone(plan) as worker:
         worker.load()
-        kernels = weakref.ref(worker.kernels)
+        kernels = weakref.ref(worker.runner.kernels)
     assert kernels() is None
 
 
@@ -100,9 +100,9 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
     guessing = replace(plan, speculation=Speculation(tokens=4, lookup_min=2, lookup_max=4))
     prepared: list[list[int]] = []
 
-    def spy(sampler: Sampler, picks: list[int], slots: list[int], positions: list[int]) -> SampleBatch:
+    def spy(sampler: Sampler, picks: list[int], slots: list[int], *others: Any) -> SampleBatch:
         prepared.append(slots)
-        return prepare_batch(sampler, picks, slots, positions)
+        return prepare_batch(sampler, picks, slots, *others)
 
     prepare_batch = Sampler.prepare_batch
     monkeypatch.setattr(Sampler, "prepare_batch", spy)

@@ -21,7 +21,7 @@ from weft.kernels import create_kernels
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention, PlainPointwise
-from weft.worker import worker
+from weft.worker import runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine")
 
@@ -128,12 +128,12 @@ def test_graphs_and_scheduling_ahead_change_no_token(tmp_path_factory: pytest.Te
 def test_decode_steps_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replays = []
 
-    class Counted(worker.CudaGraphs):
+    class Counted(runner.CudaGraphs):
         def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
             replay = super().__call__(run)
             return lambda: (replays.append(1), replay())[1]
 
-    monkeypatch.setattr(worker, "CudaGraphs", Counted)
+    monkeypatch.setattr(runner, "CudaGraphs", Counted)
     path = checkpoints.make("llama", tmp_path)
     with LLM(str(path), skip_tokenizer_init=True, executor="inline", kv_cache_memory_bytes=64_000_000) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))

@@ -38,9 +38,9 @@ def refused_line(words: str | Sequence[str], status: int, code: str, values: str
     with patch.object(dispatch, "report", wraps=dispatch.report) as report:
         found, out, err = weft(*words)
     (error,) = report.call_args.args
-    assert (found, out, error.code) == (status, "", code), (words, err)
-    assert err.startswith("weft: error: ") and err.count("\n") == 1, (words, err)
-    assert all(value in err for value in values.split()), (words, err)
+    assert (found, out, error.code) == (status, "", code), f"weft {' '.join(words)}: {found}, {error.code}, {err}"
+    assert err.startswith("weft: error: ") and err.count("\n") == 1, err
+    assert all(value in err for value in values.split()), (values, err)
     return f"$ weft {' '.join(words)}\n  {code} ({status}): {err.removeprefix('weft: error: ')}"
 
 

@@ -46,7 +46,7 @@ def dense_shape(
     layer = LayerSpec(
         mixer=mixer,
         ffn=Dense(width=ffn, gated=names.gated, bias=mlp_bias),
-        norms="both" if names.attention_post_norm else "pre",
+        norms=find_architecture(architecture).norms,
     )
     norm = Norm(kind=find_architecture(architecture).config.norm, eps=norm_eps)
     return ModelShape(
@@ -169,7 +169,7 @@ def planned_shapes(draw: st.DrawFn) -> ModelShape:
     if architecture in (*MIXED, *LATENT):
         experts = draw(mixtures(has_shared=architecture in LATENT))
         dense_layers = draw(st.sets(st.integers(0, len(shape.layers) - 1), max_size=3))
-    norms = "both" if known.names.attention_post_norm else "pre"
+    norms = known.norms
     layer = LayerSpec(
         mixer=draw(latent_attention(mixer.heads)) if architecture in LATENT else mixer, ffn=dense, norms=norms
     )

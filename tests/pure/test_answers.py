@@ -190,7 +190,7 @@ def test_an_empty_prompt_is_refused(llm: Any, monkeypatch: pytest.MonkeyPatch, w
     [
         ("--temperature -1", "invalid-parameter", "temperature"),
         ("--top-p 2", "invalid-parameter", "top_p"),
-        ("--block-size 0", "invalid-config", "block_size"),
+        ("--block-size 0", "below-minimum", "block_size"),
     ],
 )
 def test_values_out_of_range_are_refused_before_anything_starts(llm: Any, flag: str, code: str, named: str) -> None:

@@ -29,7 +29,7 @@ from weft.cli.parser import UsageError, build_parser
 from weft.cli.plan_flags import PLAN
 from weft.client.arguments import check_vllm_argument
 from weft.client.vllm import VLLMArgument, short_forms, vllm_arguments
-from weft.config import EngineConfig
+from weft.config import EngineConfig, declared_options
 from weft.core.params import SamplingParams
 from weft.errors import Cause, ConfigError, EngineError, ModelError
 from weft.formats.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ def test_nothing_said_is_the_config_s_defaults() -> None:
 def test_every_flag_is_a_field_and_every_field_a_flag() -> None:
     engine_flags = {flag.dest for _, group in ENGINE for flag in group}
     assert engine_flags == {f.name for f in fields(EngineConfig)}
-    assert {flag.dest for flag in SERVER} == {f.name for f in fields(ServeOptions)}
+    assert {flag.dest for flag in SERVER} == set(declared_options(ServeOptions))
     assert {flag.dest for flag in SAMPLING} <= set(SamplingParams.__struct_fields__)
 
 
@@ -193,7 +193,7 @@ def test_flags_that_change_what_is_served_are_refused(flag: VLLMArgument, capsys
         assert vllm.strip_vllm_flags([f"--{flag.name}", *value], frozenset()) == ([], [])
     if not flag.arity:
         assert vllm.strip_vllm_flags([f"--no-{flag.name}"], frozenset()) == ([], [])
-    with refuses(ConfigError, "refused-argument") as refused:
+    with refuses(ConfigError, "refused-vllm-argument") as refused:
         check_vllm_argument(flag.name.replace("-", "_"), 17 if flag.arity else True, ())
     assert str(refused.value).startswith(f"{flag.name.replace('-', '_')}=")
     check_vllm_argument(flag.name.replace("-", "_"), None if flag.arity else False, ())
@@ -213,8 +213,8 @@ def test_the_parallel_sizes_as_sglang_writes_them(tmp_path: Path) -> None:
 # The content of a file, the code of the error, and the values that its message names.
 WRONG_CONFIGS = [
     (b"max-modell-len: 4", "unknown-flag", "'max-modell-len' --max-model-len?"),
-    (b"data-parallel-size: 2", "refused-vllm-flag", "--data-parallel-size 2"),
-    (b"enable-lora: true", "refused-vllm-flag", "--enable-lora"),
+    (b"data-parallel-size: 2", "refused-vllm-argument", "--data-parallel-size 2"),
+    (b"enable-lora: true", "refused-vllm-argument", "--enable-lora"),
     (b"- a", "config-not-mapping", "max-model-len"),
     (b"a: [", "config-not-yaml", "c.yaml"),
     (b"seed: 1\nseed: 2", "config-not-yaml", "'seed'"),

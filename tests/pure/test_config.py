@@ -87,7 +87,7 @@ def test_keywords_of_python_are_checked_before_a_model_is_fetched(keywords: dict
 def test_rules_for_several_values_are_checked_as_early() -> None:
     with refuses(ConfigError, "bad-utilization", "gpu_memory_utilization", "1.5"):
         engine_config("some/model", {"gpu_memory_utilization": 1.5})
-    with refuses(ConfigError, "device-map-makes-stages", "--device-map auto"):
+    with refuses(ConfigError, "device-map-beside-other-cut", "--device-map"):
         engine_config("some/model", {"device_map": "auto", "tensor_parallel_size": 2})
 
 

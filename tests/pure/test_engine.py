@@ -12,13 +12,24 @@ from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.core.blocks import NumberedBlocks
+from weft.core.commands import (
+    Command,
+    Done,
+    Profile,
+    RankStats,
+    Replies,
+    ResetPrefixCache,
+    Sleep,
+    SwapWeights,
+    Wake,
+)
 from weft.core.engine import EngineCore
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
 from weft.core.step import StepPlan, StepResult
 from weft.core.token_ids import TokenIds
-from weft.errors import CORE, Cause, EngineError, QueueFullError
+from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 
@@ -33,7 +44,20 @@ class Rehearsal:
         self.submitted: list[StepPlan] = []
         self.futures: list[Future[StepResult]] = []
         self.refusal: Exception | None = None
+        self.called: list[tuple[int, Command]] = []  # with the number of steps before
+        self.replies: list[Future[Replies]] = []
         self.at_once = True
+
+    def call(self, command: Command) -> Future[Replies]:
+        assert all(future.done() for future in self.futures), "a command waits for the steps in flight"
+        self.called.append((len(self.submitted), command))
+        if isinstance(command, Sleep | SwapWeights):
+            self.ranks.kv.clear()
+        reply: Future[Replies] = Future()
+        self.replies.append(reply)
+        if self.at_once:
+            reply.set_result([Done()])
+        return reply
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
         if self.refusal:
@@ -223,3 +247,106 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
     while busy(engine):
         outputs += step(engine)
     assert len(outputs) == 8 and outputs[-1].finish_reason == "length"
+
+
+def test_a_command_waits_for_the_steps_in_flight_and_no_step_starts_before_it_is_over() -> None:
+    engine, executor = core(stages=2)
+    executor.at_once = False
+    for i in range(2):
+        engine.add(request(f"r{i}", [i], max_tokens=4))
+    engine.pump()
+    assert len(executor.submitted) == 2
+    first, second = engine.call(RankStats()), engine.call(Profile(3, ""))
+    for number in range(2):
+        executor.futures[number].set_result(executor.ranks.execute(executor.submitted[number]))
+        engine.finish_oldest()
+        engine.pump()
+        assert len(executor.submitted) == 2
+    assert executor.called == [(2, RankStats())] and not first.done()
+    executor.replies[0].set_result([Done()])
+    engine.pump()
+    assert first.result(0) == [Done()] and executor.called[1:] == [(2, Profile(3, ""))]
+    executor.replies[1].set_result([])
+    engine.pump()
+    assert second.done() and len(executor.submitted) == 4
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("command", [Sleep(1), SwapWeights("other", "safetensors")], ids=["sleep", "swap"])
+def test_running_requests_lose_their_kv_and_no_token(command: Command, stages: int) -> None:
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [9]]
+    engine, executor = core(stages=stages)
+    requests = [request(f"r{i}", prompt, max_tokens=9) for i, prompt in enumerate(prompts)]
+    for one in requests:
+        engine.add(one)
+    tokens: dict[str, list[int]] = {one.id: [] for one in requests}
+
+    def take(outputs: list[Output]) -> None:
+        for output in outputs:
+            tokens[output.id] += output.tokens
+
+    for _ in range(4):
+        take(step(engine))
+    promise = engine.call(command)
+    while not promise.done():
+        take(step(engine))
+    if isinstance(command, Sleep):
+        steps = len(executor.submitted)
+        engine.add(request("late", [1, 2, 3, 4, 5], max_tokens=2))
+        tokens["late"] = []
+        engine.pump()
+        assert engine.stats().sleep_level == 1 and len(executor.submitted) == steps and not engine.stats().running
+        engine.call(Wake())
+    while busy(engine):
+        take(step(engine))
+    assert engine.stats().sleep_level == 0
+    for one in requests:
+        assert tokens[one.id] == expected(one, 64)[0]
+
+
+def test_the_prefix_cache_is_reset_by_the_core_alone() -> None:
+    engine, executor = core()
+    prompt = [*range(12)]
+    for cached, resets in ((0, False), (8, False), (0, True)):
+        if resets:
+            promise = engine.call(ResetPrefixCache())
+            engine.pump()
+            assert promise.result(0) == []
+        engine.add(request("a", prompt, max_tokens=2))
+        outputs = step(engine)
+        assert outputs[0].cached_tokens == cached
+        run(engine)
+    assert executor.called == [] and engine.stats().blocks_used == 0
+
+
+def test_a_state_that_a_command_does_not_fit() -> None:
+    engine, executor = core()
+    with refuses(RequestError, "awake-already"):
+        engine.call(Wake())
+    for level in (0, 3):
+        with refuses(RequestError, "unknown-sleep-level"):
+            engine.call(Sleep(level))
+    engine.call(Sleep(2))
+    # Before it sleeps, too: the second would come after it.
+    with refuses(RequestError, "asleep-already"):
+        engine.call(Sleep(1))
+    engine.call(Wake())
+    engine.call(Sleep(1))
+    engine.pump()
+    assert [command for _, command in executor.called] == [Sleep(2), Wake(), Sleep(1)] and engine.failure is None
+
+
+def test_a_command_that_fails_ends_the_engine() -> None:
+    engine, executor = core()
+    executor.at_once = False
+    first, second = engine.call(RankStats()), engine.call(Sleep(1))
+    engine.pump()
+    cause = Cause(rank=1, phase="report", cause="out of memory")
+    executor.replies[0].set_exception(EngineError(cause))
+    with pytest.raises(EngineError, match="out of memory"):
+        engine.pump()
+    for promise in (first, second):
+        error = promise.exception(0)
+        assert isinstance(error, EngineError) and error.cause == cause
+    with pytest.raises(EngineError):
+        engine.call(Wake())

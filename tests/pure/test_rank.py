@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from weft.core.commands import Command, Done, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.executors.messages import Failed, RunStep, StepDone
 from weft.executors.rank import gc_paused, run_rank
@@ -35,8 +36,8 @@ class Scripted:
     def allocate(self, num_blocks: int) -> int:
         return 0
 
-    def capture_graph(self) -> int:
-        return 0
+    def call(self, command: Command) -> Reply:
+        return Done()
 
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
         return self.answers[step.id]

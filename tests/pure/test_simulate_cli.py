@@ -244,7 +244,7 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
     line = f"simulate Llama-3.1-8B --gpus 1xH100 --trace {path}"
     refused_line(line, 1, "bad-trace-tokens", f"{path} 3 input_len 'ten'")
     path.write_text("time,input_len,output_len\n5,10,10\n6,10,10\n")
-    refused_line(f"{line} --warmup 1m", 1, "only-warmup")
+    refused_line(f"{line} --warmup 1m --json", 1, "only-warmup", "60")
     path.write_text("time,input_len,output_len\n5,10,10\n5,10,10\n")
     refused_line(line, 1, "trace-without-duration", str(path))
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.architectures.shape import Activation
+from weft.architectures.shape import Activation, Norms
 
 
 class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -55,7 +55,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
 
     Defaults are Transformers', of its configuration classes.
 
-    - `bias`: which attention projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
+    - `bias`: which projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
       always those three; "all": all four, and the MLP; "none": no projection.
     - `mlp_bias`: the config's own `mlp_bias` counts.
     - `window`: which layers have a sliding window. "none"; "all"; "some": those that `use_sliding_window` and
@@ -101,6 +101,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture: its class name in config.json, its config's fields and its tensors' names.
 
+    - `norms`: which parts of a layer are normalised, see `LayerSpec`.
     - `runs`: the engine runs it; the planner knows all of them.
     - `gguf`: `general.architecture` in GGUF files; "" if another architecture with that name stands for both.
     - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
@@ -110,6 +111,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     config: ConfigFields
     names: Names = Names()
+    norms: Norms = "pre"
     runs: bool = False
     gguf: str = ""
     modules: tuple[tuple[str, str], ...] = ()

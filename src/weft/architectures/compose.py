@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
 
 from msgspec.structs import replace
 
@@ -26,12 +25,11 @@ def compose_layers(
     With `experts`, the layers numbered in `dense_layers` have the MLP `dense`, all others the experts. Layers with a
     window have `local_rope`, if the model has one for them.
     """
-    norms: Literal["pre", "both"] = "both" if architecture.names.attention_post_norm else "pre"
     layers = []
     for number, window in enumerate(windows):
         attention = mixer
         if isinstance(mixer, Attention) and window is not None:
             attention = replace(mixer, window=window, rope=local_rope or mixer.rope)
         ffn = dense if experts is None or number in dense_layers else experts
-        layers.append(LayerSpec(mixer=attention, ffn=ffn, norms=norms))
+        layers.append(LayerSpec(mixer=attention, ffn=ffn, norms=architecture.norms))
     return tuple(layers)

@@ -99,18 +99,23 @@ class _LayerTable:
 
     def layer(self, spec: LayerSpec) -> Iterator[Parameter]:
         names = self.names
-        yield from self.norm("attention_norm", names.attention_norm)
+        before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
+        if before:
+            yield from self.norm("attention_norm", names.attention_norm)
         if isinstance(spec.mixer, Attention):
             yield from self.attention(spec.mixer)
         else:
             yield from self.latent_attention(spec.mixer)
-        yield from self.norm("attention_post_norm", names.attention_post_norm)
-        yield from self.norm("mlp_norm", names.mlp_norm)
+        if after:
+            yield from self.norm("attention_post_norm", names.attention_post_norm)
+        if before:
+            yield from self.norm("mlp_norm", names.mlp_norm)
         if isinstance(spec.ffn, Dense):
             yield from self.mlp(spec.ffn)
         else:
             yield from self.experts(spec.ffn)
-        yield from self.norm("mlp_post_norm", names.mlp_post_norm)
+        if after:
+            yield from self.norm("mlp_post_norm", names.mlp_post_norm)
 
     def linear(
         self, name: str, sources: Sequence[tuple[str, Axis]], cols: Axis, *, bias: bool = False, role: Role = "linear"
@@ -134,11 +139,11 @@ class _LayerTable:
         yield Parameter("layers.{layer}." + name, "layer", (Part(self.names.layer + source, rows),), "vector")
 
     def norm(self, name: str, source: str, rows: Axis = Axis.HIDDEN) -> Iterator[Parameter]:
-        """Yield the weight and the bias of a norm; nothing if the architecture has no name for it."""
-        if source:
-            yield from self.vector(f"{name}.weight", f"{source}.weight", rows)
-            if self.norm_bias:
-                yield from self.vector(f"{name}.bias", f"{source}.bias", rows)
+        """Yield the weight and the bias of a norm."""
+        assert source, f"the architecture has no name for {name}"
+        yield from self.vector(f"{name}.weight", f"{source}.weight", rows)
+        if self.norm_bias:
+            yield from self.vector(f"{name}.bias", f"{source}.bias", rows)
 
     def attention(self, spec: Attention) -> Iterator[Parameter]:
         names = self.names

@@ -152,6 +152,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
 
 
 Mixer = Attention | LatentAttention
+Norms = Literal["pre", "post", "both"]
 FeedForward = Dense | Experts
 
 
@@ -163,7 +164,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     mixer: Mixer
     ffn: FeedForward
-    norms: Literal["pre", "post", "both"] = "pre"
+    norms: Norms = "pre"
 
     @property
     def window(self) -> int | None:

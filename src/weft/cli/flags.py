@@ -161,11 +161,14 @@ def engine_config(arguments: Namespace, **ours: Any) -> EngineConfig:
 
 
 def serve_options(arguments: Namespace, environment: Mapping[str, str]) -> ServeOptions:
-    """The options of a server; the environment's VLLM_API_KEY counts if no --api-key is given."""
+    """The options of a server, and its admin key, WEFT_ADMIN_KEY of the environment.
+
+    The environment's VLLM_API_KEY counts if no --api-key is given.
+    """
     given = given_values(arguments, SERVER)
     if "api_key" not in given and environment.get("VLLM_API_KEY"):
         given["api_key"] = (environment["VLLM_API_KEY"],)
-    return ServeOptions(**given)
+    return ServeOptions(**given, admin_key=environment.get("WEFT_ADMIN_KEY"))
 
 
 def sampling_options(arguments: Namespace, **ours: Any) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def without_vllm_flags(argv: list[str], own: Sequence[str] = ()) -> tuple[list[s
     try:
         return vllm.strip_vllm_flags(argv, frozenset(own))
     except vllm.RefusedFlag as error:
-        raise UsageError(str(error), code="refused-vllm-flag") from None
+        raise UsageError(str(error), code="refused-vllm-argument") from None
 
 
 def build_parser(command: Command) -> Parser:

@@ -16,7 +16,6 @@ from weft.cli.flags import sampling_options
 from weft.cli.parser import UsageError
 from weft.client.outputs import RequestOutput
 from weft.errors import ConfigError
-from weft.planner.table import layout_json
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -45,7 +44,7 @@ def main(arguments: Namespace) -> int:
             answer = print_answer(llm.stream(prompt, params))
         expected = predict_engine(llm) if verbose or as_json else None
         if as_json and answer is not None:
-            layout = layout_json(llm.plan, llm.num_blocks)
+            layout = llm.layout()
             print(json.dumps(report(answer, load_s=loaded - started, layout=layout, expected=expected)))
         if verbose and answer is not None and expected is not None:
             print("\n".join(compared_lines(llm, expected, answer)), file=sys.stderr)

@@ -96,6 +96,6 @@ def check_vllm_argument(name: str, value: Any, known: Collection[str]) -> None:
         suggestion = nearest_name(name, known, OTHER_NAMES)
         raise ConfigError(f"unknown argument {name!r}{suggestion}", code="unknown-argument")
     if why := flag.refusal(value):
-        raise ConfigError(f"{name}={value!r}: {why}", code="refused-argument")
+        raise ConfigError(f"{name}={value!r}: {why}", code="refused-vllm-argument")
     if value is not None and not flag.refused:
         log.warning("%s: %s", name, flag.warning)

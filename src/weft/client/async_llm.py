@@ -13,10 +13,12 @@ from typing import Any
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
+from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.opening import Message, check_params, describe_engine, open_model
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
+from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
 from weft.errors import OutputError, RequestError
@@ -118,6 +120,47 @@ class AsyncLLM:
         collectors = [self._running[name] for name in names if name in self._running]
         if collectors:
             self._started.engine.abort([request.id for collector in collectors for request in collector.requests])
+
+    async def layout(self) -> list[dict[str, Any]]:
+        """See `LLM.layout`."""
+        engine = (await self._ready()).engine
+        return memory_rows(
+            engine.plan, engine.ready.num_blocks, engine.ready.ranks, await engine.call(RankStats(reset=False))
+        )
+
+    async def rank_stats(self) -> list[dict[str, Any]]:
+        """See `LLM.rank_stats`."""
+        return stat_rows(await self._call(RankStats()))
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        await self._call(Sleep(level))
+
+    async def wake_up(self) -> None:
+        """See `LLM.wake_up`."""
+        await self._call(Wake())
+
+    async def is_sleeping(self) -> bool:
+        """Return True between `sleep` and `wake_up`."""
+        return bool((await self._ready()).engine.stats.sleep_level)
+
+    async def swap_weights(self, checkpoint: str | os.PathLike[str]) -> None:
+        """See `LLM.swap_weights`."""
+        plan = (await self._ready()).engine.plan
+        await self._call(await asyncio.to_thread(swap_command, checkpoint, self.config, plan))
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        await self._call(ResetPrefixCache())
+        return True
+
+    async def profile(self, steps: int, directory: str | os.PathLike[str]) -> list[str]:
+        """See `LLM.profile`."""
+        return trace_paths(await self._call(profile_command(steps, directory)))
+
+    async def _call(self, command: Command | ResetPrefixCache) -> Replies:
+        """Start the engine if need be, and have its ranks execute a command."""
+        return await (await self._ready()).engine.call(command)
 
     async def shutdown(self) -> None:
         """End the engine and free its memory. May be called twice, and from any thread's event loop."""

@@ -17,6 +17,7 @@ import msgspec
 from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
 from weft.config import EngineConfig
+from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
@@ -81,6 +82,13 @@ class LocalEngine:
     def stats(self) -> Stats:
         """Return the core's stats after everything that this thread has sent to it. Raises EngineError."""
         return self._loop.query(lambda core: core.stats())
+
+    def call(self, command: Command | ResetPrefixCache) -> Replies:
+        """Have the ranks execute a command between two steps; return their replies.
+
+        Raises RequestError and EngineError.
+        """
+        return self._loop.query(lambda core: core.call(command)).result()
 
     def close(self) -> None:
         """End the core and every rank; callers in flight get an EngineError. May be called twice, by any thread."""
@@ -163,7 +171,10 @@ class CoreThread(CoreLoop):
             self.inbox.put(message)
 
     def query(self, function: Callable[[EngineCore], T]) -> T:
-        """Have the thread call a function with the core, and return its result. Raises EngineError."""
+        """Have the thread call a function with the core, and return its result.
+
+        Raises EngineError, and the RequestError of the function.
+        """
         result: Future[T] = Future()
         self.send(Query(function, result))
         return result.result()
@@ -193,7 +204,10 @@ class CoreThread(CoreLoop):
                     self._submissions.pop(id, None)
                 submission.waiting = deque(request for request in submission.waiting if request.id not in ids)
             case Query(function, result):
-                result.set_result(function(self.core))
+                try:
+                    result.set_result(function(self.core))
+                except RequestError as error:
+                    result.set_exception(error)
             case Cause():
                 raise EngineError(event)
 
@@ -250,3 +264,4 @@ class CoreThread(CoreLoop):
                         result.set_exception(EngineError(cause))
         for submission in submissions:
             submission.outputs.put(EngineError(cause))
+        self.core.commands.fail(EngineError(cause))

@@ -14,12 +14,14 @@ from weft.core.request import Output
 class CoreLoop(ABC):
     """One thread that owns a core, with one inbox of events.
 
-    Events are callers' messages, causes of failure, and the futures of finished steps, which only wake the loop.
+    Events are callers' messages, causes of failure, and the futures of finished steps and commands, which only wake the
+    loop.
     """
 
     def __init__(self, core: EngineCore, inbox: SimpleQueue[Any]) -> None:
         self.core = core
         self.inbox = inbox
+        core.commands.wake = inbox.put
 
     def step_until_failure(self) -> None:
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""

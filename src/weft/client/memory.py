@@ -1,38 +1,13 @@
-"""Return of this process's free memory to the system after large requests.
-
-Without glibc only reference cycles are collected.
-"""
+"""Return of this process's free memory to the system after large requests."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
-import sys
 from collections.abc import Callable
 
-M_ARENA_MAX = -8
-M_MMAP_THRESHOLD = -3
-ARENAS = 2
-MMAP_BYTES = 2**20
+from weft.hardware.malloc import release
+
 QUIET_S = 2.0
-
-
-def limit_arenas() -> None:
-    """Limit malloc to two arenas, and have it map large blocks one by one, so that they go back when they are freed.
-
-    To be called before the first thread starts. Like MALLOC_ARENA_MAX in the environment, but for this process only.
-    """
-    if libc := _glibc():
-        libc.mallopt(M_ARENA_MAX, ARENAS)
-        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
-
-
-def release() -> None:
-    """Collect reference cycles, and give free pages back to the system."""
-    gc.collect()
-    if libc := _glibc():
-        libc.malloc_trim(0)
 
 
 class Trimmer:
@@ -72,10 +47,3 @@ class DelayedRelease:
         if self.wait_s == 0.0:
             self._due_s = None
             release()
-
-
-def _glibc() -> ctypes.CDLL | None:
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None

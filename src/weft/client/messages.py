@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.config import EngineConfig
+from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause
 from weft.executors.base import Ready
@@ -27,7 +28,14 @@ class AbortRequests(msgspec.Struct, frozen=True, tag=True):
     ids: list[str]
 
 
-ToCore = StartCore | AddRequests | AbortRequests
+class CallRanks(msgspec.Struct, frozen=True, tag=True):
+    """Have the ranks execute a command. `id` is a number that no other call has."""
+
+    id: int
+    command: Command | ResetPrefixCache
+
+
+ToCore = StartCore | AddRequests | AbortRequests | CallRanks
 
 
 class CoreStarted(msgspec.Struct, frozen=True, tag=True):
@@ -57,10 +65,27 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
+class CallDone(msgspec.Struct, frozen=True, tag=True):
+    """The ranks' replies to a command, and the core's stats after it."""
+
+    id: int
+    replies: Replies
+    stats: Stats
+
+
+class CallRefused(msgspec.Struct, frozen=True, tag=True):
+    """A command that the core does not take in its state."""
+
+    id: int
+    message: str
+    code: str
+    param: str | None = None
+
+
 class CoreFailed(msgspec.Struct, frozen=True, tag=True):
     """The core's last message."""
 
     cause: Cause
 
 
-FromCore = CoreStarted | RequestRefused | StepOutputs | CoreFailed
+FromCore = CoreStarted | RequestRefused | StepOutputs | CallDone | CallRefused | CoreFailed

@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty
 from typing import Any
@@ -18,6 +19,9 @@ from weft.client.loop import CoreLoop
 from weft.client.messages import (
     AbortRequests,
     AddRequests,
+    CallDone,
+    CallRanks,
+    CallRefused,
     CoreFailed,
     CoreStarted,
     RequestRefused,
@@ -25,12 +29,14 @@ from weft.client.messages import (
     StepOutputs,
     ToCore,
 )
+from weft.core.commands import Replies
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
+from weft.hardware import malloc
 from weft.plan.memory import fit_length
 
 LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is given back afterwards
@@ -73,8 +79,22 @@ class CoreProcess(CoreLoop):
             case AbortRequests(ids):
                 self.core.abort(ids)
                 self._note_ended(ids)
+            case CallRanks():
+                self._call(event)
             case Cause():
                 raise EngineError(event)
+
+    def _call(self, call: CallRanks) -> None:
+        """Pass a command on, and send the replies once they are there."""
+
+        def answer(promise: Future[Replies]) -> None:
+            if not promise.exception():  # a failure is sent for all requests and calls at once
+                self.parent.send(CallDone(call.id, promise.result(), self.core.stats()))
+
+        try:
+            self.core.call(call.command).add_done_callback(answer)
+        except RequestError as error:
+            self.parent.send(CallRefused(call.id, str(error), error.code, error.param))
 
     def _add(self, request: Request) -> None:
         try:
@@ -88,7 +108,7 @@ class CoreProcess(CoreLoop):
 
 
 def main(descriptor: int) -> None:
-    memory.limit_arenas()
+    malloc.limit_arenas()
     # Without the lifeline, which would kill this process at once: it takes the time to end its ranks, which have their
     # own lifelines.
     parent: Parent[ToCore] = Parent(descriptor, ToCore)

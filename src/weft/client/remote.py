@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from itertools import count
 from types import TracebackType
 from typing import NoReturn, cast
 
 from weft.client.messages import (
     AbortRequests,
     AddRequests,
+    CallDone,
+    CallRanks,
+    CallRefused,
     CoreFailed,
     CoreStarted,
     FromCore,
@@ -19,6 +23,7 @@ from weft.client.messages import (
     ToCore,
 )
 from weft.config import EngineConfig
+from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
@@ -48,6 +53,8 @@ class AsyncEngine:
         self.failure: EngineError | None = None
         self._capacity = capacity
         self._streams: dict[str, OutputStream] = {}
+        self._calls: dict[int, asyncio.Future[Replies]] = {}
+        self._call_ids = count()
         self._closed = False
         self._started: asyncio.Future[CoreStarted] = loop.create_future()
         self._died: asyncio.Future[None] = loop.create_future()
@@ -110,11 +117,25 @@ class AsyncEngine:
         if known and self.alive:
             self._connection.send(AbortRequests(known))
 
+    async def call(self, command: Command | ResetPrefixCache) -> Replies:
+        """Have the ranks execute a command between two steps; return their replies. Raises RequestError, EngineError.
+
+        A caller that is cancelled does not stop the command.
+        """
+        self._raise_failure()
+        id = next(self._call_ids)
+        self._connection.send(CallRanks(id, command))
+        self._calls[id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._calls[id]
+        finally:
+            self._calls.pop(id, None)
+
     async def close(self) -> None:
         """End the core and its ranks, and wait until they are gone. May be called twice."""
         if self.alive:
             self._closed = True
-            self._fail_streams(CLOSED)
+            self._fail_callers(CLOSED)
         if not self._started.cancel() and not self._started.cancelled():
             self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
         self._connection.close()
@@ -135,10 +156,24 @@ class AsyncEngine:
             case RequestRefused(id, text, code, full, param):
                 if stream := self._streams.get(id):
                     stream.put(QueueFullError(text, code=code) if full else RequestError(text, param=param, code=code))
+            case CallDone() | CallRefused():
+                self._answer_call(message)
             case CoreStarted() if not self._started.done():
                 self._started.set_result(message)
             case CoreFailed(cause):
                 self.fail(cause)
+
+    def _answer_call(self, message: CallDone | CallRefused) -> None:
+        """Pass the result of a command to its caller, who may be gone."""
+        if isinstance(message, CallDone):
+            self.stats = message.stats
+        reply = self._calls.get(message.id)
+        if reply is None or reply.done():
+            return
+        if isinstance(message, CallDone):
+            reply.set_result(message.replies)
+        else:
+            reply.set_exception(RequestError(message.message, param=message.param, code=message.code))
 
     def connection_ended(self, error: Exception | None) -> None:
         """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause."""
@@ -152,7 +187,7 @@ class AsyncEngine:
         self.failure = EngineError(cause)
         if not self._started.done():
             self._started.set_exception(EngineError(cause))
-        self._fail_streams(cause)
+        self._fail_callers(cause)
         self._died.set_result(None)
 
     async def _fail_by_exit(self, error: Exception | None) -> None:
@@ -160,10 +195,13 @@ class AsyncEngine:
         phase = "step" if self._started.done() else "start"
         self.fail(cause_of(error, CORE, phase) if isinstance(error, WeftError) else reason.of(CORE, phase))
 
-    def _fail_streams(self, cause: Cause) -> None:
+    def _fail_callers(self, cause: Cause) -> None:
         for stream in set(self._streams.values()):
             stream.put(EngineError(cause))
         self._streams.clear()
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(EngineError(cause))
 
     def _raise_failure(self) -> None:
         if self.failure:

@@ -54,6 +54,10 @@ class BlockPool(Protocol):
         """Drop a reference to each block of a request's table, given in the table's order."""
         ...
 
+    def forget_content(self) -> None:
+        """Forget the digests of all blocks, so that none is matched; held blocks stay held."""
+        ...
+
 
 class NumberedBlocks:
     """Blocks numbered from 0, with a reference count each.
@@ -125,6 +129,12 @@ class NumberedBlocks:
                 else:
                     self._cached[block] = None
 
+    def forget_content(self) -> None:
+        self._plain += self._cached
+        self._cached.clear()
+        self._blocks.clear()
+        self._digests = [None] * self.num_blocks
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         digest = self._digests[block]
@@ -162,6 +172,9 @@ class CountedBlocks:
         return [0] * count
 
     def register(self, block: int, digest: bytes) -> None:
+        """Do nothing: there is no prefix cache."""
+
+    def forget_content(self) -> None:
         """Do nothing: there is no prefix cache."""
 
     def release(self, blocks: Sequence[int]) -> None:

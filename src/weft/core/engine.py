@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
 from weft.core.blocks import NumberedBlocks
+from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
@@ -22,7 +23,7 @@ from weft.plan.plan import Plan
 logger = logging.getLogger("weft")
 
 
-class StepExecutor(Protocol):
+class StepExecutor(CommandExecutor, Protocol):
     """The part of a started executor that the core uses. Steps are executed in the order of their submission."""
 
     def submit(self, step: StepPlan) -> Future[StepResult]: ...
@@ -35,7 +36,7 @@ class EngineCore:
     `pending[0]` is done. With a `pace`, prompts delay the tokens of running requests only for a limited time; which
     step computes which part of a prompt then depends on the clock.
 
-    Once a step has failed, everything but `abort` and `stats` raises its EngineError.
+    Once a step or a command has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
     def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None) -> None:
@@ -43,6 +44,7 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         self.pending: deque[Future[StepResult]] = deque()
+        self.commands = CommandQueue(scheduler, executor)
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
         self._scheduled_s: dict[str, float] = {}
@@ -84,9 +86,16 @@ class EngineCore:
         for id in ids:
             self._scheduled_s.pop(id, None)
 
+    def call(self, command: Command | ResetPrefixCache) -> Future[Replies]:
+        """Have all ranks execute a command between two steps; see `CommandQueue`. Raises RequestError, EngineError."""
+        self._raise_failure()
+        return self.commands.add(command)
+
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
+        if self.commands.holds and not self._finish_commands():
+            return
         while len(self.pending) < self.depth and (plan := self._next_step()):
             for id in self.scheduler.started:
                 self._scheduled_s[id] = monotonic()
@@ -118,6 +127,13 @@ class EngineCore:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
         return outputs
 
+    def _finish_commands(self) -> bool:
+        """Start and finish commands; return True if steps may be submitted."""
+        try:
+            return self.commands.advance(len(self.pending))
+        except Exception as error:
+            self._fail(error)
+
     def _next_step(self) -> StepPlan | None:
         """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
         if self._pace:
@@ -139,7 +155,9 @@ class EngineCore:
 
     def stats(self) -> Stats:
         """Return the gauges of now and the counters since start. `steps` grows with every finished step."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        stats.sleep_level = self.commands.sleep_level
+        return stats
 
     def _raise_failure(self) -> None:
         if self.failure:
@@ -147,10 +165,10 @@ class EngineCore:
 
     def _fail(self, error: Exception) -> NoReturn:
         self.pending.clear()
-        if isinstance(error, EngineError):
-            self.failure = error
-            raise error
-        code = error.code if isinstance(error, WeftError) else "internal-error"
-        cause = f"{type(error).__name__}: {error}"
-        self.failure = EngineError(Cause(rank=CORE, phase="step", code=code, cause=cause))
-        raise self.failure from error
+        if not isinstance(error, EngineError):
+            code = error.code if isinstance(error, WeftError) else "internal-error"
+            cause = f"{type(error).__name__}: {error}"
+            error = EngineError(Cause(rank=CORE, phase="step", code=code, cause=cause))
+        self.failure = error
+        self.commands.fail(error)
+        raise error

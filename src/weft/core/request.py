@@ -55,13 +55,15 @@ class Stats(msgspec.Struct, kw_only=True):
     """Gauges of the core at one moment, and counters since its start, in requests, tokens and blocks.
 
     `computed_tokens` is the number of tokens of all steps. Of `draft_tokens`, `accepted_tokens` equalled the sampled
-    token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens.
+    token. `step_sizes[b]` is the number of steps with more than 2^(b-1) and at most 2^b tokens. `sleep_level` is 0 for
+    an engine that is awake.
     """
 
     running: int = 0
     waiting: int = 0
     blocks_used: int = 0
     blocks_total: int = 0
+    sleep_level: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

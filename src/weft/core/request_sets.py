@@ -105,6 +105,16 @@ class RequestSets:
             self._queue = [entry for entry in self._queue if not entry[1].done]
             heapify(self._queue)
 
+    def preempt_all(self) -> None:
+        """Preempt all running requests, which compute their KV again once they are admitted. No step is in flight."""
+        assert not self._in_flight
+        for sequence in list(self._running.values()):
+            self._preempt(sequence)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request reuse blocks that were filled before. Running requests keep theirs."""
+        self.pool.forget_content()
+
     @property
     def running(self) -> Collection[str]:
         """Ids of the running requests."""

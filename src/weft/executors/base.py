@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from weft.core.commands import Command, Replies
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
 from weft.plan.memory import Capacity
@@ -25,7 +26,8 @@ class Executor(Protocol):
 
     `start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError with the first
     root cause. `submit` returns at once. Several steps may be in flight, and results come in the order of submission.
-    The first failing rank fails every future with EngineError, and resolves `failure` even if no step is in flight.
+    `call` returns at once, too: every rank executes the command after the steps submitted before. The first failing
+    rank fails every future with EngineError, and resolves `failure` even if nothing is in flight.
     `close` may be called twice and at any time, and leaves no thread and no process behind.
     """
 
@@ -35,5 +37,7 @@ class Executor(Protocol):
     def start(self, plan: Plan) -> Ready: ...
 
     def submit(self, step: StepPlan) -> Future[StepResult]: ...
+
+    def call(self, command: Command) -> Future[Replies]: ...
 
     def close(self) -> None: ...

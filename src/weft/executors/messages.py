@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from weft.core.commands import Command, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
 from weft.plan.memory import Capacity
@@ -34,11 +35,13 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
     step: StepPlan
 
 
-class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
-    """No request runs or waits: capture one more CUDA graph."""
+class RunCommand(msgspec.Struct, frozen=True, tag=True):
+    """To be executed between the steps that come before and after it."""
+
+    command: Command
 
 
-ToRank = Launch | Allocate | RunStep | CaptureGraph
+ToRank = Launch | Allocate | RunStep | RunCommand
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -63,10 +66,10 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     uncaptured: int = 0
 
 
-class GraphCaptured(msgspec.Struct, frozen=True, tag=True):
-    """The answer to CaptureGraph, with the number of CUDA graphs that are left."""
+class CommandDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to RunCommand, in the order of the commands."""
 
-    uncaptured: int
+    reply: Reply
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -82,4 +85,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Listening | PhaseEntered | Loaded | Allocated | GraphCaptured | StepDone | Failed
+FromRank = Listening | PhaseEntered | Loaded | Allocated | CommandDone | StepDone | Failed

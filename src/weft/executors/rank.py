@@ -13,16 +13,17 @@ from typing import Any, Protocol
 
 import msgspec
 
+from weft.core.commands import Command, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.executors.causes import cause_of, lost_peer
 from weft.executors.messages import (
     Allocate,
     Allocated,
-    CaptureGraph,
+    CommandDone,
     Failed,
-    GraphCaptured,
     Loaded,
     PhaseEntered,
+    RunCommand,
     RunStep,
     StepDone,
 )
@@ -38,7 +39,8 @@ SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 class RankWorker(Protocol):
     """Protocol of the class that a rank runs.
 
-    Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread, in the order of the methods below.
+    Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread: `load`, `allocate`, then commands
+    and steps in any order, `close`.
     """
 
     def load(self) -> Capacity: ...
@@ -47,8 +49,8 @@ class RankWorker(Protocol):
         """Allocate KV blocks. Returns the number of CUDA graphs left to be captured while no request runs."""
         ...
 
-    def capture_graph(self) -> int:
-        """Capture one CUDA graph. Returns the number that is left."""
+    def call(self, command: Command) -> Reply:
+        """Execute a command."""
         ...
 
     def execute(self, step: StepPlan) -> StepResult | Callable[[], StepResult] | None:
@@ -100,8 +102,11 @@ def run_rank(
                     uncaptured = worker.allocate(num_blocks)
                     enter("step")
                     send_locked(Allocated(uncaptured))
-                case CaptureGraph():
-                    send_locked(GraphCaptured(worker.capture_graph()))
+                case RunCommand(command):
+                    enter(command.phase)
+                    reply = worker.call(command)
+                    enter("step")
+                    send_locked(CommandDone(reply))
         results.close()
         worker.close()
     except BaseException as error:  # SystemExit too: a rank has no other way to end

@@ -11,22 +11,24 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
 from weft.executors.messages import (
     Allocate,
     Allocated,
-    CaptureGraph,
+    CommandDone,
     Failed,
     FromRank,
-    GraphCaptured,
     Listening,
     Loaded,
     PhaseEntered,
+    RunCommand,
     RunStep,
     StepDone,
     ToRank,
@@ -37,7 +39,7 @@ from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
-Report = TypeVar("Report", Listening, Loaded, Allocated, GraphCaptured)
+Report = TypeVar("Report", Listening, Loaded, Allocated)
 
 # A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
@@ -48,6 +50,14 @@ CLOSED = Cause(
     cause="the engine was closed; the requests that ran were ended",
 )
 IDLE_S = 0.1  # without a step for this long, no request runs or waits
+
+
+@dataclass
+class PendingCall:
+    """A command that ranks are executing, and the replies so far, by rank."""
+
+    future: Future[Replies] = field(default_factory=Future)
+    replies: dict[int, Reply] = field(default_factory=dict)
 
 
 class RankExecutor(ABC):
@@ -61,10 +71,14 @@ class RankExecutor(ABC):
         self.failure: Future[Cause] = Future()
         self._phases: list[str] = []
         self._reports: SimpleQueue[FromRank | Cause] = SimpleQueue()
-        self._sending = threading.Lock()  # every rank gets the steps in the same order
+        # Every rank gets the steps and commands in the same order.
+        self._sending = threading.RLock()
         self._lock = threading.Lock()  # guards the attributes below
         self._pending: deque[Future[StepResult]] = deque()
+        self._calls: deque[PendingCall] = deque()
         self._submitted = 0
+        self._uncaptured = 0  # CUDA graphs, on the rank that has the most
+        self._capturing = False
         self._closing = threading.Event()
         self._ended: Cause | None = None
         self._suspicion: threading.Timer | None = None
@@ -79,12 +93,10 @@ class RankExecutor(ABC):
             capacities = sorted((report.capacity for report in self._await_all(Loaded)), key=lambda c: c.rank)
             num_blocks = kv_blocks(plan, capacities)
             self._send_all(Allocate(num_blocks))
-            uncaptured = max(report.uncaptured for report in self._await_all(Allocated))
+            self._capture_later(max(report.uncaptured for report in self._await_all(Allocated)))
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
-        if uncaptured:
-            threading.Thread(target=self._capture_while_idle, name="weft-captures", daemon=True).start()
         return Ready(num_blocks=num_blocks, ranks=capacities)
 
     def submit(self, step: StepPlan) -> Future[StepResult]:
@@ -101,6 +113,20 @@ class RankExecutor(ABC):
             else:
                 future.set_exception(EngineError(ended))
         return future
+
+    def call(self, command: Command) -> Future[Replies]:
+        call = PendingCall()
+        call.future.set_running_or_notify_cancel()
+        with self._sending:
+            with self._lock:
+                ended = self._ended
+                if ended is None:
+                    self._calls.append(call)
+            if ended is None:
+                self._send_all(RunCommand(command))
+            else:
+                call.future.set_exception(EngineError(ended))
+        return call.future
 
     def close(self) -> None:
         self._finish(CLOSED)
@@ -131,12 +157,29 @@ class RankExecutor(ABC):
                     future = self._pending.popleft() if self._ended is None else None
                 if future:
                     future.set_result(result)
-            case Listening() | Loaded() | Allocated() | GraphCaptured():
+            case CommandDone(reply):
+                self._take_reply(rank, reply)
+            case Listening() | Loaded() | Allocated():
                 self._reports.put(message)
             case PhaseEntered(phase):
                 self._phases[rank] = phase
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
+
+    def _take_reply(self, rank: int, reply: Reply) -> None:
+        """Take a rank's reply to the first command that it has not replied to."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            call = next(call for call in self._calls if rank not in call.replies)
+            call.replies[rank] = reply
+            if len(call.replies) < len(self._phases):
+                return
+            self._calls.popleft()  # an earlier call would have ended before
+        replies = [call.replies[rank] for rank in range(len(self._phases))]
+        if left := [reply.count for reply in replies if isinstance(reply, GraphsLeft)]:
+            self._capture_later(max(left))
+        call.future.set_result(replies)
 
     def _fail(self, cause: Cause, lost_peer: bool = False) -> None:
         """Handle the failure of a rank.
@@ -162,28 +205,42 @@ class RankExecutor(ABC):
                 return False
             self._ended = cause
             self._closing.set()
-            pending = list(self._pending)
+            futures: list[Future[Any]] = [*self._pending, *(call.future for call in self._calls)]
             self._pending.clear()
+            self._calls.clear()
             if self._suspicion:
                 self._suspicion.cancel()
         self._reports.put(cause)
-        for future in pending:
+        for future in futures:
             future.set_exception(EngineError(cause))
         return True
 
+    def _capture_later(self, uncaptured: int) -> None:
+        """Have the ranks capture `uncaptured` CUDA graphs while no step is in flight."""
+        with self._lock:
+            self._uncaptured = uncaptured
+            if not uncaptured or self._capturing:
+                return
+            self._capturing = True
+        threading.Thread(target=self._capture_while_idle, name="weft-captures", daemon=True).start()
+
     def _capture_while_idle(self) -> None:
         """Have the ranks capture the CUDA graphs that are left, one after the other, while no step is in flight."""
-        submitted, uncaptured = -1, 1
+        submitted = -1
         with contextlib.suppress(EngineError):  # reported elsewhere
-            while uncaptured and not self._closing.wait(IDLE_S):
+            while not self._closing.wait(IDLE_S):
+                capture = None
                 with self._sending:
                     with self._lock:
-                        idle = not self._pending and self._submitted == submitted
+                        if not self._uncaptured:
+                            self._capturing = False
+                            return
+                        idle = not self._pending and not self._calls and self._submitted == submitted
                         submitted = self._submitted
                     if idle:
-                        self._send_all(CaptureGraph())
-                if idle:
-                    uncaptured = max(report.uncaptured for report in self._await_all(GraphCaptured))
+                        capture = self.call(CaptureGraph())
+                if capture:
+                    capture.result()
 
     def _await_all(self, kind: type[Report]) -> list[Report]:
         """Wait for a `kind` from each rank. Raises EngineError with the root cause if a rank fails."""

@@ -22,7 +22,7 @@ from weft.architectures.axes import axis_length, owned
 from weft.architectures.parameters import Parameter, Part, is_held_outside_layers, layer_parameters, outer_parameters
 from weft.architectures.place import Place, Span, whole
 from weft.architectures.published import ORDERED, ROW, PublishedQuantization
-from weft.architectures.shape import DType, ModelShape
+from weft.architectures.shape import DType, LayerSpec, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
 from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_for_parameter
@@ -123,7 +123,7 @@ def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization
 
 @lru_cache(maxsize=256)
 def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
-    """For each layer, the number of the first layer that has the same parameters, stored in the same way."""
+    """For each layer, the number of the first layer that is equal and stored in the same way."""
     layers = range(len(shape.layers))
     if precision in gguf_types.BY_LAYER:
         return tuple(layers)
@@ -134,10 +134,10 @@ def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
         if number_and_end:
             number, end = number_and_end
             exceptions.setdefault(number, set()).add((end, scheme))
-    first: dict[tuple[tuple[Parameter, ...], frozenset[tuple[str, str]]], int] = {}
+    first: dict[tuple[LayerSpec, frozenset[tuple[str, str]]], int] = {}
     similar = []
     for layer in layers:
-        signature = layer_parameters(shape, layer), frozenset(exceptions.get(str(layer), ()))
+        signature = shape.layers[layer], frozenset(exceptions.get(str(layer), ()))
         similar.append(first.setdefault(signature, layer))
     return tuple(similar)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -132,6 +133,16 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
         total = min(total, int(limit))
         free = min(free, max(0, int(limit) - max(0, int(used) - idle)))
     return total, free
+
+
+def resident_bytes(root: Path = Path("/")) -> int:
+    """Resident memory of this process; where the system does not tell, its peak."""
+    if statm := _read_file(root / "proc/self/statm"):
+        return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class HeadNorm:
     eps: float
 
 
-# x [T, in] -> x W^T + b [T, out], for a weight that does not change any more.
+# x [T, in] -> x W^T + b [T, out].
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -238,6 +238,14 @@ class Matrices(Protocol):
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         """The same for an embedding [vocab, hidden], whose rows are read as well."""
+        ...
+
+    def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Give a parameter other values, of the same dims and scheme, in the same memory."""
+        ...
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that hold weights."""
         ...
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:

@@ -16,6 +16,7 @@ class AttentionBlock:
     """Grouped-query attention. `rope` is the table of angles that layers with the same rotary embedding share."""
 
     def __init__(self, spec: Attention, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
+        assert spec.qk_norm in ("none", "head") and not spec.sinks, f"not computed: {spec}"
         self.spec, self.kernels, self.rope = spec, weights.kernels, rope
         self.q_heads = len(place.q_heads)
         self.qkv = weights.column_linear("attention.qkv")

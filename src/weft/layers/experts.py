@@ -15,6 +15,7 @@ class ExpertsBlock:
     """A mixture of experts in torch: tokens are sorted by expert, and each expert computes its own in one product."""
 
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
+        assert not spec.shared, f"not computed: {spec}"
         self.spec, self.kernels = spec, weights.kernels
         self.router = weights.column_linear("router")
         self.gate_up = weights.grouped_column_linear("experts.gate_up", len(place.experts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,16 @@ from weft.kernels.base import Kernels
 class NormLayer:
     """RMS norm with a weight [hidden], or layer norm, which has a bias [hidden] as well."""
 
+    kind: Literal["rms", "layer"]
     weight: torch.Tensor
     bias: torch.Tensor | None
     eps: float
 
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """Normalise x [T, hidden]."""
-        if self.bias is None:
+        if self.kind == "rms":
             return kernels.pointwise.norm(x, self.weight, self.eps)
+        assert self.bias is not None
         return F.layer_norm(x.float(), x.shape[-1:], self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
 
 
@@ -52,7 +55,7 @@ class ResidualStream:
         if part is None:
             return self._residual if norm is None else norm(self._residual, kernels)
         self._part = None
-        if norm is None or norm.bias is not None or self._part_norm is not None:
+        if norm is None or norm.kind != "rms" or self._part_norm is not None:
             self._residual.add_(self._summed(part))
             return self._residual if norm is None else norm(self._residual, kernels)
         return kernels.pointwise.sum_add_norm(part, self._residual, norm.weight, norm.eps, self._comm)

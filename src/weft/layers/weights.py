@@ -35,10 +35,8 @@ class LayerWeights:
         return self.vector(name) if self._prefix + name in self._tensors else None
 
     def norm(self, name: str) -> NormLayer:
-        return NormLayer(self.vector(name + ".weight"), self.vector_or_none(name + ".bias"), self._norm.eps)
-
-    def norm_or_none(self, name: str) -> NormLayer | None:
-        return self.norm(name) if f"{self._prefix}{name}.weight" in self._tensors else None
+        bias = self.vector(name + ".bias") if self._norm.kind == "layer" else None
+        return NormLayer(self._norm.kind, self.vector(name + ".weight"), bias, self._norm.eps)
 
     def column_linear(self, name: str) -> Linear:
         """Product with a matrix of which this rank has some rows: every rank has its whole input."""

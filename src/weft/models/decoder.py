@@ -20,6 +20,7 @@ from weft.layers.norm import ResidualStream
 from weft.layers.rope import RopeTable, RopeTables
 from weft.layers.weights import LayerWeights, Tensors
 from weft.models.fusion import FusedLayers, describe_layer
+from weft.quant.quantised import QuantisedWeight
 
 
 class DecoderLayer:
@@ -27,16 +28,17 @@ class DecoderLayer:
 
     def __init__(self, spec: LayerSpec, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
         assert isinstance(spec.mixer, Attention), spec.mixer
+        before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
         self.spec = spec
-        self.mixer_norm = weights.norm_or_none("attention_norm")
+        self.mixer_norm = weights.norm("attention_norm") if before else None
         self.mixer = AttentionBlock(spec.mixer, place, weights, rope)
-        self.mixer_post_norm = weights.norm_or_none("attention_post_norm")
-        self.ffn_norm = weights.norm_or_none("mlp_norm")
+        self.mixer_post_norm = weights.norm("attention_post_norm") if after else None
+        self.ffn_norm = weights.norm("mlp_norm") if before else None
         if isinstance(spec.ffn, Dense):
             self.ffn: MLPBlock | ExpertsBlock = MLPBlock(spec.ffn, weights)
         else:
             self.ffn = ExpertsBlock(spec.ffn, place, weights)
-        self.ffn_post_norm = weights.norm_or_none("mlp_post_norm")
+        self.ffn_post_norm = weights.norm("mlp_post_norm") if after else None
 
     def __call__(self, stream: ResidualStream, cache: KVCache, batch: Batch) -> None:
         stream.add(self.mixer(stream.read(self.mixer_norm), cache, batch), self.mixer_post_norm)
@@ -66,6 +68,7 @@ class DecoderModel:
     def __init__(
         self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Group, kernels: Kernels
     ) -> None:
+        assert "positions.weight" not in tensors, "learnt positions are not computed"
         place = places[rank]
         self.comm, self.kernels = comm, kernels
         self.ropes = RopeTables(shape.max_positions)
@@ -87,6 +90,8 @@ class DecoderModel:
             widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
             self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
             self.final_norm = LayerWeights(tensors, "", shape.norm, comm, kernels).norm("norm")
+        # What is left: parameters that are no matrices. Matrices are with the kernels.
+        self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def _head_product(self, tensors: Tensors, table: EmbeddingTable | None) -> Product:
         """Product with the head's weight; `table` is the embedding if this rank has it."""
@@ -95,9 +100,26 @@ class DecoderModel:
             return table
         return self.kernels.matrices.matrix(tensors.pop("head.weight"), None, "head.weight")
 
+    @property
+    def capturable(self) -> bool:
+        """True if a step can be captured as a CUDA graph. The number of tokens of each expert is read on the host."""
+        return not any(layer.spec.has_experts for layer in self.layers)
+
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
         self.ropes.fill(rows, length, device)
+
+    def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Give a parameter other values, of the same dims and scheme, in the same memory."""
+        matrices = self.kernels.matrices
+        if name in self.vectors:
+            assert isinstance(weight, torch.Tensor), name
+            self.vectors[name].copy_(weight)
+        elif len(weight.shape) == 2:
+            matrices.replace(name, weight)
+        else:
+            for expert in range(weight.shape[0]):
+                matrices.replace(f"{name}.{expert}", weight.select(0, expert))
 
     def hidden(self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run this stage's layers on the T tokens of a step; return [T, hidden], before the final norm.

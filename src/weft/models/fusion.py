@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weft.architectures.shape import Attention, Dense, LayerSpec
 from weft.kernels.base import DenseLayer, FusedStage, KVCache
 from weft.kernels.batch import Batch
 from weft.layers.mlp import MLPBlock
@@ -27,18 +28,35 @@ class FusedLayers:
         return self._stage(residual, self._rope.angles, caches, batch)
 
 
+def known_spec(mixer: Attention, ffn: Dense) -> LayerSpec:
+    """The layer of this mixer and MLP that fused kernels compute: all that is not named here is as usual."""
+    return LayerSpec(
+        mixer=Attention(
+            heads=mixer.heads,
+            kv_heads=mixer.kv_heads,
+            head_dim=mixer.head_dim,
+            scale=mixer.scale,
+            rope=mixer.rope,
+            window=mixer.window,
+            qk_norm="none" if mixer.qk_norm == "none" else "head",
+            bias=mixer.bias,
+            out_bias=mixer.out_bias,
+        ),
+        ffn=Dense(width=ffn.width, activation="silu", gated=True, bias=ffn.bias),
+        norms="pre",
+    )
+
+
 def describe_layer(layer: DecoderLayer) -> DenseLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.
 
     They know grouped-query attention and a dense MLP with a SiLU gate, each behind an RMS norm.
     """
-    mixer, ffn, spec = layer.mixer, layer.ffn, layer.spec
-    if not isinstance(ffn, MLPBlock) or not ffn.spec.gated or ffn.spec.activation != "silu":
+    mixer, ffn = layer.mixer, layer.ffn
+    if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
         return None
-    norms = layer.mixer_norm, layer.ffn_norm
-    if spec.norms != "pre" or any(norm is None or norm.bias is not None for norm in norms) or mixer.spec.sinks:
+    if not isinstance(ffn, MLPBlock) or layer.spec != known_spec(mixer.spec, ffn.spec):
         return None
-    assert layer.mixer_norm is not None and layer.ffn_norm is not None
     return DenseLayer(
         attention_norm=layer.mixer_norm.weight,
         qkv=mixer.qkv.weight,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import msgspec
 
+from weft.architectures.parameters import parameter_dims, rank_parameters
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
 from weft.plan.plan import Plan
 
 
@@ -47,16 +51,34 @@ def rank_rows(plan: Plan) -> list[RankRow]:
 
 
 def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
-    """JSON of the layout: counts per rank. `kv_bytes` is the size of the rank's KV cache of `num_blocks` blocks."""
+    """JSON of the layout, one row per rank: what it holds of the model.
+
+    `ffn` are columns, `vocab` rows, `parameters` numbers. `kv_bytes` is the size of its `num_blocks` KV blocks.
+    """
     return [
         {
             "rank": row.rank,
+            "replica": 0,
+            "stage": row.stage,
             "device": row.device,
-            "layers": row.last_layer - row.first_layer + 1,
+            "first_layer": row.first_layer,
+            "layers": len(place.layers),
+            "first_q_head": place.q_heads.start,
             "q_heads": row.q_heads,
+            "first_kv_head": place.kv_heads.start,
             "kv_heads": row.kv_heads,
+            "ffn": row.ffn_columns,
+            "vocab": row.vocab_rows,
+            "first_expert": place.experts.start,
+            "experts": len(place.experts),
+            "parameters": count_parameters(plan.shape, place),
             "weight_bytes": row.weight_bytes,
             "kv_bytes": row.kv_token_bytes * plan.block_size * num_blocks,
         }
-        for row in rank_rows(plan)
+        for row, place in zip(rank_rows(plan), plan.places, strict=True)
     ]
+
+
+def count_parameters(shape: ModelShape, place: Place) -> int:
+    """Number of parameters that a rank holds."""
+    return sum(prod(parameter_dims(shape, place, parameter)) for _, parameter, _ in rank_parameters(shape, place))

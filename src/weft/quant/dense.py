@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from weft.quant.quantised import QuantisedWeight
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+
+class DenseProduct:
+    """Product x [T, in] -> x W^T + b [T, out] with a weight [out, in]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self._bias)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.weight,)
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        self.weight.copy_(dense_weight(weight))
 
 
-def create_product(weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None) -> Product:
-    """Product x [T, in] -> x W^T + b [T, out] with a weight [out, in] that does not change any more. Quantised weights
-    are dequantised once."""
-    if isinstance(weight, QuantisedWeight):
-        weight = weight.dequantise(weight.dtype)
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        linear = torch.ops.mkldnn._linear_pointwise
-        return lambda x: linear(x, packed, bias, "none", [], "")
-    return lambda x: F.linear(x, weight, bias)
+class PackedProduct:
+    """A DenseProduct whose weight is packed for oneDNN."""
+
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._bias = bias
+        self.replace(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(dense_weight(weight))
+
+
+def create_product(
+    weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None
+) -> DenseProduct | PackedProduct:
+    """The product with a weight, which the caller does not keep. Quantised weights are dequantised once."""
+    weight = dense_weight(weight)
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return (PackedProduct if on_cpu and torch.backends.mkldnn.is_available() else DenseProduct)(weight, bias)
+
+
+def dense_weight(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:
+    """A weight in the dtype of activations."""
+    return weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight

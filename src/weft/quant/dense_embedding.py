@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
-from weft.quant.dense import Product, create_product
+from weft.quant.dense import DenseProduct, PackedProduct, create_product, dense_weight
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -15,7 +15,15 @@ class DenseEmbedding:
     """An embedding [rows, cols], held in the dtype of activations: an `EmbeddingTable` of kernels/base.py."""
 
     def __init__(self, weight: torch.Tensor | QuantisedWeight) -> None:
-        self.weight = weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight
+        self.weight = dense_weight(weight)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.weight,)
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        self.weight.copy_(dense_weight(weight))
+        vars(self).pop("_product", None)  # which may hold the weight packed
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Rows of the embedding: [N] int64 -> [N, cols]."""
@@ -26,5 +34,5 @@ class DenseEmbedding:
         return self._product(x)
 
     @cached_property
-    def _product(self) -> Product:
+    def _product(self) -> DenseProduct | PackedProduct:
         return create_product(self.weight)

@@ -16,13 +16,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
+from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.chat import chat
 from weft.serving.completions import completions
 from weft.serving.errors import HANDLERS, HttpError, error_response
 from weft.serving.service import Service
 
-# Health probes carry no API key.
-KEYLESS_PATHS = ("/health/live", "/health/ready")
+# Health probes carry no API key, and administrators another one.
+KEYLESS_PATHS = ("/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -38,6 +39,7 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    *ADMIN_ROUTES,
 )
 
 

@@ -44,3 +44,8 @@ class ServeOptions(Options):
     default_chat_template_kwargs: dict[str, Any] = option(
         default_factory=dict, metavar="JSON", help="variables of the chat template, for requests that give none"
     )
+    refuse_while_asleep: bool = option(
+        False, help="answer requests with status 503 while the engine sleeps, instead of letting them wait"
+    )
+    profile_directory: str = option("weft-profiles", metavar="DIR", help="where POST /start_profile writes traces")
+    admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused

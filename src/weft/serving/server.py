@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from weft.client import memory
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model
 from weft.client.remote import AsyncEngine
@@ -24,6 +23,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.formats.checkpoint import Checkpoint
+from weft.hardware import malloc
 from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
@@ -60,7 +60,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     Raises KeyboardInterrupt for Ctrl-C during the start, or for a second one while requests end.
     """
     began = time.monotonic()
-    memory.limit_arenas()
+    malloc.limit_arenas()
     listen.check_tls(options)
     with listen.bind(options) as listener:
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.

@@ -15,9 +15,12 @@ from starlette.requests import Request as HttpRequest
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
 from weft.client.memory import Trimmer
+from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
+from weft.executors.base import Ready
+from weft.plan.plan import Plan
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
@@ -40,6 +43,8 @@ LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is 
 class Engine(Protocol):
     """The part of `client.remote.AsyncEngine` that Service and EngineStream use."""
 
+    plan: Plan
+    ready: Ready
     stats: Stats  # as of the last step reported
     failure: EngineError | None  # the cause, if the engine has died
 
@@ -52,6 +57,10 @@ class Engine(Protocol):
 
     def abort(self, ids: Sequence[str]) -> None:
         """Stop these requests. A generator without remaining requests ends."""
+        ...
+
+    async def call(self, command: Command | ResetPrefixCache) -> Replies:
+        """Have the ranks execute a command between two steps. Raises RequestError and EngineError."""
         ...
 
 
@@ -184,6 +193,8 @@ class Service:
         """Submit requests to the engine. Refusals are raised here, before the response begins."""
         if self.draining:
             raise shutting_down_error()
+        if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
+            raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
         return EngineStream(self, collectors)
 
     def stream_opened(self, stream: EngineStream) -> None:
@@ -225,11 +236,16 @@ class Service:
             metrics.inference.observe(now_s - (times.scheduled_s or now_s))
             metrics.generation_tokens.observe(len(collector.output.outputs[delta.index].token_ids))
 
+    def note_awake(self) -> None:
+        """Note that the engine has slept, during which it made no progress."""
+        self._progress.begin()
+
     def unhealthy_reason(self) -> str | None:
         """The reason why the engine is unhealthy, or None."""
         if self.engine.failure is not None:
             return str(self.engine.failure)
-        stalled_s = self._progress.stalled_s(self.engine.stats.steps) if self.streams else 0.0
+        busy = self.streams and not self.engine.stats.sleep_level
+        stalled_s = self._progress.stalled_s(self.engine.stats.steps) if busy else 0.0
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
 
 

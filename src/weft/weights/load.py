@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from types import MappingProxyType
 from typing import Protocol
 
@@ -52,19 +53,37 @@ class WeightSource(Protocol):
         ...
 
 
-def allocate_parameters(plan: Plan, place: Place, device: torch.device) -> dict[str, torch.Tensor | QuantisedWeight]:
-    """Allocate every parameter of a rank, by name, without values."""
+def parameter_groups(plan: Plan, place: Place) -> list[list[str]]:
+    """Names of a rank's parameters, those of a layer together."""
+    groups = groupby(rank_parameters(plan.shape, place), key=lambda parameter: parameter[2])
+    return [[name for name, _, _ in group] for _, group in groups]
+
+
+def allocate_parameters(
+    plan: Plan,
+    place: Place,
+    device: torch.device,
+    *,
+    matrices: torch.device | None = None,
+    names: Collection[str] | None = None,
+) -> dict[str, torch.Tensor | QuantisedWeight]:
+    """Allocate the parameters of a rank, by name, without values.
+
+    Matrices are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if given.
+    """
     shape, dtype = plan.shape, getattr(torch, plan.dtype)
     targets: dict[str, torch.Tensor | QuantisedWeight] = {}
     for name, parameter, layer in rank_parameters(shape, place):
+        if names is not None and name not in names:
+            continue
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
         scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
-            targets[name] = torch.empty(dims, dtype=dtype, device=device)
+            targets[name] = torch.empty(dims, dtype=dtype, device=(matrices or device) if cols else device)
         else:
             *experts, rows, _ = dims
             targets[name] = QuantisedWeight.empty(
-                scheme, rows, owned(shape, place, cols), dtype, device, tuple(experts)
+                scheme, rows, owned(shape, place, cols), dtype, matrices or device, tuple(experts)
             )
     return targets
 
@@ -87,7 +106,7 @@ def load_weights(
     rounding: Rounding = round_into,
     importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fill `targets`, one for each parameter of this rank as `architectures.parameters.rank_parameters` lists them.
+    """Fill `targets`: all parameters of a rank, or some, as `architectures.parameters.rank_parameters` lists them.
 
     Targets are allocated already, on any device and of any float dtype or scheme. What the checkpoint does not hold in
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
@@ -107,7 +126,8 @@ def load_weights(
             quantise(rows_of, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
 
     with reader_threads() as pool:
-        for job in [pool.submit(load_fill, fill) for fill in rank_fills(plan.shape, place)]:
+        fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]
+        for job in [pool.submit(load_fill, fill) for fill in fills]:
             job.result()
     derive_parameters(plan.shape, targets)
 

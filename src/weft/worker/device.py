@@ -63,6 +63,14 @@ def free_bytes(plan: Plan, rank: int, device: torch.device, activation_bytes: in
     return min(int(total * plan.gpu_memory_utilization[rank]) - used, free + spare) - activation_bytes
 
 
+def memory_in_use(device: torch.device) -> tuple[int, int | None, int | None]:
+    """`allocated_bytes`, `reserved_bytes` and `driver_bytes` of a RankReport."""
+    if device.type == "cpu":
+        return host.resident_bytes(), None, None
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free
+
+
 def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device, num_blocks: int) -> list[KVCache]:
     """Allocate a KV cache of `num_blocks` blocks for each layer of a rank."""
     place = plan.places[rank]

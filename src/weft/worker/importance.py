@@ -107,6 +107,7 @@ class StreamedMatrices(PlainMatrices):
         head_dim: int,
         pool: Executor,
     ) -> None:
+        super().__init__()
         self.importance: dict[str, torch.Tensor] = {}
         self._source, self._head_dim, self._pool = source, head_dim, pool
         self._fills = defaultdict[str, list[Fill]](list)
@@ -173,10 +174,10 @@ class StreamedTable:
         self, source: WeightSource, fill: Fill, weight: torch.Tensor | QuantisedWeight, product: Product
     ) -> None:
         self._source, self._fill, self._product = source, fill, product
-        self._dtype, self._device, self._width = weight.dtype, weight.device, weight.shape[1]
+        self._dtype, self._width = weight.dtype, weight.shape[1]
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(numbers), self._width, dtype=self._dtype, device=self._device)
+        out = torch.empty(len(numbers), self._width, dtype=self._dtype, device=numbers.device)
         for at, number in enumerate(numbers.tolist()):
             row = self._fill.rows.start + number
             read_fill(self._source, self._fill, Span(row, row + 1), self._fill.cols, out[at : at + 1])

@@ -10,7 +10,7 @@ import msgspec
 
 from weft import logs
 from weft.executors.launch import Parent
-from weft.executors.messages import Allocated, ToRank
+from weft.executors.messages import Allocated, CommandDone, ToRank
 from weft.executors.rank import RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
 from weft.executors.rendezvous import join_rendezvous
 
@@ -34,8 +34,8 @@ def main(descriptor: int, lifeline: int) -> None:
         return worker(launch.plan, launch.rank, links)
 
     def send(message: msgspec.Struct) -> None:
-        if isinstance(message, Allocated):
-            gc.freeze()  # what a start creates is here to stay: to look through torch's objects takes 80 ms
+        if isinstance(message, Allocated | CommandDone):
+            gc.freeze()  # what a start or a wake-up creates stays: to look through torch's objects takes 80 ms
         parent.send(message)
 
     run_rank(launch.rank, parent.inbox, send, create_worker)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from weft.core.step import StepPlan, TokenLogprobs
-from weft.models.decoder import DecoderModel
 from weft.plan.memory import SCORED_POSITIONS
 from weft.worker.sampler import Sampler
 
@@ -25,7 +24,7 @@ def score_prompts(
     step: StepPlan,
     hidden: torch.Tensor,
     requests: Mapping[int, PromptLogprobsRequest],
-    model: DecoderModel,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     sampler: Sampler | None,
 ) -> dict[int, list[TokenLogprobs]]:
     """Logprobs of the prompt tokens that follow the positions of a step, by the slot of each of `requests`.
@@ -41,7 +40,7 @@ def score_prompts(
             targets = request.prompt[start + 1 : start + count + 1]
             for at in range(0, len(targets), SCORED_POSITIONS):
                 chunk = targets[at : at + SCORED_POSITIONS]
-                logits = model.logits(hidden[begin + at : begin + at + len(chunk)])
+                logits = compute_logits(hidden[begin + at : begin + at + len(chunk)])
                 if sampler:
                     assert logits is not None
                     scores.setdefault(slot, []).extend(sampler.prompt_logprobs(logits, chunk, request.top))

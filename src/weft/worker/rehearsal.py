@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan
 from weft.core.token_ids import TokenIds
+from weft.errors import ModelError
 from weft.kernels.sampling import mask_words
 from weft.native.structures import MASK_BITS
 from weft.plan.plan import Plan
@@ -72,4 +73,14 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         samples=[True] * len(counts),
         draft_counts=drafts,
         masks={slot: ALL_TOKENS * mask_words(plan.shape.vocab) * (1 + count) for slot, count in enumerate(drafts)},
+    )
+
+
+def not_finite(plan: Plan) -> ModelError:
+    """Error for a checkpoint whose logits are not finite."""
+    return ModelError(
+        f"the checkpoint {plan.checkpoint} produces NaN or infinite logits, from which nothing can be "
+        f"sampled: its weights are damaged, or beyond what {plan.dtype} holds; fetch it again, or try "
+        f"--dtype {'float32' if plan.dtype == 'bfloat16' else 'bfloat16'}",
+        code="nan-logits",
     )

@@ -33,6 +33,7 @@ GEMMA2 = Architecture(
         values={"query_pre_attn_scalar": 256},
     ),
     names=NAMES,
+    norms="both",
     gguf="gemma2",
 )
 GEMMA3 = Architecture(
@@ -63,6 +64,7 @@ GEMMA3 = Architecture(
         },
     ),
     names=NAMES,
+    norms="both",
     runs=True,
     gguf="gemma3",
 )

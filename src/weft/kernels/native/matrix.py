@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.formats.schemes import UNIT
+from weft.kernels.held import HeldMatrices
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
@@ -17,13 +18,14 @@ from weft.quant.quantised import QuantisedWeight
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations. `kept` are the tensors
-    that the descriptor points into."""
+    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations. The descriptor points
+    into `tensors`, which hold W, and into `bias`."""
 
     entries: Entries
     descriptor: MatrixDescriptor
     dtype: torch.dtype
-    kept: tuple[torch.Tensor | None, ...]
+    tensors: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty(x.shape[0], self.descriptor.rows)
@@ -36,63 +38,66 @@ class NativeMatrix:
         self.entries.rows_of(ctypes.byref(self.descriptor), numbers.data_ptr(), len(numbers), out.data_ptr())
         return out
 
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Take the values of another weight, of the same dims and scheme."""
+        if isinstance(weight, QuantisedWeight):
+            pack_values(self.entries, weight, self.tensors)
+        else:
+            self.entries.pack_dense(weight.data_ptr(), self.tensors[0].data_ptr(), *weight.shape)
 
-class NativeMatrices:
+
+class NativeMatrices(HeldMatrices):
     """The C++ implementation of `Matrices`."""
 
     multiplies_quantised = True
 
     def __init__(self, entries: Entries) -> None:
+        super().__init__()
         self._entries = entries
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
-        if isinstance(weight, QuantisedWeight):
-            return pack_quantised_matrix(self._entries, weight, bias)
-        return pack_dense_matrix(self._entries, weight, bias)
+        return self._hold(name, pack_matrix(self._entries, weight, bias))
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
-        return self.matrix(weight, None)
+        return self.matrix(weight, None, name)
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()
 
 
-def pack_dense_matrix(entries: Entries, weight: torch.Tensor, bias: torch.Tensor | None) -> NativeMatrix:
-    """Pack a weight [rows, cols] of the entries' dtype."""
+def pack_matrix(entries: Entries, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
+    """Pack a weight [rows, cols], quantised or of the entries' dtype."""
     rows, cols = weight.shape
-    packed = torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype)
-    entries.pack_dense(weight.data_ptr(), packed.data_ptr(), rows, cols)
-    descriptor = MatrixDescriptor(rows=rows, cols=cols, data=packed.data_ptr())
+    descriptor = MatrixDescriptor(rows=rows, cols=cols)
+    if isinstance(weight, QuantisedWeight):
+        tensors = allocate_quantised(weight)
+        for name, tensor in zip(("data", "scales", "lowest"), tensors, strict=False):
+            setattr(descriptor, name, tensor.data_ptr())
+        scheme = weight.scheme
+        descriptor.bits, descriptor.group, descriptor.kind = scheme.bits, scheme.group, LOWEST_KINDS[scheme.lowest]
+        descriptor.lacking = weight.lacking
+    else:
+        tensors = (torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype),)
+        descriptor.data = tensors[0].data_ptr()
     if bias is not None:
         descriptor.bias = bias.data_ptr()
-    return NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), (packed, bias))
+    matrix = NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), tensors, bias)
+    matrix.replace(weight)
+    return matrix
 
 
-def pack_quantised_matrix(entries: Entries, weight: QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
-    """Pack a quantised weight [rows, cols]."""
-    (rows, cols), groups = weight.shape, weight.scales.shape[1]
-    padded = -(-rows // PANEL) * PANEL
-    values = torch.empty(padded * weight.values.shape[1], dtype=torch.uint8)
+def allocate_quantised(weight: QuantisedWeight) -> tuple[torch.Tensor, ...]:
+    """Memory for the packed numbers, scales and, if the scheme has them, minima or zero points of a weight."""
+    padded = -(-weight.shape[0] // PANEL) * PANEL
+    parts = [part for part in (weight.values, weight.scales, weight.lowest) if part is not None]
+    return tuple(part.new_empty(padded * part.shape[1]) for part in parts)
+
+
+def pack_values(entries: Entries, weight: QuantisedWeight, into: Sequence[torch.Tensor]) -> None:
+    """Pack the numbers of a weight, and then its scales and minima, into memory of `allocate_quantised`."""
+    rows, cols = weight.shape
+    values, *groups = into
     entries.pack_values(weight.values.data_ptr(), values.data_ptr(), rows, cols // UNIT, weight.scheme.bits)
-
-    def pack_groups(part: torch.Tensor) -> torch.Tensor:
-        packed = part.new_empty(padded * groups)
-        entries.pack_groups(part.data_ptr(), packed.data_ptr(), rows, groups, part.itemsize)
-        return packed
-
-    scales, lowest = pack_groups(weight.scales), None if weight.lowest is None else pack_groups(weight.lowest)
-    descriptor = MatrixDescriptor(
-        bits=weight.scheme.bits,
-        rows=rows,
-        cols=cols,
-        data=values.data_ptr(),
-        scales=scales.data_ptr(),
-        group=weight.scheme.group,
-        lacking=weight.lacking,
-        kind=LOWEST_KINDS[weight.scheme.lowest],
-    )
-    if lowest is not None:
-        descriptor.lowest = lowest.data_ptr()
-    if bias is not None:
-        descriptor.bias = bias.data_ptr()
-    return NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), (values, scales, lowest, bias))
+    for part, packed in zip((weight.scales, weight.lowest), groups, strict=False):
+        assert part is not None
+        entries.pack_groups(part.data_ptr(), packed.data_ptr(), rows, part.shape[1], part.itemsize)

@@ -11,6 +11,7 @@ from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.kernels.staged import StagedStep
@@ -52,7 +53,7 @@ class TritonPointwise:
         return pointwise.rotate_and_store(qkv, q_heads, rope, cache, batch, norm)
 
 
-class TritonMatrices:
+class TritonMatrices(HeldMatrices):
     """The Triton implementation of `Matrices` for quantised weights; torch multiplies with the others.
 
     Work is spread over `processors`, the number of the device's multiprocessors.
@@ -61,19 +62,20 @@ class TritonMatrices:
     multiplies_quantised = True
 
     def __init__(self, processors: int) -> None:
+        super().__init__()
         self._processors = processors
         # One matrix of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
-            return self._quantised_matrix(weight, bias)
-        return create_product(weight, bias)
+            return self._hold(name, self._quantised_matrix(weight, bias))
+        return self._hold(name, create_product(weight, bias))
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         if isinstance(weight, QuantisedWeight):
-            return self._quantised_matrix(weight, None)
-        return DenseEmbedding(weight)
+            return self._hold(name, self._quantised_matrix(weight, None))
+        return self._hold(name, DenseEmbedding(weight))
 
     def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
         matrix = create_quantised_matrix(weight, bias, self._processors)

@@ -196,6 +196,18 @@ class QuantisedMatrix:
         return self.words.shape[0], self.words.shape[1] * 32 // self.scheme.bits
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold W."""
+        return self.words, self.scales, self.lowest
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Take the values of another weight, of the same dims and scheme."""
+        assert isinstance(weight, QuantisedWeight), self.scheme
+        packed = create_quantised_matrix(weight, self.bias, self.processors)
+        for held, values in zip(self.tensors, packed.tensors, strict=True):
+            held.copy_(values)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of W."""
         middle = self.scheme.lowest == "middle"

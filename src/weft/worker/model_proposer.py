@@ -1,4 +1,4 @@
-"""The draft model beside the output rank: it proposes draft tokens, which the large model then verifies."""
+"""The draft model beside the output rank: a `Proposer` that has a model runner of its own."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from itertools import islice
 
 import numpy as np
 
-from weft.comm import Links
+from weft.core.params import SamplingParams
 from weft.core.speculation import common_prefix_length
 from weft.core.step import Admission, StepPlan
-from weft.plan.memory import Capacity
-from weft.plan.plan import Plan
-from weft.plan.speculation import draft_plan
+from weft.kernels.streams import NOT_FINITE
+from weft.worker import rehearsal
 from weft.worker.request_slots import RequestSlots
-from weft.worker.sampler import SampleBatch, Sampler
+from weft.worker.runner import ModelRunner
+from weft.worker.sample_arrays import sampled_positions
+from weft.worker.sampler import SampleBatch, SampledTokens, Sampler
 
 
 @dataclass
@@ -52,58 +53,48 @@ class DraftRow:
         return self.start + len(self.tokens)
 
 
-class DraftRunner:
-    """The draft model of a plan.
+class ModelProposer:
+    """Proposes the tokens of a draft model, which `runner` runs.
 
-    It shares the large model's blocks: a token's KV lies in the same block of both caches, so one block table serves
-    both, and a cached prefix is reused by both, as far as the draft has computed it.
+    It shares the large model's `slots` and blocks: a token's KV lies in the same block of both caches, so one block
+    table serves both, and a cached prefix is reused by both, as far as the draft has computed it. `sampler` is the
+    large model's as well.
 
     The draft computes a text when draft tokens are wanted for it, with everything that it has missed since the last
     time: in one step no more tokens than a step may have, texts that miss the least first.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        # Here, since the worker creates a draft runner.
-        from weft.worker.worker import Worker
-
-        self._plan = draft_plan(plan)
-        self._worker = Worker(self._plan, 0, Links())
+    def __init__(self, runner: ModelRunner, slots: RequestSlots, sampler: Sampler) -> None:
+        self._runner, self._slots, self._sampler = runner, slots, sampler
         self._texts: dict[int, SlotText] = {}
 
-    def load(self) -> Capacity:
-        """Load the draft model, see `Worker.load`."""
-        return self._worker.load()
-
     @property
-    def graph_bytes(self) -> int:
-        """Bytes that CUDA graphs keep, a part of the activation bytes that `load` reports."""
-        return self._worker.graph_bytes
+    def runners(self) -> tuple[ModelRunner]:
+        return (self._runner,)
+
+    def load(self) -> None:
+        """Load the draft model, and measure the peak memory of its steps."""
+        self._runner.load()
+        self._runner.measure(self._rehearse)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocate the draft's KV cache, see `Worker.allocate`."""
-        self._worker.allocate(num_blocks)
+        """Allocate the draft's KV cache, see `ModelRunner.allocate`."""
+        self._runner.allocate(num_blocks, self._rehearse)
         # True for blocks of which the draft has the KV of all tokens.
         self._computed_blocks = np.zeros(num_blocks, dtype=np.bool_)
 
-    @property
-    def uncaptured(self) -> int:
-        """Number of CUDA graphs that are still to be captured."""
-        return self._worker.uncaptured
-
-    def capture_graph(self) -> None:
-        """Capture one more CUDA graph."""
-        self._worker.capture_graph()
+    def wake(self) -> None:
+        """Read the draft's weights again, and allocate as before."""
+        self._runner.wake(self._rehearse)
+        self._computed_blocks[:] = False
 
     def admit(self, admission: Admission) -> None:
         """Give a slot to a request."""
         self._texts[admission.slot] = SlotText([*admission.prompt, *admission.output])
 
-    def note(self, step: StepPlan, slots: RequestSlots) -> None:
-        """Note the tokens of a step's rows, and that the draft has computed nothing of their new blocks.
-
-        `slots` has the new blocks already.
-        """
-        tokens = iter(step.tokens)
+    def note(self, step: StepPlan) -> None:
+        """Note the tokens of a step's rows, and that the draft has computed nothing of their new blocks."""
+        tokens, slots = iter(step.tokens), self._slots
         for slot, start, count, blocks in zip(step.slots, step.starts, step.counts, step.blocks, strict=True):
             self._texts[slot].replace_from(start, list(islice(tokens, count)))
             if blocks:
@@ -111,9 +102,7 @@ class DraftRunner:
                 cached = -(-start // slots.block_size) - (slots.lengths[slot] - len(blocks))
                 self._computed_blocks[blocks[max(0, cached) :]] = False
 
-    def propose(
-        self, step: StepPlan, sampled: list[int], slots: RequestSlots, sampler: Sampler
-    ) -> dict[int, list[int]]:
+    def propose(self, step: StepPlan, sampled: list[int]) -> dict[int, list[int]]:
         """Propose draft tokens by slot, to follow the tokens that the large model `sampled` in this step.
 
         A slot gets as many as the step asks for at most, and as its blocks have room for; none (no entry) while the
@@ -121,21 +110,17 @@ class DraftRunner:
         will draw it from.
         """
         proposed: dict[int, list[int]] = {}
-        rows = self._first_rows(self._wanted_drafts(step, sampled), slots, proposed)
+        rows = self._first_rows(self._wanted_drafts(step, sampled), proposed)
         while rows:
             sampling = [row for row in rows if row.drafts]
-            tokens = self._run_rows(rows, sampling, slots, sampler)
+            tokens = self._run_rows(rows, sampling)
             rows = []
             for row, token in zip(sampling, tokens, strict=True):
                 proposed[row.slot].append(token)
                 self._texts[row.slot].tokens.append(token)
-                if row.drafts > 1 and row.end < slots.capacity(row.slot):
+                if row.drafts > 1 and row.end < self._slots.capacity(row.slot):
                     rows.append(DraftRow(row.slot, row.end, [token], row.drafts - 1))
         return proposed
-
-    def close(self) -> None:
-        """Free the memory."""
-        self._worker.close()
 
     def _wanted_drafts(self, step: StepPlan, sampled: list[int]) -> dict[int, int]:
         """Number of draft tokens wanted by slot, 0 if the step has not reached the prompt's end.
@@ -157,17 +142,15 @@ class DraftRunner:
                 wanted[slot] = limit if samples else 0
         return wanted
 
-    def _first_rows(
-        self, wanted: dict[int, int], slots: RequestSlots, proposed: dict[int, list[int]]
-    ) -> list[DraftRow]:
+    def _first_rows(self, wanted: dict[int, int], proposed: dict[int, list[int]]) -> list[DraftRow]:
         """Rows of the first step, which computes what the draft has missed of the texts.
 
         Slots whose text it computes to the end get an entry in `proposed`.
         """
-        rows, left = [], self._plan.max_num_batched_tokens
-        for slot in sorted(wanted, key=lambda slot: self._missing(slot, slots)):
+        rows, left, slots = [], self._runner.plan.max_num_batched_tokens, self._slots
+        for slot in sorted(wanted, key=self._missing):
             # Again: a text that begins alike may have been taken into this step meanwhile.
-            missing = self._missing(slot, slots)
+            missing = self._missing(slot)
             text, capacity = self._texts[slot], slots.capacity(slot)
             length = len(text.tokens)
             # Draft tokens follow the last token, which is computed again if need be.
@@ -185,34 +168,52 @@ class DraftRunner:
                 rows.append(DraftRow(slot, start, tokens, wanted[slot] if end == length else 0))
         return rows
 
-    def _missing(self, slot: int, slots: RequestSlots) -> int:
+    def _missing(self, slot: int) -> int:
         """Number of tokens of a slot's text whose KV the draft has neither computed nor finds in shared blocks."""
-        text = self._texts[slot]
+        text, slots = self._texts[slot], self._slots
         block, offset = divmod(text.computed, slots.block_size)
         while not offset and block < slots.lengths[slot] and self._computed_blocks[slots.tables[slot, block]]:
             block += 1
             text.computed += slots.block_size
         return len(text.tokens) - text.computed
 
-    def _run_rows(
-        self, rows: list[DraftRow], sampling: list[DraftRow], slots: RequestSlots, sampler: Sampler
-    ) -> list[int]:
+    def _run_rows(self, rows: list[DraftRow], sampling: list[DraftRow]) -> list[int]:
         """Run one step of the draft model; return a token that follows each of the rows `sampling`."""
-        samples = prepare_samples(rows, sampling, sampler) if sampling else None
-        step = draft_step(rows)
-        arrays = samples.arrays if samples else None
-        staged, tensors = slots.stage(step, arrays, singly=self._worker.runs_singly(step))
-        hidden = self._worker.hidden(self._worker.fill_batch(staged))
+        samples = prepare_samples(rows, sampling, self._sampler) if sampling else None
+        sampled = self._run_step(draft_step(rows), samples)
         for row in rows:
             self._texts[row.slot].computed = row.end
-        if samples is None or tensors is None:
-            return []
-        if len(sampling) < len(hidden):
-            hidden = hidden.index_select(0, tensors.picks)
-        logits = self._worker.model.logits(hidden)
-        assert logits is not None
         # The result is not taken: no token is sampled for good.
-        return sampler.sample(logits, samples, tensors).tokens.tolist()
+        return sampled.tokens.tolist() if sampled else []
+
+    def _run_step(self, step: StepPlan, samples: SampleBatch | None) -> SampledTokens | None:
+        """Run a step through the draft model; return its tokens if it samples any."""
+        runner, arrays = self._runner, samples.arrays if samples else None
+        staged, tensors = self._slots.stage(step, arrays, singly=runner.runs_singly(step))
+        hidden = runner.forward(runner.fill_batch(staged))
+        if samples is None or tensors is None:
+            return None
+        if len(tensors.picks) < len(hidden):
+            hidden = hidden.index_select(0, tensors.picks)
+        logits = runner.logits(hidden)
+        assert logits is not None
+        return self._sampler.sample(logits, samples, tensors)
+
+    def _rehearse(self, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> None:
+        """Run a `rehearsal_step` through the draft model. Raises ModelError if its logits are not finite."""
+        plan, slots, sampler = self._runner.plan, self._slots, self._sampler
+        step = rehearsal.rehearsal_step(plan, counts, params, num_blocks)
+        for admission in step.admitted:
+            slots.admit(admission)
+            sampler.admit(admission)
+        sampled = self._run_step(step, sampler.prepare_batch(*sampled_positions(step)))
+        assert sampled
+        tokens, _ = sampled.result()
+        for slot in step.slots:
+            slots.release(slot)
+            sampler.release(slot)
+        if NOT_FINITE in tokens:
+            raise rehearsal.not_finite(plan)
 
 
 def prepare_samples(rows: list[DraftRow], sampling: list[DraftRow], sampler: Sampler) -> SampleBatch:

@@ -1,0 +1,101 @@
+"""Commands as LLM, AsyncLLM and `weft serve` create them, and the rows that they make of the replies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import asdict, fields, replace
+
+from weft.architectures.shape import ModelShape
+from weft.config import EngineConfig
+from weft.core.commands import Profile, RankReport, Replies, SwapWeights, TraceFile
+from weft.errors import RequestError, error_reason
+from weft.formats.checkpoint import resolve
+from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.plan.memory import Capacity
+from weft.plan.plan import Plan
+from weft.plan.quantization import held_tensors
+from weft.planner.table import layout_json
+
+STAT_FIELDS = ("steps", "compute_s", "communication_s", "waiting_s", "allocated_bytes", "reserved_bytes")
+MEMORY_FIELDS = ("allocated_bytes", "reserved_bytes", "driver_bytes")
+
+
+def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan) -> SwapWeights:
+    """Find the checkpoint that `model` names, downloading it if needed, for an engine that runs `plan`.
+
+    Raises ModelError as `formats.checkpoint.resolve` does, and RequestError for a checkpoint of other shapes.
+    """
+    name = os.fspath(model)
+    checkpoint = resolve(name, hf_token=config.hf_token, download_dir=config.download_dir)
+    difference = shape_difference(checkpoint.shape, plan.shape)
+    # Tensors that are quantised as they are loaded, or not at all, may be stored in any type.
+    stored = plan.schemes and plan.quantization not in ONLINE_QUANTIZATIONS
+    if not difference and stored and held_tensors(checkpoint.shape, checkpoint.quantised) != plan.schemes:
+        difference = "its tensors are quantised otherwise"
+    if difference:
+        raise RequestError(
+            f"{name} cannot take the place of the weights of {plan.model}: {difference}; start another engine for it",
+            param="checkpoint",
+            code="swap-of-other-shapes",
+        )
+    return SwapWeights(checkpoint.path, checkpoint.format)
+
+
+def shape_difference(new: ModelShape, old: ModelShape) -> str:
+    """The first difference between two shapes, apart from the dtype of their files; "" if there is none."""
+    new = replace(new, dtype=old.dtype)
+    for field in fields(ModelShape):
+        value, wanted = getattr(new, field.name), getattr(old, field.name)
+        if value != wanted:
+            return f"its {field.name} is {value!r:.80}, not {wanted!r:.80}"
+    return ""
+
+
+def profile_command(steps: int, directory: str | os.PathLike[str]) -> Profile:
+    """Trace `steps` steps into `directory`, which is created.
+
+    Raises RequestError if nothing can be written there.
+    """
+    folder = Path(directory).absolute()
+    try:
+        if steps < 0:
+            raise RequestError(
+                f"steps is {steps}; it must be 1 or more, or 0 to end a trace", param="steps", code="profile-steps"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "no permission to write")
+    except OSError as error:
+        raise RequestError(
+            f"cannot write traces into {folder}: {error_reason(error)}; give another directory",
+            param="directory",
+            code="profile-directory",
+        ) from None
+    return Profile(steps, str(folder))
+
+
+def trace_paths(replies: Replies) -> list[str]:
+    """Paths of the traces, one per process."""
+    return [reply.path for reply in replies if isinstance(reply, TraceFile) and reply.path]
+
+
+def stat_rows(replies: Replies) -> list[dict[str, Any]]:
+    """Rows of `rank_stats`, in rank order."""
+    return [
+        {"rank": rank, **{name: getattr(report, name) for name in STAT_FIELDS}} for rank, report in enumerate(replies)
+    ]
+
+
+def memory_rows(plan: Plan, num_blocks: int, ranks: Sequence[Capacity], replies: Replies) -> list[dict[str, Any]]:
+    """Rows of `layout`, in rank order: what the plan gives a rank, and the memory that it has reported."""
+    nodes = {capacity.rank: capacity.host for capacity in ranks}
+    rows = []
+    for row, report in zip(layout_json(plan, num_blocks), replies, strict=True):
+        assert isinstance(report, RankReport)
+        figures = asdict(report)
+        rows.append({**row, "node": nodes[row["rank"]], **{name: figures[name] for name in MEMORY_FIELDS}})
+    return rows

@@ -1,0 +1,210 @@
+"""Commands: what the ranks do between steps, with their replies, and the queue in which commands wait for the steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
+
+import msgspec
+
+from weft.core.scheduler import Scheduler
+from weft.errors import RequestError
+
+LEVELS = (1, 2)  # of sleep
+
+
+class CaptureGraph(msgspec.Struct, frozen=True, tag=True):
+    """Capture one more CUDA graph. Every reply is a GraphsLeft."""
+
+    phase: ClassVar[str] = "capture"
+
+
+class Profile(msgspec.Struct, frozen=True, tag=True):
+    """Trace the next `steps` steps, and write the trace into `directory`. 0 steps end a trace that runs.
+
+    Every reply is a TraceFile, written once the steps are over.
+    """
+
+    phase: ClassVar[str] = "profile"
+    steps: int
+    directory: str
+
+
+class RankStats(msgspec.Struct, frozen=True, tag=True):
+    """Report times and memory. With `reset`, the next report counts from now on. Every reply is a RankReport."""
+
+    phase: ClassVar[str] = "report"
+    reset: bool = True
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Give the memory of the KV cache and of the weights back.
+
+    At level 1 the weights stay in the host's memory, on a CPU as pages of the checkpoint's files; at level 2 they are
+    dropped.
+    """
+
+    phase: ClassVar[str] = "sleep"
+    level: int
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Undo Sleep; weights that were dropped are read from the checkpoint. Every reply is a GraphsLeft."""
+
+    phase: ClassVar[str] = "wake-up"
+
+
+class SwapWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read the weights of another checkpoint of the same shapes into the same memory; asleep: with the next Wake."""
+
+    phase: ClassVar[str] = "swap"
+    checkpoint: str
+    load_format: Literal["safetensors", "gguf", "dummy"]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Let no later prompt reuse KV blocks. The core does this alone, and there are no replies."""
+
+
+Command = CaptureGraph | Profile | RankStats | Sleep | Wake | SwapWeights
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Reply to a command that has no other."""
+
+
+class GraphsLeft(msgspec.Struct, frozen=True, tag=True):
+    """Number of CUDA graphs that are still to be captured."""
+
+    count: int
+
+
+class TraceFile(msgspec.Struct, frozen=True, tag=True):
+    path: str
+
+
+class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Times of a rank in seconds since its last report or its start, and its memory in bytes.
+
+    - `compute_s`: within steps, without communication. On a GPU it is the GPU's time, communication included.
+    - `communication_s`: within steps, exchanging tensors with the ranks of the stage and waiting for them; None on a
+      GPU, where that cannot be told apart.
+    - `waiting_s`: the rest, without a step or waiting for the stage before.
+    - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
+    - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's
+      count, other processes' memory included. Both are None on a CPU.
+    """
+
+    steps: int
+    compute_s: float
+    communication_s: float | None
+    waiting_s: float
+    allocated_bytes: int
+    reserved_bytes: int | None = None
+    driver_bytes: int | None = None
+
+
+Reply = Done | GraphsLeft | TraceFile | RankReport
+Replies = list[Reply]  # in the order of ranks
+
+
+class CommandExecutor(Protocol):
+    """The part of a started executor that carries commands to the ranks."""
+
+    def call(self, command: Command) -> Future[Replies]: ...
+
+
+@dataclass
+class QueuedCommand:
+    command: Command | ResetPrefixCache
+    promise: Future[Replies] = field(default_factory=Future)
+
+
+class CommandQueue:
+    """Commands in the order in which they came. Each waits for the steps in flight, and no step is submitted meanwhile.
+
+    Before the ranks lose KV, all running requests are preempted: they compute it again afterwards, and lose no token.
+    `holds` is True while no step may be submitted, since a command waits or runs, or the engine sleeps. `sleep_level`
+    is 0 for an engine that is awake. `wake` is called with a future when `advance` has to be called again.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: CommandExecutor) -> None:
+        self.holds = False
+        self.sleep_level = 0
+        self.wake: Callable[[Future[Replies]], None] = lambda future: None
+        self._scheduler, self._executor = scheduler, executor
+        self._queue: deque[QueuedCommand] = deque()
+        self._running: Future[Replies] | None = None  # the replies to the first command
+        self._next_level = 0  # of sleep, once all commands are done
+
+    def add(self, command: Command | ResetPrefixCache) -> Future[Replies]:
+        """Queue a command. Raises RequestError for one that an engine in this state does not take."""
+        self._next_level = level_after(command, self._next_level)
+        self.holds = True
+        queued = QueuedCommand(command)
+        queued.promise.set_running_or_notify_cancel()  # a caller that gives up must not end the core
+        self._queue.append(queued)
+        return queued.promise
+
+    def advance(self, in_flight: int) -> bool:
+        """Start and finish commands while `in_flight` steps run. Returns True if steps may be submitted.
+
+        Raises EngineError if a rank has failed.
+        """
+        while self._queue:
+            first = self._queue[0]
+            if self._running is None:
+                if in_flight:
+                    return False
+                self._running = self._start(first.command)
+                self._running.add_done_callback(self.wake)
+            if not self._running.done():
+                return False
+            replies, self._running = self._running.result(), None
+            self.sleep_level = level_after(first.command, self.sleep_level)
+            self._queue.popleft()
+            first.promise.set_result(replies)
+        self.holds = self.sleep_level > 0
+        return not self.holds
+
+    def fail(self, error: Exception) -> None:
+        """Fail all commands that are not done."""
+        while self._queue:
+            self._queue.popleft().promise.set_exception(error)
+
+    def _start(self, command: Command | ResetPrefixCache) -> Future[Replies]:
+        if isinstance(command, Sleep | SwapWeights):
+            self._scheduler.preempt_all()
+        if isinstance(command, Sleep | SwapWeights | ResetPrefixCache):
+            self._scheduler.reset_prefix_cache()
+        if isinstance(command, ResetPrefixCache):
+            nothing: Future[Replies] = Future()
+            nothing.set_result([])
+            return nothing
+        return self._executor.call(command)
+
+
+def level_after(command: Command | ResetPrefixCache, level: int) -> int:
+    """Level of sleep after a command, 0 for awake. Raises RequestError if the command cannot follow `level`."""
+    match command:
+        case Sleep() if level:
+            raise RequestError(
+                f"the engine sleeps already, at level {level}; call wake_up first to change the level",
+                code="asleep-already",
+            )
+        case Sleep(wanted):
+            if wanted not in LEVELS:
+                raise RequestError(
+                    f"level is {wanted!r}; it must be 1 (weights stay in the host's memory) or 2 (they are dropped)",
+                    param="level",
+                    code="unknown-sleep-level",
+                )
+            return wanted
+        case Wake():
+            if not level:
+                raise RequestError("the engine is awake; only one that sleeps can be woken", code="awake-already")
+            return 0
+    return level

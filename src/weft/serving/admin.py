@@ -1,0 +1,105 @@
+"""Endpoints under the admin key: sleep and wake-up, the prefix cache, traces, the layout."""
+
+from __future__ import annotations
+
+import functools
+import hmac
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft.client.control import memory_rows, profile_command, trace_paths
+from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
+from weft.errors import RequestError
+from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.service import Service
+
+UNLIMITED = 2**31 - 1  # steps of a trace that /stop_profile ends
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+
+async def sleep(service: Service, request: Request) -> Response:
+    """/sleep?level=1: give the memory of the KV cache and of the weights back; 2 drops the weights."""
+    await service.engine.call(Sleep(integer_query(request, "level", 1)))
+    return Response()
+
+
+async def wake_up(service: Service, request: Request) -> Response:
+    """/wake_up: undo /sleep."""
+    await service.engine.call(Wake())
+    service.note_awake()
+    return Response()
+
+
+async def is_sleeping(service: Service, request: Request) -> Response:
+    """/is_sleeping."""
+    return JsonResponse({"is_sleeping": bool(service.engine.stats.sleep_level)})
+
+
+async def reset_prefix_cache(service: Service, request: Request) -> Response:
+    """/reset_prefix_cache: let no later request reuse KV."""
+    await service.engine.call(ResetPrefixCache())
+    return Response()
+
+
+async def start_profile(service: Service, request: Request) -> Response:
+    """/start_profile?steps=N: trace the next steps, or all of them until /stop_profile."""
+    steps = integer_query(request, "steps", UNLIMITED)
+    replies = await service.engine.call(profile_command(steps, service.options.profile_directory))
+    return JsonResponse({"files": trace_paths(replies)})
+
+
+async def stop_profile(service: Service, request: Request) -> Response:
+    """/stop_profile: write the traces."""
+    replies = await service.engine.call(profile_command(0, service.options.profile_directory))
+    return JsonResponse({"files": trace_paths(replies)})
+
+
+async def layout(service: Service, request: Request) -> Response:
+    """/layout: one row per rank."""
+    engine = service.engine
+    replies = await engine.call(RankStats(reset=False))
+    return JsonResponse(memory_rows(engine.plan, engine.ready.num_blocks, engine.ready.ranks, replies))
+
+
+def integer_query(request: Request, name: str, default: int) -> int:
+    """A query parameter of the URL. Raises RequestError if it is no whole number."""
+    text = request.query_params.get(name, str(default))
+    if not text.isdecimal():
+        raise RequestError(f"{name} is {text!r:.60}; it must be a whole number", param=name, code="no-whole-number")
+    return int(text)
+
+
+def with_admin_key(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Let only requests with the admin key reach an endpoint, and none if there is no such key."""
+
+    @functools.wraps(endpoint)
+    async def checked(request: Request) -> Response:
+        service: Service = request.app.state.service
+        key = service.options.admin_key
+        if not key:
+            raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
+        return await endpoint(service, request)
+
+    return checked
+
+
+ADMIN_ROUTES = tuple(
+    Route(f"/{endpoint.__name__}", with_admin_key(endpoint), methods=[method])
+    for method, endpoint in (
+        ("POST", sleep),
+        ("POST", wake_up),
+        ("GET", is_sleeping),
+        ("POST", reset_prefix_cache),
+        ("POST", start_profile),
+        ("POST", stop_profile),
+        ("GET", layout),
+    )
+)

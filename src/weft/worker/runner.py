@@ -1,0 +1,262 @@
+"""ModelRunner: one rank's part of a model, which runs batches. It knows no requests, and samples nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from msgspec.structs import replace
+
+from weft.architectures.kv import layer_bytes_per_token
+from weft.comm import Links
+from weft.core.commands import SwapWeights
+from weft.core.params import SamplingParams
+from weft.core.step import StepPlan
+from weft.kernels import create_kernels, create_rounding
+from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.batch import Batch
+from weft.kernels.capture import synchronize_device
+from weft.kernels.staged import StagedStep
+from weft.kernels.warm import warm_kernels
+from weft.models.decoder import DecoderModel
+from weft.plan.fills import rank_weight_bytes
+from weft.plan.memory import step_bytes
+from weft.plan.plan import Plan
+from weft.weights.load import allocate_parameters, load_weights, parameter_groups
+from weft.worker import rehearsal
+from weft.worker.device import allocate_caches, prepare_device
+from weft.worker.graphs import CudaGraphs, Graphs, graph_sizes
+from weft.worker.host_copies import HostCopies
+from weft.worker.importance import measure_importance
+
+logger = logging.getLogger("weft")
+
+GRAPH_BYTES = 8 << 20  # of the driver's, for one graph; a prior, to be measured
+# Bytes of KV that a GPU reads while the host launches one layer's kernels; a prior, to be measured.
+EAGER_BYTES = 128 << 20
+
+
+class Rehearse(Protocol):
+    """Runs the `rehearsal.rehearsal_step` of these arguments, with all that belongs to a step, such as sampling."""
+
+    def __call__(self, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> None: ...
+
+
+class ModelRunner:
+    """Rank `rank` of `plan`: weights, kernels, KV caches and CUDA graphs.
+
+    Call `load`, `measure` and `allocate`, then for each step `fill_batch`, `forward` and, on the last stage, `logits`,
+    all from one thread. `weight_bytes` are the bytes of the weights, `activation_bytes` the most that a step takes
+    beside them, `graph_bytes` those that all graphs keep.
+    """
+
+    def __init__(self, plan: Plan, rank: int, links: Links) -> None:
+        self.plan, self.rank, self.links = plan, rank, links
+        self.place = plan.places[rank]
+        self.dtype: torch.dtype = getattr(torch, plan.dtype)
+        self.attention = AttentionShape.from_plan(plan, rank)
+        self.caches: Sequence[KVCache] = []
+        self._num_blocks = 0  # of the KV cache, asleep too
+        self._copies: HostCopies | None = None  # of weights, asleep
+        self._asleep = False
+        self.graphs: Graphs | None = None
+        self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
+
+    @torch.inference_mode()
+    def load(self) -> None:
+        """Read the weights, build the model and compile its kernels."""
+        self.device = prepare_device(self.plan, self.rank)
+        self._load_model()
+        self._fill_ropes()
+        warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
+
+    def _load_model(self) -> None:
+        plan, shape = self.plan, self.plan.shape
+        # The table of parameters gives every dim, so tensors are allocated once, where they stay.
+        tensors = allocate_parameters(plan, self.place, self.device)
+        self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        backend = plan.attention_backend, self.device, self.attention
+        importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
+        load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
+        self.kernels = create_kernels(*backend)
+        if plan.schemes and not self.kernels.matrices.multiplies_quantised:
+            self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)
+            logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
+        if plan.graphs and not self.kernels.attention.capturable:
+            logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
+        self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+
+    def _fill_ropes(self) -> None:
+        """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
+        if self.device.type != "cpu":
+            # Before memory is measured, with all that a step needs.
+            self.model.fill_ropes(self.plan.max_model_len, self.plan.max_model_len, self.device)
+
+    @torch.inference_mode()
+    def measure(self, rehearse: Rehearse) -> None:
+        """Find `activation_bytes` and `graph_bytes`: measured on a GPU, computed on a CPU."""
+        plan = self.plan
+        rows, tokens = rehearsal.step_limits(plan)
+        if self.device.type == "cpu":
+            drafts = rehearsal.draft_limit(plan)
+            number_bytes = self.dtype.itemsize
+            self.activation_bytes = step_bytes(plan.shape, self.place, tokens, rows, number_bytes, draft_tokens=drafts)
+            return
+        steps = rehearsal.largest_steps(plan)
+        self._allocate_caches(max(rehearsal.blocks_needed(plan, counts) for counts, _ in steps))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        for counts, params in steps:
+            rehearse(counts, params)
+        synchronize_device(self.device)
+        self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
+        if self.captures:
+            # Graphs have memory of their own: that of the largest, and what the driver takes for each.
+            sizes = graph_sizes(rows)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            rehearse([1] * sizes[-1], rehearsal.DEMANDING)
+            largest = torch.cuda.max_memory_allocated(self.device) - before
+            self.graph_bytes = largest + GRAPH_BYTES * len(sizes)
+        self.caches = []
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int, rehearse: Rehearse) -> None:
+        """Allocate the KV cache, rehearse a step of each kind so that no request meets a cold path, capture graphs."""
+        plan = self.plan
+        self._num_blocks = num_blocks
+        self._allocate_caches(num_blocks)
+        if self.device.type == "cpu":
+            # No longer than a text can be: some models' own length is a million tokens.
+            rows = min(plan.max_model_len, num_blocks * plan.block_size)
+            self.model.fill_ropes(rows, plan.max_model_len, self.device)
+        tokens = min(16, plan.max_model_len, plan.max_num_batched_tokens, num_blocks * plan.block_size)
+        rehearse([tokens], rehearsal.DEMANDING)
+        rehearse([1], rehearsal.PLAIN)
+        if self.captures:
+            self.graphs = self._create_graphs()
+            self.graphs.capture_at_start(self._sum_seconds)
+        if self.device.type == "cuda":
+            # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
+            for counts, params in rehearsal.largest_steps(plan):
+                rehearse(counts, params, num_blocks)
+
+    def sleep(self, level: int) -> None:
+        """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
+        self.graphs, self.caches, self._asleep = None, [], True
+        if level == 1 and self.device.type != "cpu":
+            self.model.fill_ropes(0, self.plan.max_model_len, self.device)
+            self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
+        else:
+            self._drop_model()
+
+    def wake(self, rehearse: Rehearse) -> None:
+        """Load what `sleep` has dropped, and allocate as many KV blocks as before."""
+        if self._copies:
+            self._copies.restore()
+            self._copies = None
+        else:
+            self._load_model()
+        self._asleep = False
+        self._fill_ropes()
+        self.allocate(self._num_blocks, rehearse)
+
+    def swap_weights(self, command: SwapWeights) -> None:
+        """Read the weights of another checkpoint of the same shapes, layer by layer, into the same memory; asleep, with
+        the next `wake`."""
+        plan = self.plan = replace(self.plan, checkpoint=command.checkpoint, load_format=command.load_format)
+        if self._asleep:
+            self._copies = None
+            self._drop_model()
+            return
+        backend = plan.attention_backend, self.device, self.attention
+        outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
+        importance = measure_importance(plan, self.rank, self.links, outline, self.device)
+        for names in parameter_groups(plan, self.place):
+            targets = allocate_parameters(plan, self.place, self.device, names=names)
+            load_weights(plan, self.place, targets, create_rounding(*backend), importance)
+            for name, target in targets.items():
+                self.model.replace(name, target)
+
+    def _drop_model(self) -> None:
+        self.model = self.kernels = None  # type: ignore[assignment]
+
+    def _allocate_caches(self, num_blocks: int) -> None:
+        self.caches = allocate_caches(self.plan, self.rank, self.attention.cache_dtype, self.device, num_blocks)
+
+    @property
+    def captures(self) -> bool:
+        """True if decode steps run as CUDA graphs. Neither ranks that exchange on the host in the middle of a step nor
+        kernels that wait for the GPU can be captured."""
+        enabled = self.plan.graphs and self.device.type == "cuda"
+        return enabled and self.links.tensor.capturable and self.kernels.attention.capturable and self.model.capturable
+
+    def _create_graphs(self) -> Graphs:
+        plan = self.plan
+        return Graphs(
+            self._forward,
+            CudaGraphs(),
+            prepare=self.kernels.attention.prepare,
+            rows=plan.max_num_seqs,
+            width=-(-plan.max_model_len // plan.block_size),
+            incoming=None if self.place.first else (plan.shape.hidden, self.dtype),
+            device=self.device,
+            alone=self.links.tensor.size == 1,
+        )
+
+    def _sum_seconds(self, seconds: float) -> float:
+        """Sum of all ranks' seconds, the same bits on each."""
+        return self.links.tensor.sum(torch.tensor([seconds], device=self.device)).item()
+
+    @property
+    def uncaptured(self) -> int:
+        """Number of CUDA graphs that are still to be captured."""
+        return len(self.graphs.uncaptured) if self.graphs else 0
+
+    @torch.inference_mode()
+    def capture_graph(self) -> None:
+        """Capture one more CUDA graph. All ranks call this between the same steps."""
+        assert self.graphs
+        self.graphs.capture_next()
+
+    def runs_singly(self, step: StepPlan) -> bool:
+        """Return True if each token of the step is to run as a row of its own.
+
+        Rows of several tokens, such as draft tokens, then run as one graph, though attention reads the KV that a row's
+        tokens have in common once for each of them.
+        """
+        tokens = len(step.tokens)
+        if self.graphs is None or not len(step.slots) < tokens <= self.graphs.largest:
+            return False
+        read_again = sum(
+            (count - 1) * start + count * (count - 1) // 2
+            for start, count in zip(step.starts, step.counts, strict=True)
+        )
+        token_bytes = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
+        return read_again * token_bytes <= EAGER_BYTES
+
+    def fill_batch(self, staged: StagedStep) -> Batch:
+        """Turn a staged step into a batch, in a graph's tensors if it can be replayed."""
+        batch = (self.graphs and self.graphs.captured_batch(staged)) or staged.eager()
+        self.kernels.pointwise.fill_batch(staged, batch)
+        return batch
+
+    def forward(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+        """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
+        if self.graphs:
+            return self.graphs.run_batch(batch, incoming)
+        self.kernels.attention.prepare(batch)
+        return self._forward(batch, incoming)
+
+    def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+        return self.model.hidden(incoming, self.caches, batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""
+        return self.model.logits(hidden)
+
+    def close(self) -> None:
+        """Drop everything that takes memory."""
+        self.graphs, self.caches, self._copies = None, [], None
+        self._drop_model()
