@@ -10,7 +10,7 @@ import torch
 from tests.cpu.checkpoints import Recipe
 from weft.executors.inline import InlineExecutor
 from weft.plan.plan import Plan
-from weft.worker import importance, worker
+from weft.worker import importance, runner
 
 WIDE = Recipe("Llama", {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32, "mlp_bias": True})
 INT4 = {"quantization": "int4", "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 24}
@@ -24,7 +24,7 @@ def importance_by_rank(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> dict[int,
         by_rank[rank] = importance.measure_importance(plan, rank, *rest)
         return by_rank[rank]
 
-    monkeypatch.setattr(worker, "measure_importance", spy)
+    monkeypatch.setattr(runner, "measure_importance", spy)
     executor = InlineExecutor()
     try:
         executor.start(plan)

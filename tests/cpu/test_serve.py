@@ -275,9 +275,9 @@ def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) ->
             next(chunks)
             server.process.send_signal(number)
             eventually(lambda: httpx.get(f"{server.url}/health/ready").status_code == 503)
-            with pytest.raises(openai.InternalServerError) as refused:
+            # A kept error would keep its connection open.
+            with pytest.raises(openai.InternalServerError, check=lambda error: error.code == "shutting_down"):
                 server.client.completions.create(model="tiny", prompt="a")
-            assert refused.value.code == "shutting_down"
             assert list(chunks)[-1].choices[0].finish_reason == "length"
         assert server.ended() == 0, "\n".join(server.lines)
 
@@ -288,9 +288,8 @@ def test_requests_that_take_too_long_are_cut_off_visibly(words: list[str]) -> No
             chunks = iter(stream)
             next(chunks)
             server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError) as cut_off:
+            with pytest.raises(openai.APIError, check=lambda error: error.code == "shutting_down"):
                 list(chunks)
-            assert cut_off.value.code == "shutting_down"
         assert server.ended() == 0, "\n".join(server.lines)
         assert any(line.endswith("requests cut off: 1") for line in server.lines)
 
@@ -318,9 +317,9 @@ def test_a_killed_rank_fails_the_requests_and_the_server_with_the_cause(words: l
             chunks = iter(stream)
             next(chunks)
             os.kill(ranks[1].pid, signal.SIGKILL)
-            with pytest.raises(openai.APIError, match="SIGKILL") as failed:
+            with pytest.raises(openai.APIError, match="SIGKILL", check=lambda error: error.code == "engine_dead"):
                 list(chunks)
-        assert failed.value.code == "engine_dead" and server.ended() == 1
+        assert server.ended() == 1
         assert re.fullmatch(r"weft: error: rank 1 .*\bstep\b.*SIGKILL.*", server.lines[-1]), server.lines
         eventually(lambda: not any(process.is_running() for process in ranks))
 

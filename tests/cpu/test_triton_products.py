@@ -18,7 +18,7 @@ from weft.architectures.place import Span
 from weft.formats.schemes import ALL_SCHEMES
 from weft.kernels.plain import create_plain_kernels
 from weft.quant.quantised import unpack_nibbles
-from weft.worker import worker
+from weft.worker import runner
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -146,7 +146,7 @@ def test_an_engine_gives_what_the_dequantised_weights_give(
         one_at_a_time(patched)
         got = answers(tmp_path, **how, quantization=quantization, tensor_parallel_size=ranks)
     # The worker's other kernels dequantise what they get.
-    monkeypatch.setattr(worker, "create_kernels", lambda *_: create_plain_kernels())
+    monkeypatch.setattr(runner, "create_kernels", lambda *_: create_plain_kernels())
     want = answers(tmp_path, **how, quantization=quantization)
     assert want != answers(tmp_path, **how), "nothing was quantised"
     for (tokens, scores), (their_tokens, their_scores) in zip(got, want, strict=True):

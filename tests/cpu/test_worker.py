@@ -69,10 +69,10 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     originals: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
-    def spy(matrices: Matrices, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
+    def spy(matrices: Matrices, weight: torch.Tensor, bias: torch.Tensor | None = None, name: str = "") -> Product:
         alive.append(sum(original() is not None for original in originals))
         originals.append(weakref.ref(weight))
-        return product(matrices, weight, bias)
+        return product(matrices, weight, bias, name)
 
     kind = type(create_kernels("auto", torch.device("cpu"), shaped(torch.bfloat16)).matrices)
     product = kind.matrix

@@ -17,8 +17,10 @@ from tests.pure.commands import parsed, refused_line
 from tests.pure.machines import expected, plan
 from weft.cli import demo, engine, main, run
 from weft.cli.flags import engine_config
+from weft.client.control import memory_rows
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
 from weft.config import EngineConfig
+from weft.core.commands import RankReport
 from weft.core.params import SamplingParams
 from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, RequestError
@@ -68,6 +70,10 @@ class FakeLLM:
 
     def forecast(self) -> Forecast:
         return expected(tensor_parallel_size=2)
+
+    def layout(self) -> list[dict[str, Any]]:
+        report = RankReport(steps=1, compute_s=1.0, communication_s=None, waiting_s=0.0, allocated_bytes=10**9)
+        return memory_rows(self.plan, self.num_blocks, self.capacities, [report, report])
 
     def stream(self, asked: Any, params: SamplingParams) -> Any:
         if asked == "too long":

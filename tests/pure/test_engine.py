@@ -341,7 +341,7 @@ def test_a_command_that_fails_ends_the_engine() -> None:
     executor.at_once = False
     first, second = engine.call(RankStats()), engine.call(Sleep(1))
     engine.pump()
-    cause = Cause(rank=1, phase="report", cause="out of memory")
+    cause = Cause(rank=1, phase="report", code="out-of-memory", cause="out of memory")
     executor.replies[0].set_exception(EngineError(cause))
     with pytest.raises(EngineError, match="out of memory"):
         engine.pump()

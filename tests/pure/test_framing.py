@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from tests.refusals import refuses
 from weft.core.params import SamplingParams
 from weft.core.step import Admission, StepPlan, StepResult, TokenLogprobs
+from weft.core.token_ids import TokenIds
 from weft.errors import Cause
 from weft.executors import framing
 from weft.executors.framing import LENGTH, Channel, FrameDecoder, FrameError, encode_frame
 from weft.executors.messages import Allocate, Failed, FromRank, PhaseEntered, RunStep, StepDone, ToRank
 
-tokens = st.lists(st.integers(0, 2**31), max_size=40)
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 logprobs = st.builds(TokenLogprobs, st.floats(-99, 0), st.integers(1, 9), tokens, st.lists(st.floats(-99, 0)))
 params = st.builds(
     SamplingParams,
@@ -30,7 +31,9 @@ params = st.builds(
     logit_bias=st.none() | st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
     bad_words=st.lists(st.text(min_size=1)).map(tuple),
 )
-admissions = st.builds(Admission, st.integers(0, 255), st.integers(0, 2**64 - 1), params, tokens, tokens)
+admissions = st.builds(
+    Admission, st.integers(0, 255), st.integers(0, 2**64 - 1), params, tokens.map(TokenIds.pack), tokens
+)
 steps = st.builds(
     StepPlan,
     st.integers(-1, 2**40),

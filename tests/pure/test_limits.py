@@ -16,7 +16,7 @@ from tests.pure.test_config_json import LLAMA, shape
 from tests.refusals import refuses
 from weft import logs
 from weft.cli.dispatch import dispatch
-from weft.errors import ConfigError, ModelError, RequestError, printable
+from weft.errors import ConfigError, ModelError, RequestError, WeftError, printable
 from weft.formats import config_json, limits, safetensors
 from weft.hardware import cluster
 from weft.plan.memory import capacity_lines
@@ -87,9 +87,9 @@ ESCAPES = "\x1b]0;owned\x07\x1b[2Jmodel\u202e\x9b1m"
 
 
 @pytest.mark.parametrize("error", [ConfigError, ModelError, RequestError])
-def test_errors_show_no_control_characters(error: type[Exception]) -> None:
-    assert str(error(f"no {ESCAPES}")) == r"no \x1b]0;owned\x07\x1b[2Jmodel\u202e\x9b1m"
-    assert str(error("Größe: 模型 🙂\n\tx")) == "Größe: 模型 🙂\n\tx"
+def test_errors_show_no_control_characters(error: type[WeftError]) -> None:
+    assert str(error(f"no {ESCAPES}", code="x")) == r"no \x1b]0;owned\x07\x1b[2Jmodel\u202e\x9b1m"
+    assert str(error("Größe: 模型 🙂\n\tx", code="x")) == "Größe: 模型 🙂\n\tx"
     assert printable("\udc80") == r"\udc80"
 
 

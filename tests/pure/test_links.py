@@ -133,7 +133,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
         load_format="dummy",
         shape=SMOLLM2,
         dtype="bfloat16",
-        places=cut_places(SMOLLM2, (1.0, 1.0), [SMOLLM2.layers]),
+        places=cut_places(SMOLLM2, (1.0, 1.0), [len(SMOLLM2.layers)]),
         devices=named_devices("cuda:0", "cuda:1"),
         cores=((0,), (0,)),
         max_model_len=64,

@@ -404,14 +404,14 @@ def test_advice_says_what_weft_does_not_run() -> None:
 
 def test_advice_says_that_weft_does_not_run_the_architecture() -> None:
     """In every precision: neither what it would compress itself nor a checkpoint in one that it computes in."""
-    words = "google/gemma-3-27b-it --gpus 1xRTX4090"
+    words = "google/gemma-2-27b-it --gpus 1xRTX4090"
     found = plan(words)[1]
     assert {"compress_on_load", "smaller_checkpoint"} <= {*found["advice_codes"]}
     for engine, runs in (("weft", False), ("vllm", True)):
         found = plan(f"{words} --engine {engine}")[1]
         lines = [line for line in found["advice"] if line.startswith("try: ")]
         assert lines and {"does not run it yet" not in line for line in lines} == {runs}
-    fits = plan("google/gemma-3-4b-it --gpus 1xH100")[1]
+    fits = plan("google/gemma-2-9b-it --gpus 1xH100")[1]
     (fewer,) = [line for code, line in zip(fits["advice_codes"], fits["advice"], strict=True) if code == "fewer_bits"]
     assert "does not run it yet" in fewer
     for line in plan("Llama-3.1-70B --gpus 1xH100 --engine vllm")[1]["advice"]:

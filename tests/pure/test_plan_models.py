@@ -52,7 +52,7 @@ def test_the_table_has_a_line_for_each_model_and_says_how_to_go_on() -> None:
 def test_flags_hold_for_all_models() -> None:
     out = weft("plan", *["--nodes", "2x1xH100", "--concurrency", "300", "-q", "int4"])[1]
     assert "tok/s at 300" in out and "bf16" not in out
-    assert out.endswith("Plan one of them: weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300\n")
+    assert out.endswith("weft plan MODEL --nodes 2x1xH100 -q int4 --concurrency 300\n")
     told = weft_json("plan", "--gpus", "1xH100", "--objective", "latency", "--engine", "vllm")[1]
     assert (told["objective"], told["engine"]) == ("latency", "vllm")
     # Flags that some models cannot have rule those out, and no others.

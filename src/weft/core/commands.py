@@ -89,9 +89,9 @@ class TraceFile(msgspec.Struct, frozen=True, tag=True):
 class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Times of a rank in seconds since its last report or its start, and its memory in bytes.
 
-    - `compute_s`: within steps, without communication. On a GPU it is the GPU's time, communication included.
-    - `communication_s`: within steps, exchanging tensors with the ranks of the stage and waiting for them; None on a
-      GPU, where that cannot be told apart.
+    - `compute_s`: within steps; on a GPU, the GPU's time.
+    - `communication_s`: within steps, exchanging tensors with the other ranks of the stage: 0 if there are none, else
+      None, since it is not told apart from `compute_s`.
     - `waiting_s`: the rest, without a step or waiting for the stage before.
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
     - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's

@@ -85,6 +85,9 @@ class DecoderModel:
             rope = self.ropes.table(spec.mixer.rope, spec.mixer.head_dim)
             self.layers.append(DecoderLayer(spec, place, weights, rope))
         self.runs = fuse_runs(self.layers, comm, kernels)
+        # The caches of the last step, and each run's: fused runs describe theirs to C++ when they change.
+        self._caches: Sequence[KVCache] = ()
+        self._run_caches: list[Sequence[KVCache]] = []
         self.head = self.final_norm = None
         if place.last:
             widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
@@ -129,12 +132,15 @@ class DecoderModel:
         """
         residual = incoming if self.embed is None else self.embed(batch.tokens)
         assert residual is not None
-        start = 0
-        for run in self.runs:
-            stop = start + len(run.layers)
-            residual = run(residual, caches[start:stop], batch)
-            start = stop
+        if caches is not self._caches:
+            self._caches, self._run_caches = caches, divide_caches(caches, self.runs)
+        for run, run_caches in zip(self.runs, self._run_caches, strict=True):
+            residual = run(residual, run_caches, batch)
         return residual
+
+    def forget_caches(self) -> None:
+        """Hold the KV caches of the last step no longer, so that their memory can be given back."""
+        self._caches, self._run_caches = (), []
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].
@@ -142,6 +148,15 @@ class DecoderModel:
         None on other ranks of the last stage than the output rank."""
         assert self.head is not None and self.final_norm is not None
         return self.head(self.final_norm(hidden, self.kernels))
+
+
+def divide_caches(caches: Sequence[KVCache], runs: Sequence[LayerLoop | FusedLayers]) -> list[Sequence[KVCache]]:
+    """Divide the caches of all layers among the runs of layers."""
+    divided, start = [], 0
+    for run in runs:
+        divided.append(caches[start : start + len(run.layers)])
+        start += len(run.layers)
+    return divided
 
 
 def fuse_runs(layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> list[LayerLoop | FusedLayers]:

@@ -120,6 +120,7 @@ class ModelRunner:
             largest = torch.cuda.max_memory_allocated(self.device) - before
             self.graph_bytes = largest + GRAPH_BYTES * len(sizes)
         self.caches = []
+        self.model.forget_caches()
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, rehearse: Rehearse) -> None:
@@ -145,6 +146,7 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
         self.graphs, self.caches, self._asleep = None, [], True
+        self.model.forget_caches()
         if level == 1 and self.device.type != "cpu":
             self.model.fill_ropes(0, self.plan.max_model_len, self.device)
             self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])

@@ -19,7 +19,7 @@ class StepClock(ABC):
 
     def __init__(self) -> None:
         self.steps = 0
-        self._marks = (perf_counter(), 0, 0.0, 0.0)  # at the last report: time, steps, busy and communication seconds
+        self._marks = (perf_counter(), 0, 0.0)  # at the last report: time, steps, busy seconds
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -31,21 +31,20 @@ class StepClock(ABC):
     def busy_s(self) -> float:
         """Seconds so far."""
 
-    def report(self, device: torch.device, communication_s: float, *, reset: bool) -> RankReport:
+    def report(self, device: torch.device, *, alone: bool, reset: bool) -> RankReport:
         """Report times since the last report that had `reset`, and the memory of now.
 
-        `communication_s` are the seconds of all exchanges so far, which lie between `begin` and `end`.
+        `alone`: the rank's stage has no other rank.
         """
-        marks = (perf_counter(), self.steps, self.busy_s(), communication_s)
-        elapsed_s, steps, busy_s, communication_s = (now - then for now, then in zip(marks, self._marks, strict=True))
+        marks = (perf_counter(), self.steps, self.busy_s())
+        elapsed_s, steps, busy_s = (now - then for now, then in zip(marks, self._marks, strict=True))
         if reset:
             self._marks = marks
-        on_cpu = device.type == "cpu"
         allocated, reserved, driver = memory_in_use(device)
         return RankReport(
             steps=int(steps),
-            compute_s=busy_s - communication_s if on_cpu else busy_s,
-            communication_s=communication_s if on_cpu else None,
+            compute_s=busy_s,
+            communication_s=0.0 if alone else None,
             waiting_s=max(0.0, elapsed_s - busy_s),
             allocated_bytes=allocated,
             reserved_bytes=reserved,

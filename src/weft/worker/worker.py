@@ -117,7 +117,8 @@ class Worker:
             case Profile(steps, directory):
                 return TraceFile(self.profile(steps, directory))
             case RankStats(reset):
-                return self.clock.report(self.runner.device, 0.0, reset=reset)
+                alone = self.links.tensor.size == 1
+                return self.clock.report(self.runner.device, alone=alone, reset=reset)
             case Sleep(level):
                 self.sleep(level)
                 return Done()
