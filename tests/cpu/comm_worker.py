@@ -8,10 +8,15 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.distributed as dist
+from collectives import Case, check_case
 from fake_worker import FakeWorker
 
-from weft.comm import Comm
+from weft.architectures.place import Place
+from weft.comm import Group, StageLink
+from weft.comm.distributed import DistributedGroup
 from weft.core.step import StepPlan, StepResult
+from weft.plan.memory import Capacity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,7 +26,7 @@ def brought(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
 
 
-def sums(comm: Comm) -> None:
+def sums(comm: Group) -> None:
     """Every dtype; scalars, rows, and more than fits a slot of shared memory; the same bits everywhere."""
     for seed, dtype in enumerate(DTYPES):
         for shape in ((), (1, 5), (7, 13), *([(1000, 1101)] if dtype == torch.float32 else [])):
@@ -37,13 +42,13 @@ def sums(comm: Comm) -> None:
                     assert torch.equal(everyone, torch.cat([got] * comm.size, dim=-1)), "other bits on another rank"
 
 
-def strided(comm: Comm) -> None:
+def strided(comm: Group) -> None:
     """A view with holes is summed like any other."""
     got = comm.sum(brought(comm.rank, (6, 4)).t())
     torch.testing.assert_close(got, sum(brought(r, (6, 4)).t() for r in range(comm.size)))
 
 
-def gathers(comm: Comm) -> None:
+def gathers(comm: Group) -> None:
     """Uneven columns, in one row and in more than fit a slot."""
     for shape in ((6,), (2, 30), (400, 12000)):
         sizes = [shape[-1] * (r + 1) // 6 for r in range(comm.size)]
@@ -55,7 +60,7 @@ def gathers(comm: Comm) -> None:
             assert got is None
 
 
-def stumbling(comm: Comm) -> None:
+def stumbling(comm: Group) -> None:
     """Ranks that are early and late by turns never see each other's yesterday or tomorrow."""
     for turn in range(60):
         if turn % comm.size == comm.rank:
@@ -65,29 +70,29 @@ def stumbling(comm: Comm) -> None:
         x.fill_(-1.0)
 
 
-def hand_on(comm: Comm) -> None:
+def hand_on(link: StageLink, place: Place) -> None:
     """Much is sent before anything is received, from one buffer that is overwritten each time."""
     count, buffer = 40, torch.empty(2, 3)
-    if comm.rank > 0:
+    if not place.first:
         time.sleep(0.05)
     for turn in range(count):
-        if comm.rank > 0:
-            buffer = comm.recv((2, 3), torch.float32, comm.rank - 1)
+        if not place.first:
+            buffer = link.recv((2, 3), torch.float32)
             assert buffer.tolist() == [[float(turn)] * 3] * 2
-        if comm.rank < comm.size - 1:
+        if not place.last:
             buffer.fill_(float(turn))
-            comm.send(buffer, comm.rank + 1)
+            link.send(buffer)
             buffer.fill_(-1.0)
             # What has long been received is not kept.
-            assert len(getattr(comm, "_sent", ())) <= comm.size
+            assert len(getattr(link, "_sent", ())) <= place.stages
 
 
-def hand_on_halves(comm: Comm) -> None:
+def hand_on_halves(link: StageLink, place: Place) -> None:
     for seed, dtype in enumerate(DTYPES):
-        if comm.rank > 0:
-            assert torch.equal(comm.recv((300, 4), dtype, comm.rank - 1), brought(0, (300, 4), dtype, seed))
-        if comm.rank < comm.size - 1:
-            comm.send(brought(0, (300, 4), dtype, seed), comm.rank + 1)
+        if not place.first:
+            assert torch.equal(link.recv((300, 4), dtype), brought(0, (300, 4), dtype, seed))
+        if not place.last:
+            link.send(brought(0, (300, 4), dtype, seed))
 
 
 WITHIN_STAGES = (sums, strided, gathers, stumbling)
@@ -100,5 +105,24 @@ class CommWorker(FakeWorker):
         if self.place.tp_size > 1:
             WITHIN_STAGES[number](self.links.tensor)
         if self.place.stages > 1:
-            BETWEEN_STAGES[number](self.links.pipeline)
+            BETWEEN_STAGES[number](self.links.stage, self.place)
         return StepResult(step.id, [number], [None], {}) if self.rank == self.plan.output_rank else None
+
+
+class CollectivesWorker(FakeWorker):
+    """Each step is a case of `collectives`, among the first ranks of the world of torch.distributed."""
+
+    def load(self) -> Capacity:
+        cpu = torch.device("cpu")
+        processes = [dist.new_group(list(range(size)), backend="gloo") for size in range(1, self.place.tp_size + 1)]
+        self.groups = [
+            DistributedGroup(each, cpu) if self.rank < size else None for size, each in enumerate(processes, 1)
+        ]
+        return super().load()
+
+    def execute(self, step: StepPlan) -> StepResult | None:
+        case = Case.from_tokens(step.tokens)
+        group = self.groups[case.ranks - 1]
+        if group is not None:
+            check_case(group, case)
+        return StepResult(step.id, [0], [None], {}) if self.rank == self.plan.output_rank else None

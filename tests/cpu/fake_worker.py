@@ -23,7 +23,7 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import ModelError
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 
 SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
@@ -49,7 +49,7 @@ def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
         shape=SHAPE,
         dtype="float32",
         places=cut_places(SHAPE, [1.0] * tensor, [len(SHAPE.layers) // stages] * stages),
-        devices=("cpu",) * ranks,
+        devices=named_devices(*("cpu",) * ranks),
         cores=(tuple(os.sched_getaffinity(0)),) * ranks,
         max_model_len=64,
         max_num_seqs=4,
@@ -106,13 +106,12 @@ class FakeWorker:
     def execute(self, step: StepPlan) -> StepResult | None:
         self.at("step")
         self.steps += 1
-        tensor, pipeline = self.links.tensor, self.links.pipeline
         x = torch.tensor([sum(step.tokens) * (self.rank + 1.0)])
-        x = tensor.sum(x)
+        x = self.links.tensor.sum(x)
         if not self.place.first:
-            x = x + pipeline.recv((1,), torch.float32, self.place.stage - 1)
+            x = x + self.links.stage.recv((1,), torch.float32)
         if not self.place.last:
-            pipeline.send(x, self.place.stage + 1)
+            self.links.stage.send(x)
         if self.rank != self.plan.output_rank:
             return None
         assert self.blocks, "steps come after allocate"

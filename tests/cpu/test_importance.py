@@ -23,7 +23,7 @@ from tests.cpu.layouts import plan_for
 from tests.cpu.test_quantised import measured
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
-from weft.comm import Links, Solo
+from weft.comm import Links
 from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.weights.load import allocate_parameters, open_source
 from weft.weights.stored import StoredWeights
@@ -91,7 +91,7 @@ def test_it_is_for_what_is_rounded_to_4_bits(quantization: str, wanted: bool) ->
 @torch.inference_mode()
 def test_a_card_multiplies_in_one_thread(wide: Path, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     """It keeps memory for each that multiplies; and finds what a CPU finds."""
-    plan, links = plan_for(wide, "whole", **INT4), Links(Solo(), Solo())
+    plan, links = plan_for(wide, "whole", **INT4), Links()
     product, seen = F.linear, set[str]()
 
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -328,7 +328,7 @@ def test_nothing_of_the_whole_device_happens_while_a_graph_is_captured(card: Car
     assert x.tolist()[0] >= 1
 
 
-Waiting = threads.ThreadComm
+Waiting = threads.ThreadGroup
 
 
 class Captured(Waiting):
@@ -354,7 +354,7 @@ class Captured(Waiting):
 def test_ranks_that_sum_in_graphs(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     params = asked(WISHES[:6])
     want = answers(path, params, **ON_CPU)
-    monkeypatch.setattr(threads, "ThreadComm", Captured)
+    monkeypatch.setattr(threads, "ThreadGroup", Captured)
     two = {"tensor_parallel_size": 2, "device_ids": (0, 0)}
     assert answers(path, params, **{**ON_CARD, **two}) == want
     assert card.replays

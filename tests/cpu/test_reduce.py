@@ -22,8 +22,8 @@ from tests.cpu import checkpoints
 from tests.cpu.kernels import triton_kernels
 from weft import LLM, SamplingParams
 from weft.comm.parts import TURNS, Parts
-from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricComm
-from weft.comm.threads import Rendezvous, ThreadComm
+from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
+from weft.comm.threads import Meeting, ThreadGroup
 from weft.comm.trial import all_add_up
 from weft.kernels.base import Kernels
 from weft.kernels.plain import PlainPointwise, create_plain_kernels
@@ -37,12 +37,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 WAIT_S = 60.0
 
 
-class Here(SymmetricComm):
+class Here(SymmetricGroup):
     """The part of one thread; `late` is what its device does between a meeting and the kernel that reads."""
 
     def __init__(self, group: Group, rank: int, late: Callable[[], None] = lambda: None) -> None:
         self.rank, self.size = rank, group.size
-        self._plain = ThreadComm(group.meeting, rank, CPU)
+        self._plain = ThreadGroup(group.meeting, rank, CPU)
 
         def meet() -> None:
             group.barrier.wait(WAIT_S)
@@ -58,7 +58,7 @@ class Here(SymmetricComm):
 class Group:
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size, self.dtype = size, dtype
-        self.meeting, self.barrier = Rendezvous(size), threading.Barrier(size)
+        self.meeting, self.barrier = Meeting(size), threading.Barrier(size)
         self._memory = [
             [torch.zeros(PUBLISHED_BYTES // dtype.itemsize, dtype=dtype) for _ in range(size)] for _ in range(TURNS)
         ]
@@ -210,9 +210,9 @@ def test_every_layer_sums_so_and_each_step_ends_with_a_sum_of_its_own(
 ) -> None:
     """On which the turns of captured steps rest."""
     path, events = checkpoints.make("llama", tmp_path), defaultdict(list)
-    add_up, fused = ThreadComm.sum, PlainPointwise.sum_add_norm
+    add_up, fused = ThreadGroup.sum, PlainPointwise.sum_add_norm
 
-    def count_sum(self: ThreadComm, x: torch.Tensor) -> torch.Tensor:
+    def count_sum(self: ThreadGroup, x: torch.Tensor) -> torch.Tensor:
         events[self].append("sum")
         return add_up(self, x)
 
@@ -225,7 +225,7 @@ def test_every_layer_sums_so_and_each_step_ends_with_a_sum_of_its_own(
 
     config = {"executor": "inline", "attention_backend": "torch", "skip_tokenizer_init": True}
     with LLM(str(path), tensor_parallel_size=2, pipeline_split=(2, checkpoints.LAYERS - 2), **config) as llm:
-        monkeypatch.setattr(ThreadComm, "sum", count_sum)
+        monkeypatch.setattr(ThreadGroup, "sum", count_sum)
         monkeypatch.setattr(PlainPointwise, "sum_add_norm", count_fused)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
     per_step = (

@@ -17,7 +17,6 @@ from tests.cpu import checkpoints
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.comm import Links
-from weft.comm.base import Solo
 from weft.config import EngineConfig
 from weft.core import kv
 from weft.core.speculation import DraftProposer
@@ -28,7 +27,7 @@ from weft.hardware import host
 from weft.kernels.batch import Batch
 from weft.models.decoder import DecoderModel
 from weft.plan.memory import fit_length
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 from weft.plan.speculation import draft_plan
 from weft.planner.execution import plan_to_run
 from weft.worker.runner import ModelRunner, Rehearse
@@ -271,16 +270,16 @@ def test_graphs_of_the_draft_stay_beside_those_of_its_model(model: str, monkeypa
         self.graph_bytes, self.activation_bytes = (30, 5000) if draft else (100, 1000)
 
     monkeypatch.setattr(ModelRunner, "measure", measured)
-    capacity = Worker(drafted(model), 0, Links(tensor=Solo(), pipeline=Solo())).load()
+    capacity = Worker(drafted(model), 0, Links()).load()
     assert capacity.activation_bytes == 5000 + 130
 
 
 def test_the_draft_s_gpu_is_that_of_the_output_rank(model: str) -> None:
     """By name as well, or its worker takes the first rank's for its own and finds CUDA's order wrong."""
     plan = drafted(model, pipeline_parallel_size=2)
-    plan = replace(plan, devices=("cuda:0", "cuda:1"), uuids=("GPU-00", "GPU-11"))
+    plan = replace(plan, devices=named_devices("cuda:0", "cuda:1"), uuids=("GPU-00", "GPU-11"))
     draft = draft_plan(plan)
-    assert (draft.devices, draft.uuids) == (("cuda:1",), ("GPU-11",))
+    assert (draft.devices, draft.uuids) == (named_devices("cuda:1"), ("GPU-11",))
     assert draft_plan(drafted(model)).uuids == ()  # on a CPU
 
 

@@ -20,8 +20,8 @@ from trial_worker import HERE
 from tests.refusals import refuses
 from weft.comm import symmetric, trial
 from weft.comm.base import add_up
-from weft.comm.distributed import DistributedComm
-from weft.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.distributed import DistributedGroup
+from weft.comm.symmetric import PUBLISHED_BYTES, TWO_SHOT_BYTES, SymmetricGroup
 from weft.comm.votes import Votes
 from weft.errors import EngineError
 from weft.executors.processes import ProcessExecutor
@@ -41,14 +41,14 @@ def group(store: dist.Store) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def join(group: dist.ProcessGroup, store: dist.Store) -> DistributedComm:
+def join(group: dist.ProcessGroup, store: dist.Store) -> DistributedGroup:
     return trial.connect_symmetric(group, CPU, torch.bfloat16, store=store, ranks=[0], devices=["cpu"])
 
 
 def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="weft")
     comm = join(group, store)
-    assert type(comm) is DistributedComm
+    assert type(comm) is DistributedGroup
     assert torch.equal(comm.sum(torch.arange(8.0)), torch.arange(8.0))
     (line,) = caplog.messages
     assert "NCCL alone" in line and " cpu (rank 0)" in line
@@ -76,7 +76,7 @@ class Handle:
 def test_parts_lie_behind_the_memory_of_torch_s_own_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=dtype)
     handle = Handle(memory)
-    comm = SymmetricComm(group, CPU, memory, handle)
+    comm = SymmetricGroup(group, CPU, memory, handle)
     for turn in (0, 1, 0):
         laid = comm.publish_part(torch.full((2, 4), 3.0, dtype=dtype))
         assert laid is not None
@@ -90,7 +90,7 @@ def test_parts_lie_behind_the_memory_of_torch_s_own_sums(group: dist.ProcessGrou
 def test_a_sum_of_another_kind_begins_the_turns_anew(group: dist.ProcessGroup) -> None:
     """So that what a graph has captured follows any other."""
     memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=torch.float16)
-    comm, x = SymmetricComm(group, CPU, memory, Handle(memory)), torch.ones(1, 8, dtype=torch.float16)
+    comm, x = SymmetricGroup(group, CPU, memory, Handle(memory)), torch.ones(1, 8, dtype=torch.float16)
     first = comm.publish_part(x)
     # Two parts of a dtype that torch's own sums do not know.
     assert torch.equal(comm.sum(x.clone()), x)
@@ -117,7 +117,7 @@ def test_four_parts_are_rounded_once(
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", one_shot, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", two_shots, raising=False)
     memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2, dtype=dtype)
-    comm = SymmetricComm(group, CPU, memory, Handle(memory))
+    comm = SymmetricGroup(group, CPU, memory, Handle(memory))
     comm.size = 4
     assert torch.equal(comm.sum(parts[0].clone()), add_up(parts, torch.empty_like(parts[0])))
     assert given == [torch.float32]
@@ -126,7 +126,7 @@ def test_four_parts_are_rounded_once(
 def test_memory_that_lies_elsewhere_is_not_used(group: dist.ProcessGroup) -> None:
     memory = torch.zeros((TWO_SHOT_BYTES + 2 * PUBLISHED_BYTES) // 2 + 8, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="where it does not lie"):
-        SymmetricComm(group, CPU, memory[:-8], Handle(memory, begin=8))
+        SymmetricGroup(group, CPU, memory[:-8], Handle(memory, begin=8))
 
 
 # --- sums that are wrong ---
@@ -176,7 +176,7 @@ def test_none_begins_where_another_cannot(
     monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
     monkeypatch.setattr(symmetric, "connect_buffers", begun)
     monkeypatch.setattr(Votes, "first_objection", lambda *_: "out of memory (rank 1)")
-    assert type(join(group, store)) is DistributedComm
+    assert type(join(group, store)) is DistributedGroup
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -185,7 +185,7 @@ def test_wrong_sums_are_a_verdict_for_nccl_as_well(
 ) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "")
     monkeypatch.delenv("NCCL_P2P_DISABLE")
-    made = DistributedComm(group, CPU)
+    made = DistributedGroup(group, CPU)
     monkeypatch.setattr(trial, "obstacle", lambda *_: "")
     monkeypatch.setattr(symmetric, "allocate_buffer", lambda *_: torch.empty(0))
     monkeypatch.setattr(symmetric, "connect_buffers", lambda *_: made)

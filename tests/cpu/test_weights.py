@@ -29,7 +29,7 @@ from weft.formats.checkpoint import expected_tensors, locate_tensors, resolve
 from weft.formats.tensor import ENCODINGS, TensorInfo
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
 from weft.weights.load import load_weights
@@ -67,7 +67,7 @@ def plan_for(
         shape=shape,
         dtype=dtype,
         places=ranks,
-        devices=("cpu",) * len(ranks),
+        devices=named_devices(*("cpu",) * len(ranks)),
         cores=((0,),) * len(ranks),
         max_model_len=16,
         max_num_seqs=1,

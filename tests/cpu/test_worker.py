@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.cpu import tiny
 from tests.cpu.attention import shaped
 from weft.architectures.shape import Rope
-from weft.comm import Links, Solo
+from weft.comm import Links
 from weft.config import EngineConfig
 from weft.formats.checkpoint import resolve
 from weft.hardware import host
@@ -36,7 +36,7 @@ from weft.worker.worker import Worker
 def alone(plan: Plan) -> Iterator[Worker]:
     """A worker with nobody beside it, not loaded yet; this process keeps its threads."""
     threads = torch.get_num_threads()
-    worker = Worker(plan, 0, Links(Solo(), Solo()))
+    worker = Worker(plan, 0, Links())
     try:
         yield worker
     finally:

@@ -49,7 +49,7 @@ class TrialWorker(FakeWorker):
         made = trial.connect_symmetric(
             group, cpu, torch.float32, store=store, ranks=ranks, devices=names, timeout=TIMEOUT
         )
-        assert type(made).__name__ == "DistributedComm"
+        assert type(made).__name__ == "DistributedGroup"
         # And the store is as patient as it was.
         assert made.sum(torch.ones(1)).item() == size and store.timeout > TIMEOUT
         dist.destroy_process_group()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import torch
+from collectives import DTYPES, OPERATIONS, Case, check_case
 from fake_worker import FakeWorker
 
 from weft.comm.base import add_up
-from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricComm
+from weft.comm.symmetric import PUBLISHED_BYTES, SymmetricGroup
 from weft.core.step import StepPlan, StepResult
 from weft.kernels.plain import PlainPointwise
 from weft.kernels.triton.kernels import TritonPointwise
@@ -21,14 +23,14 @@ LATE_CYCLES = 200_000  # about 0.1 ms
 
 class SumsWorker(FakeWorker):
     def execute(self, step: StepPlan) -> StepResult | None:
-        self.device = torch.device(self.plan.devices[self.rank])
+        self.device = torch.device(self.plan.devices[self.rank].name)
         comm = self.links.tensor
-        if not isinstance(comm, SymmetricComm):
+        if not isinstance(comm, SymmetricGroup):
             raise RuntimeError("symmetric memory is not in use: the log says why")
         self.comm, self.pointwise = comm, TritonPointwise()
         self.weight = torch.rand(WIDTH, device=self.device, dtype=BF16)
         with torch.inference_mode():
-            (self.bits, self.graphs, self.speed)[step.tokens[0]]()
+            (self.bits, self.graphs, self.speed, self.operations)[step.tokens[0]]()
         torch.cuda.synchronize(self.device)
         return StepResult(step.id, [0], [None], {}) if self.rank == self.plan.output_rank else None
 
@@ -84,10 +86,19 @@ class SumsWorker(FakeWorker):
             replays[which]()
             assert torch.equal(*made[which]), turn
 
+    def operations(self) -> None:
+        """Every operation against numpy: uneven sizes, zeros among them, in every dtype."""
+        draw = random.Random(0)
+        for number in range(20 * len(OPERATIONS)):
+            rows = tuple(tuple(draw.randrange(10) for _ in range(self.comm.size)) for _ in range(self.comm.size))
+            dtype, columns, source = draw.randrange(len(DTYPES)), draw.randrange(9), draw.randrange(self.comm.size)
+            case = Case(number % len(OPERATIONS), self.comm.size, dtype, columns, source, number, rows)
+            check_case(self.comm, case, str(self.device))
+
     def speed(self) -> None:
         """Microseconds of a sum with its add and norm, in a graph, by how the sum is made."""
         capture, count = CudaGraphs(), 50
-        nccl = super(SymmetricComm, self.comm).sum
+        nccl = super(SymmetricGroup, self.comm).sum
 
         def by(add: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
             return lambda x, residual: self.pointwise.add_norm(add(x), residual, self.weight, EPS)

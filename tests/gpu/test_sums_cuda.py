@@ -11,7 +11,7 @@ import torch
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
 
-@pytest.mark.parametrize("scenario", [0, 1, 2], ids=["bits", "graphs", "speed"])
+@pytest.mark.parametrize("scenario", [0, 1, 2, 3], ids=["bits", "graphs", "speed", "operations"])
 def test_sums(scenario: int, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Path(__file__).parent
     monkeypatch.syspath_prepend(str(here.parent / "cpu"))
@@ -20,9 +20,10 @@ def test_sums(scenario: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from fake_worker import make_plan, make_step
 
     from weft.executors.processes import ProcessExecutor
+    from weft.plan.plan import named_devices
 
     size = min(4, torch.cuda.device_count())  # the fake model has as many heads
-    devices = tuple(f"cuda:{index}" for index in range(size))
+    devices = named_devices(*(f"cuda:{index}" for index in range(size)))
     plan = msgspec.structs.replace(make_plan(tensor=size), dtype="bfloat16", devices=devices)
     executor = ProcessExecutor(worker="sums_worker:SumsWorker")
     try:

@@ -38,6 +38,7 @@ from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.gpus import GpuSpec, find_gpu
 from weft.hardware.host import Host
+from weft.plan.plan import named_devices
 from weft.planner.profiles import LEAST_ERROR, calibrated, load_profile
 from weft.planner.question import Question
 from weft.planner.roofline import Roofline
@@ -510,7 +511,7 @@ def test_sizes_of_attention_are_kept_if_the_figures_are(
     cache: Path, monkeypatch: pytest.MonkeyPatch, error: float, words: str, kept: bool
 ) -> None:
     there = machines.host(gpus=(msgspec.structs.replace(machines.gpu(0), name="NVIDIA L4"),))
-    plan = msgspec.structs.replace(FakeLLM().plan, devices=("cuda:0",))
+    plan = msgspec.structs.replace(FakeLLM().plan, devices=named_devices("cuda:0"))
     asked: list[tuple[tuple[int, ...], bool]] = []
 
     def tune(plan: object, ranks: tuple[int, ...], *, keep: bool, tell: object) -> list[TunedSizes]:

@@ -19,6 +19,7 @@ from tests.pure.machines import plan
 from weft.cache import distrust_reason
 from weft.executors.ranks import compile_ahead
 from weft.native import build, library
+from weft.plan.plan import named_devices
 
 # Notes each call, and writes what it was asked for where that is wanted.
 FAKE = """#!/bin/sh
@@ -200,7 +201,7 @@ def test_a_compiler_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
         ({"dtype": "float32", "attention_backend": "cpu"}, ["float32"]),
         ({"dtype": "float16"}, []),
         ({"attention_backend": "torch"}, []),
-        ({"devices": ("cuda:0",)}, []),
+        ({"devices": named_devices("cuda:0")}, []),
     ],
 )
 def test_the_compiler_begins_where_a_rank_will_want_it(

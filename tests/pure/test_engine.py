@@ -32,7 +32,7 @@ from weft.core.step import StepPlan, StepResult
 from weft.core.token_ids import TokenIds
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 
 SIZES = {"num_blocks": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 
@@ -232,7 +232,7 @@ def test_limits_come_from_the_plan_and_the_config() -> None:
         shape=shape,
         dtype="float32",
         places=tuple(cut_places(shape, [1.0], [2, 2])),
-        devices=("cpu", "cpu"),
+        devices=named_devices("cpu", "cpu"),
         cores=((0,), (0,)),
         max_model_len=48,
         max_num_seqs=4,

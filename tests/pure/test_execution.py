@@ -22,7 +22,7 @@ from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
 from weft.plan.layout import build_plan
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 from weft.planner import execution, plan_file
 from weft.planner.execution import plan_to_run
 from weft.planner.search import search
@@ -73,7 +73,8 @@ def test_what_runs_is_what_weft_plan_says(model: str, names: Sequence[str], monk
     assert plan.max_num_batched_tokens == best["max_num_batched_tokens"]
     assert {"bfloat16": "bf16", "float16": "fp16"}[plan.dtype] == best["precision"]
     for place, device, rank in zip(plan.places, plan.devices, ranks, strict=True):
-        assert device == f"cuda:{rank['gpu_index']}"
+        assert device.name == f"cuda:{rank['gpu_index']}"
+        assert msgspec.to_builtins(device) == rank["device"]
         assert (place.layers.start, len(place.layers)) == (rank["first_layer"], rank["layers"])
         assert (place.q_heads.start, len(place.q_heads)) == (rank["first_q_head"], rank["q_heads"])
         assert (place.kv_heads.start, len(place.kv_heads)) == (rank["first_kv_head"], rank["kv_heads"])
@@ -108,23 +109,23 @@ def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
     used = msgspec.structs.replace(there.gpus[0], free_bytes=14 << 30)
     where = msgspec.structs.replace(there, gpus=(used, there.gpus[1]))
     # Two empty GPUs cut it between them; here one has room for the model, the other has not.
-    assert run("Llama-3.1-8B", there).devices == ("cuda:0", "cuda:1")
+    assert run("Llama-3.1-8B", there).devices == named_devices("cuda:0", "cuda:1")
     own = run("Llama-3.1-8B", where)
-    assert own.devices != ("cuda:0",)
+    assert own.devices != named_devices("cuda:0")
     file = saved("Llama-3.1-8B", where)
     assert run("Llama-3.1-8B", where, plan=file).places == own.places
     assert min(rank["held_bytes"] for rank in json.loads(Path(file).read_text())["best"]["ranks"]) == 0
     # It was planned beside them: that they are there is no surprise.
     two = saved("Qwen3-8B", where, "-tp", "2", "-dp", "1")
     plan = run("Qwen3-8B", where, plan=two)
-    assert plan.devices == ("cuda:1", "cuda:0")  # the first rank, which samples, where there is most room
+    assert plan.devices == named_devices("cuda:1", "cuda:0")  # the first rank, which samples, where there is most room
     assert plan.gpu_memory_utilization == pytest.approx((0.9, 0.9), abs=1e-6)
 
 
 def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft"):
         plan = run("Llama-3.2-1B", rig(FOUR, FOUR))
-    assert plan.devices == ("cuda:0",)
+    assert plan.devices == named_devices("cuda:0")
     line, steps = [record.getMessage() for record in caplog.records]
     has_values(steps, "max_num_batched_tokens", "4,096")
     for word in ("DP 2, bf16", "2 replicas", "tokens/s", "GPU 0", "--device-ids", "--tensor-parallel-size"):
@@ -193,9 +194,9 @@ def test_a_gpu_that_nobody_knows_gets_short_steps(caplog: pytest.LogCaptureFixtu
 
 def test_device_ids_alone_choose_the_gpus_to_search() -> None:
     where = rig(FOUR, THREE, FOUR, SIX)
-    assert run("Qwen3-14B", where, device_ids=(0, 2)).devices == ("cuda:0", "cuda:2")
-    assert run("Qwen3-14B", where, device_ids=(3,)).devices == ("cuda:3",)
-    assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == ("cuda:2", "cuda:0")
+    assert run("Qwen3-14B", where, device_ids=(0, 2)).devices == named_devices("cuda:0", "cuda:2")
+    assert run("Qwen3-14B", where, device_ids=(3,)).devices == named_devices("cuda:3")
+    assert run("Llama-3.1-8B", where, device_ids=(2, 0)).devices == named_devices("cuda:2", "cuda:0")
 
 
 def test_lengths_stay_the_user_s() -> None:
@@ -247,7 +248,7 @@ def test_more_ranks_than_unlike_gpus_are_refused_with_the_figures() -> None:
 
 def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "config_of_best", None)
-    assert run("Llama-3.1-8B", rig()).devices == ("cpu",)
+    assert run("Llama-3.1-8B", rig()).devices == named_devices("cpu")
 
 
 def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
@@ -332,9 +333,9 @@ def test_an_fp16_plan_is_computed_in_float16(saved: Any) -> None:
 
 def test_a_plan_for_a_cpu(saved: Any) -> None:
     plan = run("Llama-3.2-1B", rig(), plan=saved("Llama-3.2-1B", rig(), "-tp", "2"))
-    assert plan.devices == ("cpu", "cpu") and plan.quantization == "none"
+    assert plan.devices == named_devices("cpu", "cpu") and plan.quantization == "none"
     # It says the CPU, whatever else is there.
-    assert run("Llama-3.2-1B", rig(FOUR), plan=saved("Llama-3.2-1B", rig())).devices == ("cpu",)
+    assert run("Llama-3.2-1B", rig(FOUR), plan=saved("Llama-3.2-1B", rig())).devices == named_devices("cpu")
 
 
 def test_a_cpu_has_the_kv_cache_that_was_planned(saved: Any) -> None:
@@ -376,7 +377,7 @@ def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFix
     where = rig(FOUR, FOUR)
     with caplog.at_level(logging.WARNING, "weft"):
         plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where, "-dp", "2"))
-    assert plan.devices == ("cuda:0",)
+    assert plan.devices == named_devices("cuda:0")
     (line,) = [record.getMessage() for record in caplog.records]
     has_values(line, "plan.json", "2 replicas (DP 2, bf16)", "GPU 0")
 
@@ -420,7 +421,7 @@ def test_device_ids_carry_a_plan_to_other_gpus_of_the_kind(saved: Any) -> None:
     file = saved("Qwen3-14B", rig(FOUR, FOUR))
     where = rig(THREE, FOUR, FOUR)
     fails(PlanError, "plan-for-other-gpu", "RTX 4090", "GPU 0", "RTX 3090", "--device-ids", where=where, plan=file)
-    assert run("Qwen3-14B", where, plan=file, device_ids=(2, 1)).devices == ("cuda:2", "cuda:1")
+    assert run("Qwen3-14B", where, plan=file, device_ids=(2, 1)).devices == named_devices("cuda:2", "cuda:1")
 
 
 def test_a_machine_that_is_not_the_planned_one(saved: Any) -> None:
@@ -469,7 +470,9 @@ NO_PLANS: list[tuple[str, str, list[str]]] = [
     ("[]", "not-a-plan", []),
     ('{"a": 1}', "not-a-plan", ["`format`"]),
     ('{"format": 1, "engine": "weft", "best": {}}', "damaged-plan", []),
-    ('{"format": 99, "engine": "weft", "best": {}}', "plan-of-other-format", ["99", "1"]),
+    ('{"format": 99, "engine": "weft", "best": {}}', "plan-of-other-format", ["99", "1 to 2"]),
+    ('{"format": 0, "engine": "weft", "best": {}}', "plan-of-other-format", ["0", "1 to 2"]),
+    ('{"format": 3, "engine": "weft", "best": {}}', "plan-of-other-format", ["3", "1 to 2"]),
     ('{"format": "x", "engine": "weft", "best": {}}', "not-a-plan", []),
     ("\xff", "plan-not-json", []),
 ]
@@ -488,6 +491,61 @@ def test_the_wording_of_files_that_are_no_plans(tmp_path: Path, golden: Callable
         plan_file.load_plan_file(str(tmp_path / "p.json"))
 
     golden("plan_file.txt", refusals(read, [text for text, *_ in NO_PLANS], tmp_path))
+
+
+# --- formats ---
+
+FORMAT_1 = Path(__file__).parents[1] / "data/plan-format-1.json"
+
+
+def test_a_plan_of_format_1_is_read() -> None:
+    """Its ranks have the number of a GPU among those of all nodes; the node's own number follows."""
+    read = plan_file.load_plan_file(str(FORMAT_1))
+    assert [rank.device for rank in read.layout.ranks] == [
+        *named_devices("cuda:0", "cuda:1"),
+        *named_devices("cuda:0", "cuda:1", node=1),
+    ]
+    plan = run("Qwen3-14B", rig(FOUR, FOUR), plan=str(FORMAT_1))
+    assert plan.devices == named_devices("cuda:0", "cuda:1")
+
+
+def test_a_plan_of_format_1_on_a_cpu(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path(saved("Llama-3.2-1B", rig(), "-tp", "2"))
+    plan = json.loads(file.read_text())
+    ranks = [{name: value for name, value in rank.items() if name != "device"} for rank in plan["best"]["ranks"]]
+    file.write_text(json.dumps({**plan, "format": 1, "best": {**plan["best"], "ranks": ranks}}))
+    assert [rank.device for rank in plan_file.load_plan_file(str(file)).ranks] == [*named_devices("cpu", "cpu")]
+
+
+@pytest.mark.parametrize("field", ["node", "kind", "index"])
+def test_a_device_that_lacks_a_field(saved: Any, field: str) -> None:
+    where = rig(FOUR, FOUR)
+    best = json.loads(Path(saved("Qwen3-14B", where)).read_text())["best"]
+    del best["ranks"][1]["device"][field]
+    damaged = saved("Qwen3-14B", where, best=best)
+    with refuses(ConfigError, "damaged-plan") as raised:
+        plan_file.load_plan_file(damaged)
+    assert field in str(raised.value) and "ranks[1].device" in str(raised.value) and damaged in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["gpu_index", "node", "gpu"])
+def test_a_damaged_plan_of_format_1(tmp_path: Path, damage: str) -> None:
+    plan = json.loads(FORMAT_1.read_text())
+    plan["best"]["ranks"][0][damage] = 99
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan))
+    if damage == "gpu_index":
+        fails(PlanError, "plan-beyond-gpus-here", "GPU 99", where=rig(FOUR, FOUR), plan=str(file))
+        return
+    with refuses(ConfigError, "damaged-plan"):
+        plan_file.load_plan_file(str(file))
+
+
+def test_a_plan_of_a_format_to_come(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({**json.loads(FORMAT_1.read_text()), "format": 3}))
+    with refuses(ConfigError, "plan-of-other-format"):
+        plan_file.load_plan_file(str(file))
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -573,4 +631,4 @@ def test_a_bad_plan_is_one_line(tmp_path: Path) -> None:
     status, _, err = weft("serve", "--plan", str(tmp_path / "none"))
     assert status == 1
     assert err.count("\n") == 1 and err.startswith("weft: error: cannot read the plan")
-    assert plan_file.FORMAT == 1
+    assert plan_file.FORMAT == 2

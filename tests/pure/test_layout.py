@@ -20,7 +20,7 @@ from weft.hardware.host import Host
 from weft.hardware.topology import Holder
 from weft.plan.backends import ATTENTION_BACKENDS
 from weft.plan.layout import stage_layers
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 
 GPU_BACKENDS = [name for name, row in ATTENTION_BACKENDS.items() if row.runs_on == "gpu"]
 
@@ -37,7 +37,7 @@ def fails(code: str, *words: str, where: Host | None = None, shape: ModelShape =
 
 def test_nothing_asked_for_on_a_cpu() -> None:
     got = plan()
-    assert (got.tensor_parallel, got.stages, got.devices) == (1, 1, ("cpu",))
+    assert (got.tensor_parallel, got.stages, got.devices) == (1, 1, named_devices("cpu"))
     assert got.cores == ((0, 1, 4, 5),)
     assert got.dtype == "bfloat16" and got.max_model_len == 8192 and not got.max_model_len_given
     assert got.checkpoint == "/models/m" and got.load_format == "safetensors" and got.kv_cache_bytes is None
@@ -94,7 +94,7 @@ def test_whatever_is_asked_for_is_a_plan_or_advice(
     ranks = len(got.places)
     assert ranks == got.tensor_parallel * got.stages == len(got.devices) == len(got.cores)
     assert all(mine for mine in got.cores)
-    assert set(got.devices) <= {"cpu"} | {f"cuda:{n}" for n in range(gpus)}
+    assert set(got.devices) <= {*named_devices("cpu", *(f"cuda:{n}" for n in range(gpus)))}
     assert 1 <= got.max_model_len <= shape.max_positions
 
 
@@ -310,10 +310,10 @@ def test_tensor_split() -> None:
 
 
 def test_gpus_are_used_where_there_are_any() -> None:
-    assert plan(host(2), tensor_parallel_size=2).devices == ("cuda:0", "cuda:1")
-    assert plan(host(2), device="cpu").devices == ("cpu",)
-    assert plan(host(3), tensor_parallel_size=2, device_ids=(2, 0)).devices == ("cuda:2", "cuda:0")
-    assert plan(host(1), tensor_parallel_size=2, device_ids=(0, 0)).devices == ("cuda:0", "cuda:0")
+    assert plan(host(2), tensor_parallel_size=2).devices == named_devices("cuda:0", "cuda:1")
+    assert plan(host(2), device="cpu").devices == named_devices("cpu")
+    assert plan(host(3), tensor_parallel_size=2, device_ids=(2, 0)).devices == named_devices("cuda:2", "cuda:0")
+    assert plan(host(1), tensor_parallel_size=2, device_ids=(0, 0)).devices == named_devices("cuda:0", "cuda:0")
 
 
 def test_gpus_that_are_not_there() -> None:

@@ -20,6 +20,7 @@ from weft.errors import ConfigError, ModelError, RequestError, WeftError, printa
 from weft.formats import config_json, limits, safetensors
 from weft.hardware import cluster
 from weft.plan.memory import capacity_lines
+from weft.plan.plan import named_devices
 from weft.text import folder, template
 
 
@@ -111,7 +112,7 @@ def test_digits_are_those_of_ascii(gpus: str) -> None:
 
 
 def test_the_cache_of_a_cpu_is_not_a_gpu_s() -> None:
-    on_gpu = msgspec.structs.replace(plan(), devices=("cuda:0",) * len(plan().devices))
-    on_cpu = msgspec.structs.replace(plan(), devices=("cpu",) * len(plan().devices))
+    on_gpu = msgspec.structs.replace(plan(), devices=named_devices(*("cuda:0",) * len(plan().devices)))
+    on_cpu = msgspec.structs.replace(plan(), devices=named_devices(*("cpu",) * len(plan().devices)))
     assert capacity_lines(on_gpu, 1000)[0] == "GPU KV cache size: 16,000 tokens"
     assert capacity_lines(on_cpu, 1000)[0] == "CPU KV cache size: 16,000 tokens"

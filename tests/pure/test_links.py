@@ -17,7 +17,7 @@ from weft.executors import processes
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 from weft.planner import execution
 from weft.probes import links, speeds
 from weft.probes.speeds import GpuSpeed, PairSpeed, Verdict
@@ -134,7 +134,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
         shape=SMOLLM2,
         dtype="bfloat16",
         places=cut_places(SMOLLM2, (1.0, 1.0), [len(SMOLLM2.layers)]),
-        devices=("cuda:0", "cuda:1"),
+        devices=named_devices("cuda:0", "cuda:1"),
         cores=((0,), (0,)),
         max_model_len=64,
         max_num_seqs=4,
@@ -149,5 +149,5 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     assert (f"0-2 ({verdict})" in caplog.text) == (verdict != "works")
     # One GPU, or the CPU, needs no link.
     for devices in (("cuda:0",), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
-        alone = msgspec.structs.replace(plan, devices=devices)
+        alone = msgspec.structs.replace(plan, devices=named_devices(*devices))
         assert execution.with_peer_to_peer(alone, here) is alone

@@ -14,7 +14,7 @@ from tests.refusals import refuses
 from weft.errors import PlanError
 from weft.plan.memory import Capacity, capacity_lines, fit_length, kv_blocks
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 
 
 def plan(weights: tuple[float, ...] = (1.0,), stages: tuple[int, ...] = (30,), **limits: Any) -> Plan:
@@ -32,7 +32,7 @@ def plan(weights: tuple[float, ...] = (1.0,), stages: tuple[int, ...] = (30,), *
         shape=SMOLLM2,
         dtype="bfloat16",
         places=ranked,
-        devices=("cpu",) * len(ranked),
+        devices=named_devices(*("cpu",) * len(ranked)),
         cores=((0,),) * len(ranked),
         **(defaults | limits),
     )

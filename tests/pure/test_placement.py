@@ -18,6 +18,7 @@ from tests.refusals import refusals, refuses
 from weft.errors import WeftError
 from weft.formats import catalogue
 from weft.hardware.cluster import parse_gpus, parse_nodes
+from weft.plan.plan import named_devices
 from weft.planner.advice import advice
 from weft.planner.deployment import Workload
 from weft.planner.notes import notes
@@ -271,29 +272,33 @@ def test_what_does_not_fit_its_caps_is_no_error_but_an_answer() -> None:
 
 def test_a_map_is_what_the_engine_runs() -> None:
     got = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map=half())
-    assert got.devices == ("cuda:0", "cuda:1") and [len(place.layers) for place in got.places] == [16, 16]
+    assert got.devices == named_devices("cuda:0", "cuda:1")
+    assert [len(place.layers) for place in got.places] == [16, 16]
     turned = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map={name: 1 - it for name, it in half().items()})
-    assert turned.devices == ("cuda:1", "cuda:0")
+    assert turned.devices == named_devices("cuda:1", "cuda:0")
     back = run("Llama-3.1-8B", rig(FOUR, FOUR), device_map={"": 0, "model.layers.16": 1})
-    assert back.devices == ("cuda:0", "cuda:1", "cuda:0") and [len(it.layers) for it in back.places] == [16, 1, 15]
-    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="cuda:1").devices == ("cuda:1",)
+    assert back.devices == named_devices("cuda:0", "cuda:1", "cuda:0")
+    assert [len(place.layers) for place in back.places] == [16, 1, 15]
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="cuda:1").devices == named_devices("cuda:1")
 
 
 def test_words_for_a_map_in_an_engine() -> None:
     for word in ("auto", "balanced"):
         got = run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), device_map=word)
-        assert got.devices == ("cuda:0", "cuda:1", "cuda:2")
+        assert got.devices == named_devices("cuda:0", "cuda:1", "cuda:2")
         assert [len(place.layers) for place in got.places] == [10, 12, 10]
-    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="sequential").devices == ("cuda:0",)
-    assert run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), device_map="balanced_low_0").devices == ("cuda:1", "cuda:2")
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), device_map="sequential").devices == named_devices("cuda:0")
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), device_map="balanced_low_0").devices == named_devices(
+        "cuda:1", "cuda:2"
+    )
 
 
 def test_a_cpu_is_a_device_where_there_is_no_other() -> None:
     for said in ("cpu", "balanced", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
         got = run("Llama-3.2-1B", rig(), device_map=said)
-        assert got.devices == ("cpu",)
-    assert run("Llama-3.2-1B", rig(FOUR), device_map="cpu").devices == ("cpu",)
-    assert run("Llama-3.2-1B", rig(FOUR), device_map="balanced", device="cpu").devices == ("cpu",)
+        assert got.devices == named_devices("cpu")
+    assert run("Llama-3.2-1B", rig(FOUR), device_map="cpu").devices == named_devices("cpu")
+    assert run("Llama-3.2-1B", rig(FOUR), device_map="balanced", device="cpu").devices == named_devices("cpu")
 
 
 def test_max_memory_caps_an_engine_s_gpus() -> None:
@@ -302,11 +307,11 @@ def test_max_memory_caps_an_engine_s_gpus() -> None:
     assert got.gpu_memory_utilization == (20 * 10**9 / total, (12 << 30) / total)
     assert got.max_memory == {"cuda:0": 20 * 10**9, "cuda:1": 12 << 30}
     # GPUs that are not named are not used.
-    assert run("Llama-3.1-8B", rig(FOUR, FOUR), max_memory={1: "24GB"}).devices == ("cuda:1",)
+    assert run("Llama-3.1-8B", rig(FOUR, FOUR), max_memory={1: "24GB"}).devices == named_devices("cuda:1")
     two = run("Llama-3.1-8B", rig(FOUR, FOUR, FOUR), max_memory={1: "24GB", 2: "24GB"}, tensor_parallel_size=2)
-    assert two.devices == ("cuda:1", "cuda:2")
+    assert two.devices == named_devices("cuda:1", "cuda:2")
     searched = run("Qwen3-32B", rig(SIX, SIX, FOUR), max_memory={0: "45GB", 1: "45GB"})
-    assert set(searched.devices) == {"cuda:0", "cuda:1"}
+    assert set(searched.devices) == {*named_devices("cuda:0", "cuda:1")}
     assert all(share <= 45 * 10**9 / (49140 << 20) for share in searched.gpu_memory_utilization)
     assert run("Llama-3.1-8B", rig(H100), max_memory={0: 80 * 10**9}).gpu_memory_utilization == (0.9,)
 

@@ -17,7 +17,7 @@ from weft.hardware.cpu import Cpu, CpuSpeed
 from weft.hardware.host import Host
 from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.places import cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, named_devices
 from weft.planner.advice import advice
 from weft.planner.binding import binding_constraint
 from weft.planner.notes import notes
@@ -71,7 +71,7 @@ def test_ranks_of_a_cpu_have_the_blocks_that_the_engine_gives_them(free: int, we
         shape=shape,
         dtype="bfloat16",
         places=cut_places(shape, weights, [len(shape.layers)]),
-        devices=("cpu",) * ranks,
+        devices=named_devices(*("cpu",) * ranks),
         cores=((0,),) * ranks,
         max_model_len=64,
         max_num_seqs=4,

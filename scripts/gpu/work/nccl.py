@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from scripts.gpu.work import Figure, Options
-from weft.comm.distributed import DistributedComm
+from weft.comm.distributed import DistributedGroup
 from weft.worker.graphs import CudaGraphs
 
 REPLAYS = 200
@@ -26,14 +26,14 @@ def nccl(options: Options) -> Iterator[Figure]:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             group = dist.new_group([0], backend=backend)
-            comm = DistributedComm(group, device)
+            comm = DistributedGroup(group, device)
             assert comm.capturable or options["rehearse"]
             yield from replayed(comm, device, 0.0 if options["rehearse"] else WATCHDOG_S)
         finally:
             dist.destroy_process_group()
 
 
-def replayed(comm: DistributedComm, device: torch.device, wait_s: float) -> Iterator[Figure]:
+def replayed(comm: DistributedGroup, device: torch.device, wait_s: float) -> Iterator[Figure]:
     given = torch.arange(4096.0, device=device)
     kept = torch.zeros(4096, device=device)
 

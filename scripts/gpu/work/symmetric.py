@@ -51,8 +51,9 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
     from fake_worker import make_plan, make_step
     from sums_worker import SumsWorker
 
-    from weft.comm import Links, Solo
+    from weft.comm import Links
     from weft.comm import symmetric as symmetric_memory
+    from weft.plan.plan import named_devices
 
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -60,8 +61,8 @@ def be_rank(rank: int, size: int, scenario: int, store: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     comm = symmetric_memory.connect_buffers(group, device, symmetric_memory.allocate_buffer(torch.bfloat16, device))
-    plan = msgspec.structs.replace(make_plan(tensor=size), dtype="bfloat16", devices=("cuda:0",) * size)
-    SumsWorker(plan, rank, Links(comm, Solo())).execute(make_step(0, [scenario]))
+    plan = msgspec.structs.replace(make_plan(tensor=size), dtype="bfloat16", devices=named_devices(*("cuda:0",) * size))
+    SumsWorker(plan, rank, Links(tensor=comm)).execute(make_step(0, [scenario]))
     dist.barrier()
     dist.destroy_process_group()
 

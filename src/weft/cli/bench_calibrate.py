@@ -231,7 +231,7 @@ def tune_device(device: DeviceResult, here: Host, *, keep: bool) -> DeviceResult
     """A device's result with the fastest sizes of the attention kernels, if they can be chosen."""
     if device.tunable is None:
         return device
-    (gpu,) = here.gpus_of(device.tunable.devices)
+    gpu = here.gpus[device.tunable.devices[0].index]
     equal = sum(other.name == gpu.name for other in here.gpus)
     return replace(device, tuned=tune_on_gpu(device.tunable, equal, keep=keep))
 

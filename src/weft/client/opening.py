@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -52,8 +53,8 @@ def describe_engine(kind: str, model: str, state: Plan | str) -> str:
     if isinstance(state, str):
         return f"<{kind} {model!r}: {state}>"
     devices = ", ".join(
-        f"{count} x {device}" if (count := state.devices.count(device)) > 1 else device
-        for device in dict.fromkeys(state.devices)
+        f"{count} x {name}" if count > 1 else name
+        for name, count in Counter(device.name for device in state.devices).items()
     )
     layout = f"tensor_parallel_size={state.tensor_parallel}, pipeline_parallel_size={state.stages}"
     return f"<{kind} {model!r}: {layout}, {devices}, {state.dtype}, max_model_len={state.max_model_len}>"

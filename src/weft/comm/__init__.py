@@ -1,7 +1,7 @@
-"""Communication between ranks: sums and gathers within a stage, and hand-over from stage to stage."""
+"""Communication between ranks: the operations of groups, and hand-over from stage to stage."""
 
 from __future__ import annotations
 
-from weft.comm.base import Comm, Links, Solo
+from weft.comm.base import Group, Links, Solo, StageLink
 
-__all__ = ["Comm", "Links", "Solo"]
+__all__ = ["Group", "Links", "Solo", "StageLink"]

@@ -1,18 +1,21 @@
-"""The protocol of a group of ranks, a group of one, and the order in which ranks are summed."""
+"""The protocols of a group of ranks and of a link between stages, a group of one, and the order of sums."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 
-class Comm(Protocol):
+class Group(Protocol):
     """A group of `size` ranks, of which this is `rank`.
 
-    All ranks make the same calls in the same order. Every call raises ConnectionError if a peer has ended.
+    All ranks make the same calls in the same order, with tensors of one dtype. Every call raises ConnectionError if a
+    peer has ended. Rows are the first dim of a tensor, columns the last. `sizes` has a number for each rank, is the
+    same on every rank, and may contain zeros. Every call may overwrite `x` and may return it.
     """
 
     rank: int
@@ -21,29 +24,59 @@ class Comm(Protocol):
     capturable: bool
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, the same bits on each; may overwrite `x`."""
+        """Sum over all ranks, the same bits on each."""
         ...
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        """Concatenate along the last dim on rank 0; return None on the other ranks. Rank r gives sizes[r] columns."""
+        """Concatenate columns on rank 0: [..., sizes[rank]] -> [..., sum(sizes)]; None on the other ranks."""
         ...
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        """Send a tensor to rank `to` of the group, without waiting for it to be received. `x` may be overwritten
-        afterwards."""
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Concatenate rows on every rank: [sizes[rank], ...] -> [sum(sizes), ...]."""
         ...
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """Receive the next tensor from rank `source`, whose shape and dtype both sides know."""
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Sum over all ranks, and return this rank's rows of the sum: [sum(sizes), ...] -> [sizes[rank], ...]."""
+        ...
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        """Send `send[r]` rows to each rank r, and return the rows from all ranks, in the order of ranks.
+
+        [sum(send), ...] -> [sum(receive), ...]. The lists differ between ranks: `receive[r]` is rank r's `send[rank]`.
+        A rank that does not know it exchanges the numbers first: `all_to_all(numbers, ones, ones)`.
+        """
+        ...
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Return rank `source`'s tensor on every rank. `x` has its shape and dtype everywhere."""
+        ...
+
+
+class StageLink(Protocol):
+    """The links of a rank to the same tensor-parallel rank of the previous and of the next stage.
+
+    The last stage does not send, and the first does not receive. Both calls raise ConnectionError if the other stage
+    has ended.
+    """
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send a tensor to the next stage, without waiting for it to be received. `x` may be overwritten afterwards."""
+        ...
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Receive the next tensor of the previous stage, whose shape and dtype both sides know."""
         ...
 
 
 class Solo:
-    """A group of one rank."""
+    """A group of one rank, and the link of a single stage, whose neighbour on either side is the stage itself."""
 
     rank = 0
     size = 1
     capturable = True
+
+    def __init__(self) -> None:
+        self._sent: deque[torch.Tensor] = deque()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -51,34 +84,57 @@ class Solo:
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return x
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        raise AssertionError("a group of one rank sends to nobody")
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return x
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        raise AssertionError("a group of one rank receives from nobody")
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return x
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        return x
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        self._sent.append(x.clone())
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._sent.popleft()
 
 
 @dataclass(frozen=True)
 class Links:
-    """The two groups of a rank.
+    """Links of a rank, by what they are for.
 
-    `tensor` has the ranks of its stage. `pipeline` has the ranks of its tp_rank in every stage; there the group's rank
-    is the number of the stage.
+    - `tensor`: the ranks of its stage, which cut layers among them.
+    - `stage`: the previous and the next stage.
+    - `expert`: the ranks to which the experts of a stage are dealt out.
+    - `data`: the ranks with the same share of the model in every data-parallel group.
     """
 
-    tensor: Comm
-    pipeline: Comm
+    tensor: Group = field(default_factory=Solo)
+    stage: StageLink = field(default_factory=Solo)
+    expert: Group = field(default_factory=Solo)
+    data: Group = field(default_factory=Solo)
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
     """Sum the ranks' `parts` into `out`, which is none of the parts.
 
     Elements are added in the order of ranks, so that every rank gets the same bits. More than two parts are added in
-    float32 at least and rounded once.
+    float32 at least and rounded once; integers are exact.
     """
     if len(parts) == 2:
         return torch.add(parts[0], parts[1], out=out)
-    total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
+    dtype = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
+    total = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
         total += part
     return out.copy_(total)
+
+
+def rank_range(sizes: Sequence[int], rank: int, width: int = 1) -> range:
+    """Range of a rank in a concatenation of `sizes[r]` rows of each rank r, in elements if `width` is a row's."""
+    begin = sum(sizes[:rank])
+    return range(begin * width, (begin + sizes[rank]) * width)

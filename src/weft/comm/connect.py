@@ -1,94 +1,213 @@
-"""Connecting a rank that is a process of its own to its groups."""
+"""Connecting a rank to the others: one table of transports for groups and one for links between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from weft.comm.base import Comm, Links, Solo
-from weft.comm.distributed import DistributedComm, peers_may_vanish
-from weft.comm.line import Edge, SharedLine
-from weft.comm.shared import SharedComm
+from weft.comm.base import Group, Links, Solo, StageLink
+from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
+from weft.comm.line import Edge, SharedMemoryLink
+from weft.comm.shared import SharedMemoryGroup
+from weft.comm.threads import Threads
 from weft.comm.trial import connect_symmetric
 from weft.plan.plan import Plan
+from weft.plan.wiring import EdgeFiles, File, Rendezvous, SharedMemory, Wiring
 
 # Collectives do not time out: the executor notices at once if a rank dies, and a rank that loads for long is not dead.
 NEVER = timedelta(days=365)
+CONNECT = timedelta(seconds=30)  # to rank 0, which has been reached once
+
+Ranks = Sequence[int]
+Link = TypeVar("Link", Group, StageLink)
 
 
-def connect_rank(
-    plan: Plan,
-    rank: int,
-    *,
-    store: str,
-    memory: int,
-    pipes: Sequence[tuple[int, int]],
-    before: Edge | None = None,
-    after: Edge | None = None,
-) -> Links:
-    """Connect a rank to its groups. Every rank of the plan calls this, and it returns when all have.
+class Site:
+    """A rank that is to be connected, with the way in which the executor wired it to the others.
 
-    Ranks that each have a GPU to themselves use NCCL. Other ranks of one stage use `memory` and `pipes` (see
-    SharedComm; no pipes if the system has none), and neighbouring stages use the edges between them (see SharedLine).
-    Groups that have neither use gloo. `store` is a file through which ranks that use NCCL or gloo find each other.
+    `listener` is rank 0's socket of a rendezvous over TCP.
     """
-    place, device = plan.places[rank], torch.device(plan.devices[rank])
-    tensor: Comm | None = Solo() if plan.tensor_parallel == 1 else None
-    pipeline: Comm | None = Solo() if plan.stages == 1 else None
-    if not have_own_gpus(plan):
-        if pipes:
-            tensor = SharedComm(place.tp_rank, memory, pipes)
-        if before is not None or after is not None:
-            pipeline = SharedLine(place.stage, plan.stages, before, after, device)
-    if tensor is not None and pipeline is not None:
-        return Links(tensor, pipeline)
-    return _connect_process_groups(plan, rank, store, tensor, pipeline)
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        wiring: Wiring | Threads,
+        rendezvous: Rendezvous | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self.plan, self.rank, self.wiring = plan, rank, wiring
+        self.device = torch.device(plan.devices[rank].name)
+        self._rendezvous, self._listener = rendezvous, listener
+        self._store: Store | None = None
+
+    def join_world(self) -> Store:
+        """Join the world of torch.distributed, which has all ranks of the plan; return its store."""
+        if self._store is None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            size = len(self.plan.places)
+            with peers_may_vanish():
+                self._store = open_store(self._rendezvous, self._listener, size)
+                dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=size, timeout=NEVER)
+        return self._store
+
+    def process_group(self, backend: str, partition: Sequence[Ranks]) -> dist.ProcessGroup:
+        """This rank's process group of a partition of all ranks. Every rank calls this for the same ones in order."""
+        self.join_world()
+        with peers_may_vanish():
+            groups = [dist.new_group(list(ranks), backend=backend, timeout=NEVER) for ranks in partition]
+        return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
+
+    def own(self, partition: Sequence[Ranks]) -> Ranks:
+        """The part of a partition that this rank is in."""
+        return next(ranks for ranks in partition if self.rank in ranks)
 
 
-def _connect_process_groups(plan: Plan, rank: int, path: str, tensor: Comm | None, pipeline: Comm | None) -> Links:
-    """Connect the groups that are None through torch.distributed; `path` is the file of its store."""
-    device = torch.device(plan.devices[rank])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with peers_may_vanish():
-        size = len(plan.places)
-        store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=NEVER)
-        if tensor is None:
-            tensor = _connect_stage(plan, rank, device, store)
-        if pipeline is None:
-            pipeline = _connect_pipeline(plan, rank, device)
-    return Links(tensor, pipeline)
+def open_store(rendezvous: Rendezvous | None, listener: socket.socket | None, size: int) -> Store:
+    """Open the store through which `size` ranks find each other. Raises RuntimeError if rank 0 is not reached."""
+    if isinstance(rendezvous, File):
+        return dist.FileStore(rendezvous.path, size)  # type: ignore[attr-defined]  # missing in torch's stubs
+    assert rendezvous, "threads have no process groups"
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in torch's stubs
+        rendezvous.host,
+        rendezvous.port,
+        size,
+        is_master=listener is not None,
+        timeout=CONNECT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,  # the store closes it
+    )
+    store.set_timeout(NEVER)
+    return store
 
 
-def _connect_stage(plan: Plan, rank: int, device: torch.device, store: Store) -> Comm:
-    """Connect the ranks of a stage, with symmetric memory if their GPUs can read each other's memory."""
-    stages = [[place.rank for place in plan.places if place.stage == stage] for stage in range(plan.stages)]
-    stage = plan.places[rank].stage
-    group, ranks = _create_groups(plan, stages)[stage], stages[stage]
-    if not (have_own_gpus(plan) and plan.peer_to_peer):
-        return DistributedComm(group, device)
-    devices = [plan.devices[peer] for peer in ranks]
-    return connect_symmetric(group, device, getattr(torch, plan.dtype), store=store, ranks=ranks, devices=devices)
+# --- transports of groups ---
 
 
-def _connect_pipeline(plan: Plan, rank: int, device: torch.device) -> Comm:
-    """Connect the ranks of one tp_rank in every stage."""
-    tp_ranks = range(plan.tensor_parallel)
-    pipelines = [[place.rank for place in plan.places if place.tp_rank == tp_rank] for tp_rank in tp_ranks]
-    return DistributedComm(_create_groups(plan, pipelines)[plan.places[rank].tp_rank], device)
+def create_alone(site: Site, partition: Sequence[Ranks]) -> Solo:
+    return Solo()
 
 
-def _create_groups(plan: Plan, groups: Sequence[list[int]]) -> list[dist.ProcessGroup]:
-    """Create a process group of each list of ranks. Every rank creates every group, in the same order."""
-    backend = "nccl" if have_own_gpus(plan) else "gloo"
-    return [dist.new_group(ranks, backend=backend, timeout=NEVER) for ranks in groups]
+def create_thread_group(site: Site, partition: Sequence[Ranks]) -> Group:
+    assert isinstance(site.wiring, Threads)
+    return site.wiring.group(site.own(partition), site.rank, site.device)
 
 
-def have_own_gpus(plan: Plan) -> bool:
-    """Return True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
-    return all(name.startswith("cuda") for name in plan.devices) and len(set(plan.devices)) == len(plan.devices)
+def create_symmetric_group(site: Site, partition: Sequence[Ranks]) -> Group:
+    group, ranks, plan = site.process_group("nccl", partition), site.own(partition), site.plan
+    devices = [plan.devices[peer].name for peer in ranks]
+    dtype = getattr(torch, plan.dtype)
+    return connect_symmetric(group, site.device, dtype, store=site.join_world(), ranks=ranks, devices=devices)
+
+
+def create_nccl_group(site: Site, partition: Sequence[Ranks]) -> Group:
+    return DistributedGroup(site.process_group("nccl", partition), site.device)
+
+
+def create_shared_memory_group(site: Site, partition: Sequence[Ranks]) -> Group:
+    assert isinstance(site.wiring, SharedMemory) and site.wiring.tensor
+    files = site.wiring.tensor
+    return SharedMemoryGroup(site.own(partition).index(site.rank), files.memory, files.pipes)
+
+
+def create_gloo_group(site: Site, partition: Sequence[Ranks]) -> Group:
+    return DistributedGroup(site.process_group("gloo", partition), site.device)
+
+
+# --- transports of links between stages ---
+
+
+def create_thread_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
+    assert isinstance(site.wiring, Threads)
+    return site.wiring.link(site.own(partition), site.rank, site.device)
+
+
+def create_nccl_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
+    return DistributedLink(site.process_group("nccl", partition), site.device)
+
+
+def create_shared_memory_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
+    assert isinstance(site.wiring, SharedMemory)
+
+    def edge(files: EdgeFiles | None) -> Edge | None:
+        return Edge(files.memory, files.full, files.free) if files else None
+
+    return SharedMemoryLink(edge(site.wiring.before), edge(site.wiring.after), site.device)
+
+
+def create_gloo_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
+    return DistributedLink(site.process_group("gloo", partition), site.device)
+
+
+# --- when they apply ---
+
+
+def is_alone(site: Site, ranks: Ranks) -> bool:
+    return len(ranks) == 1
+
+
+def are_threads(site: Site, ranks: Ranks) -> bool:
+    return isinstance(site.wiring, Threads)
+
+
+def share_memory(site: Site, ranks: Ranks) -> bool:
+    return isinstance(site.wiring, SharedMemory)
+
+
+def own_gpus(site: Site, ranks: Ranks) -> bool:
+    return site.plan.exclusive_gpus
+
+
+def may_read_each_other(site: Site, ranks: Ranks) -> bool:
+    nodes = {site.plan.devices[peer].node for peer in ranks}
+    return site.plan.exclusive_gpus and site.plan.peer_to_peer and len(nodes) == 1
+
+
+def always(site: Site, ranks: Ranks) -> bool:
+    return True
+
+
+# --- the tables ---
+
+# The first transport that applies to a rank's group is used. Its second function gets the whole partition, since every
+# rank has to create every process group.
+Applies = Callable[[Site, Ranks], bool]
+Transports = Sequence[tuple[Applies, Callable[[Site, Sequence[Ranks]], Link]]]
+
+GROUP_TRANSPORTS: Transports[Group] = (
+    (is_alone, create_alone),
+    (are_threads, create_thread_group),
+    (may_read_each_other, create_symmetric_group),
+    (own_gpus, create_nccl_group),
+    (share_memory, create_shared_memory_group),
+    (always, create_gloo_group),
+)
+
+LINK_TRANSPORTS: Transports[StageLink] = (
+    (is_alone, create_alone),
+    (are_threads, create_thread_link),
+    (own_gpus, create_nccl_link),
+    (share_memory, create_shared_memory_link),
+    (always, create_gloo_link),
+)
+
+
+def connect_rank(site: Site) -> Links:
+    """Connect a rank to the others. Every rank of the plan calls this, and it returns when all have."""
+    return Links(
+        tensor=connect(GROUP_TRANSPORTS, site, site.plan.tensor_groups),
+        stage=connect(LINK_TRANSPORTS, site, site.plan.pipelines),
+    )
+
+
+def connect(transports: Transports[Link], site: Site, partition: Sequence[Ranks]) -> Link:
+    """Connect this rank to its group of a partition of all ranks, by the first transport that applies."""
+    ranks = site.own(partition)
+    return next(create for applies, create in transports if applies(site, ranks))(site, partition)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from weft.comm.base import add_up
 
-class DistributedComm:
-    """A `Comm` over a process group.
+
+class DistributedGroup:
+    """A `Group` over a process group of NCCL or gloo.
 
     Gloo works in the host's memory, through which it passes tensors on a GPU.
     """
@@ -21,49 +23,103 @@ class DistributedComm:
         self.size = group.size()
         self._group = group
         self._device = device
-        self._transfer_device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._transfer_device = transfer_device(group, device)
         self.capturable = self._transfer_device == device
-        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        local = x.to(self._transfer_device).contiguous()
+        local = self._to_transfer(x)
         with peers_may_vanish():
             dist.all_reduce(local, group=self._group)
         return local.to(self._device)
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         # Not dist.gather: its parts are all of one size.
-        local = x.to(self._transfer_device).contiguous()
-        parts = [local]
+        local = self._to_transfer(x)
+        parts, transfers = [local], []
         if self.rank == 0:
             parts += [local.new_empty((*x.shape[:-1], size)) for size in sizes[1:]]
-            transfers = [
-                dist.P2POp(dist.irecv, part, group=self._group, group_peer=r) for r, part in enumerate(parts) if r
-            ]
+            transfers = [self._transfer(dist.irecv, part, peer) for peer, part in enumerate(parts) if peer]
         else:
-            transfers = [dist.P2POp(dist.isend, local, group=self._group, group_peer=0)]
+            transfers = [self._transfer(dist.isend, local, 0)]
+        # Both sides know which parts are empty.
+        transfers = [transfer for transfer in transfers if transfer.tensor.numel()]
         with peers_may_vanish():
-            for work in dist.batch_isend_irecv(transfers):
+            for work in dist.batch_isend_irecv(transfers) if transfers else ():
                 work.wait()
         return torch.cat(parts, dim=-1).to(self._device) if self.rank == 0 else None
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        # Gloo wants parts of one size: uneven ones are filled up to the largest.
+        most, local = max(sizes), self._to_transfer(x)
+        if len(local) < most:
+            local = torch.cat((local, local.new_zeros(most - len(local), *x.shape[1:])))
+        out = local.new_empty(self.size * most, *x.shape[1:])
+        if out.numel():
+            with peers_may_vanish():
+                dist.all_gather_into_tensor(out, local, group=self._group)
+        if min(sizes) < most:
+            out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
+        return out.to(self._device)
+
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        # Each rank gets all parts of its rows: as many bytes as in a ring, one hop, and sums that are rounded once. For
+        # gloo torch has no operation with rows of several sizes.
+        parts = self.all_to_all(x, sizes, [sizes[self.rank]] * self.size)
+        parts = parts.view(self.size, sizes[self.rank], *x.shape[1:])
+        return add_up(parts.unbind(), torch.empty_like(parts[0]))
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        local = self._to_transfer(x)
+        out = local.new_empty(sum(receive), *x.shape[1:])
+        with peers_may_vanish():
+            dist.all_to_all_single(out, local, list(receive), list(send), group=self._group)
+        return out.to(self._device)
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        local = self._to_transfer(x)
+        with peers_may_vanish():
+            dist.broadcast(local, group=self._group, group_src=source)
+        return local.to(self._device)
+
+    def _to_transfer(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor where the backend works, contiguous."""
+        return x.to(self._transfer_device).contiguous()
+
+    def _transfer(self, operation: Callable[..., object], part: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(operation, part, group=self._group, group_peer=peer)
+
+
+class DistributedLink:
+    """A `StageLink` over a process group whose rank is the number of the stage."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._stage, self._stages = group.rank(), group.size()
+        self._transfer_device = transfer_device(group, device)
+        self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+    def send(self, x: torch.Tensor) -> None:
         copy = x.to(self._transfer_device, copy=True, memory_format=torch.contiguous_format)
         with peers_may_vanish():
-            # The copy is kept until it has been sent. At most `size` steps are in flight, one per stage, so the copy
-            # before those has long been received; and stages send one way only, so the wait for it ends. No more copies
-            # are kept: a prompt's step may be 100 MB.
-            self._sent.append((dist.isend(copy, group=self._group, group_dst=to), copy))
-            while len(self._sent) > self.size:
+            # The copy is kept until it has been sent. At most one step per stage is in flight, so the copy before those
+            # has long been received; and stages send one way only, so the wait for it ends. No more copies are kept: a
+            # prompt's step may be 100 MB.
+            self._sent.append((dist.isend(copy, group=self._group, group_dst=self._stage + 1), copy))
+            while len(self._sent) > self._stages:
                 sending, _ = self._sent.popleft()
                 if sending is not None:  # None for a rank outside the group, which sends nothing
                     sending.wait()
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         local = torch.empty(tuple(shape), dtype=dtype, device=self._transfer_device)
         with peers_may_vanish():
-            dist.recv(local, group=self._group, group_src=source)
+            dist.recv(local, group=self._group, group_src=self._stage - 1)
         return local.to(self._device)
+
+
+def transfer_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Device of the memory that a process group's backend sends from."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A pipeline group whose stages are on one host, through memory that neighbouring stages share.
+"""A link between stages of one host, through memory that neighbouring stages share.
 
 A stage copies a tensor into the memory and writes a byte to a pipe. The next stage sleeps until that byte comes, and
 wakes for nothing else.
@@ -91,33 +91,24 @@ class Doorbell:
                     self._poll.poll()
 
 
-class SharedLine:
-    """A `Comm` of stage `rank` of `size`, which can send to the next stage and receive from the previous one only.
+class SharedMemoryLink:
+    """A `StageLink` through `before` and `after`, the edges to the previous and to the next stage.
 
-    `before` and `after` are the edges to these two. Tensors on a GPU pass through the host's memory.
+    Tensors on a GPU pass through the host's memory.
     """
 
-    capturable = False
-
-    def __init__(self, rank: int, size: int, before: Edge | None, after: Edge | None, device: torch.device) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, before: Edge | None, after: Edge | None, device: torch.device) -> None:
         self._before, self._after, self._device = before, after, device
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        assert self._after is not None and to == self.rank + 1, "a stage sends to the next stage"
+    def send(self, x: torch.Tensor) -> None:
+        assert self._after is not None, "the last stage sends to no other"
         local = x.cpu().contiguous().view(-1).view(torch.uint8)
         for piece in local.split(self._after.slot_bytes):
             self._after.put_piece(piece)
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        assert self._before is not None and source == self.rank - 1, "a stage receives from the previous stage"
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        assert self._before is not None, "the first stage receives from no other"
         out = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
         for piece in out.split(self._before.slot_bytes):
             self._before.take_piece(piece)
         return out.view(dtype).view(tuple(shape)).to(self._device)
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a pipeline sends and receives; the ranks of a stage sum")
-
-    def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        raise AssertionError("a pipeline sends and receives; the ranks of a stage gather")

@@ -20,9 +20,9 @@ class Parts:
     sum of the other turn, and every rank came to that one only after it had read the parts of the first. So no part is
     overwritten while it is read, however late a rank is.
 
-    A sum that does not use these places (`SymmetricComm.sum`) is a barrier as well: after it any place is free, and the
-    caller says so with `begin`. A CUDA graph keeps the turns with which it was captured. So graphs may be replayed in
-    any order only if every step ends with such a sum. `DecoderModel.hidden` ends with one.
+    A sum that does not use these places (`SymmetricGroup.sum`) is a barrier as well: after it any place is free, and
+    the caller says so with `begin`. A CUDA graph keeps the turns with which it was captured. So graphs may be replayed
+    in any order only if every step ends with such a sum. `DecoderModel.hidden` ends with one.
     """
 
     def __init__(self, places: Sequence[Sequence[torch.Tensor]], rank: int, barrier: Callable[[], None]) -> None:

@@ -10,22 +10,22 @@ import mmap
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from time import perf_counter
 
 import torch
 
-from weft.comm.base import add_up
+from weft.comm.base import add_up, rank_range
 
 SLOT_BYTES = 4 << 20  # of each rank and turn; larger tensors go in pieces, which stay in the cache
 HEAD_BYTES = 4096  # before the slots of kernels that sum by themselves
 SPIN_S = 50e-6  # time to poll for the other ranks before sleeping until they come
 
 
-class SharedComm:
-    """A `Comm` over shared memory; tensors on a GPU pass through the host's memory.
+class SharedMemoryGroup:
+    """A `Group` over shared memory; tensors on a GPU pass through the host's memory.
 
     `memory` is a descriptor of shared memory, `pipes[r]` the (read, write) ends of rank r's pipe. All of them belong to
     the group alone, and stay open.
@@ -73,12 +73,13 @@ class SharedComm:
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1]).cpu()
         out = torch.empty((len(rows), sum(sizes)), dtype=x.dtype) if self.rank == 0 else None
-        step = self._slot_bytes // (max(sizes) * x.itemsize)
+        # Every rank sends as many elements as the widest one: slots are cut alike for all.
+        most = max(1, *sizes)
+        step = self._slot_bytes // (most * x.itemsize)
         assert step > 0, "a slot holds at least one row"
         for begin in range(0, len(rows), step):
             piece = rows[begin : begin + step]
-            # Every rank sends as many elements as the widest one: slots are cut alike for all.
-            parts = self._exchange(piece.reshape(-1), len(piece) * max(sizes))
+            parts = self._exchange(piece.reshape(-1), len(piece) * most)
             if out is not None:
                 at = 0
                 for part, size in zip(parts, sizes, strict=True):
@@ -86,16 +87,65 @@ class SharedComm:
                     at += size
         return None if out is None else out.view(*x.shape[:-1], sum(sizes)).to(x.device)
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        raise AssertionError("the ranks of a stage sum and gather; a pipeline sends")
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        width = prod(x.shape[1:])
+        numels = [size * width for size in sizes]
+        flat = self._collect(x.reshape(-1), numels, [range(numel) for numel in numels])
+        return flat.view(sum(sizes), *x.shape[1:])
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        raise AssertionError("the ranks of a stage sum and gather; a pipeline receives")
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        flat, own = x.reshape(-1).cpu(), rank_range(sizes, self.rank, prod(x.shape[1:]))
+        out = flat.new_empty(len(own))
+        for begin, parts in self._exchange_pieces(flat, len(flat)):
+            start, stop = max(own.start, begin), min(own.stop, begin + len(parts[0]))
+            if start < stop:
+                pieces = [part[start - begin : stop - begin] for part in parts]
+                add_up(pieces, out[start - own.start : stop - own.start])
+        return out.view(sizes[self.rank], *x.shape[1:]).to(x.device)
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        # A rank does not know where in the other ranks' rows its own begin: the numbers go first.
+        counts = [part.tolist() for part in self._exchange(torch.tensor(send))]
+        width = prod(x.shape[1:])
+        ranges = [rank_range(sizes, self.rank, width) for sizes in counts]
+        assert [len(wanted) for wanted in ranges] == [size * width for size in receive], (counts, receive)
+        flat = self._collect(x.reshape(-1), [sum(sizes) * width for sizes in counts], ranges)
+        return flat.view(sum(receive), *x.shape[1:])
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        numels = [0] * self.size
+        numels[source] = x.numel()
+        own = x.reshape(-1)[: numels[self.rank]]
+        return self._collect(own, numels, [range(numel) for numel in numels]).view(x.shape)
+
+    def _collect(self, flat: torch.Tensor, numels: Sequence[int], wanted: Sequence[range]) -> torch.Tensor:
+        """Exchange the ranks' flat tensors, of numels[r] elements; return the elements wanted[r] of each."""
+        local = flat.cpu()
+        out = local.new_empty(sum(map(len, wanted)))
+        for begin, parts in self._exchange_pieces(local, max(numels)):
+            at = 0
+            for part, elements in zip(parts, wanted, strict=True):
+                start, stop = max(elements.start, begin), min(elements.stop, begin + len(part))
+                if start < stop:
+                    to = at - elements.start
+                    out[to + start : to + stop] = part[start - begin : stop - begin]
+                at += len(elements)
+        return out.to(flat.device)
+
+    def _exchange_pieces(self, flat: torch.Tensor, numel: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Exchange flat tensors of at most `numel` elements, the same number on every rank, in pieces that fit a slot.
+
+        Yields where each piece begins, and the piece of every rank: valid until the next one, and without meaning
+        beyond the rank's own number of elements.
+        """
+        step = self._slot_bytes // flat.itemsize
+        for begin in range(0, numel, step):
+            yield begin, self._exchange(flat[begin : begin + step], min(step, numel - begin))
 
     def _exchange(self, piece: torch.Tensor, numel: int | None = None) -> list[torch.Tensor]:
         """Exchange pieces: the parts of all ranks in this turn, `numel` elements each, valid until the next turn."""
         self._turn += 1
-        parts = self._cut(self._turn & 1, numel or piece.numel(), piece.dtype)
+        parts = self._cut(self._turn & 1, piece.numel() if numel is None else numel, piece.dtype)
         parts[self.rank][: piece.numel()] = piece
         for pipe in self._others:
             os.write(pipe, self._name)

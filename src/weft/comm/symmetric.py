@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.comm.distributed import DistributedComm
+from weft.comm.distributed import DistributedGroup
 from weft.comm.parts import TURNS, Parts
 
 # One shot reads (size - 1) times the message, two shots twice: beyond these NCCL's rings are as good. Limits as vLLM's
@@ -28,8 +28,8 @@ SHOT_DTYPES = (torch.bfloat16, torch.float32)  # the only dtypes of torch's two 
 BARRIER_CHANNEL = 32
 
 
-class SymmetricComm(DistributedComm):
-    """A `Comm` over a process group and symmetric memory.
+class SymmetricGroup(DistributedGroup):
+    """A `Group` over a process group and symmetric memory.
 
     NCCL sums what is large, in the order and with the roundings of its rings. `buffer` comes from `allocate_buffer`;
     `handle` is what torch's rendezvous returned for it.
@@ -78,14 +78,14 @@ class SymmetricComm(DistributedComm):
 
 
 def allocate_buffer(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate the memory of a SymmetricComm. Raises RuntimeError or ImportError if torch has none for the device."""
+    """Allocate the memory of a SymmetricGroup. Raises RuntimeError or ImportError if torch has none for the device."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty((TWO_SHOT_BYTES + TURNS * PUBLISHED_BYTES) // dtype.itemsize, dtype=dtype, device=device)
 
 
-def connect_buffers(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricComm:
+def connect_buffers(group: dist.ProcessGroup, device: torch.device, memory: torch.Tensor) -> SymmetricGroup:
     """Give all ranks access to each other's memory; returns when all have it."""
     import torch.distributed._symmetric_memory as symmetric
 
-    return SymmetricComm(group, device, memory, symmetric.rendezvous(memory, group))
+    return SymmetricGroup(group, device, memory, symmetric.rendezvous(memory, group))

@@ -1,18 +1,21 @@
-"""A group whose ranks are threads of one process."""
+"""Groups and links of ranks that are threads of one process."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
-from weft.comm.base import Comm, Links, Solo, add_up
+from weft.comm.base import add_up, rank_range
 from weft.plan.plan import Plan
 
+T = TypeVar("T")
 
-class Rendezvous:
+
+class Meeting:
     """State that the `size` threads of a group share.
 
     Tensors are exchanged in two alternating turns: a thread that is ahead writes to the next turn while other threads
@@ -22,32 +25,21 @@ class Rendezvous:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self.turns: list[list[torch.Tensor]] = [[torch.empty(0)] * size for _ in range(2)]
-        # mailboxes[to][source]; None says that no tensor will come any more.
-        self.mailboxes: list[list[SimpleQueue[torch.Tensor | None]]] = [
-            [SimpleQueue() for _ in range(size)] for _ in range(size)
-        ]
-
-    def abort(self) -> None:
-        """Wake every thread that waits, now and later, with an error."""
-        self.barrier.abort()
-        for mailboxes in self.mailboxes:
-            for mailbox in mailboxes:
-                mailbox.put(None)
+        self.turns: list[list[Any]] = [[None] * size for _ in range(2)]
 
 
-class ThreadComm:
-    """A `Comm` of one thread.
+class ThreadGroup:
+    """A `Group` of one thread.
 
     A CUDA rank waits for its device before it meets the other ranks, so its sums cannot be captured in a CUDA graph.
     """
 
     capturable = False
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
+    def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self.rank = rank
-        self.size = rendezvous.size
-        self._rendezvous = rendezvous
+        self.size = meeting.size
+        self._meeting = meeting
         self._device = device
         self._turn = 0
 
@@ -57,62 +49,88 @@ class ThreadComm:
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         parts = self._exchange(x.clone())
-        return torch.cat([part.to(self._device) for part in parts], dim=-1) if self.rank == 0 else None
+        return self._cat(parts, dim=-1) if self.rank == 0 else None
 
-    def send(self, x: torch.Tensor, to: int) -> None:
-        copy = x.clone()
-        self._synchronize()
-        self._rendezvous.mailboxes[to][self.rank].put(copy)
+    def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self._cat(self._exchange(x.clone()))
 
-    def recv(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        mailbox = self._rendezvous.mailboxes[self.rank][source]
-        received = mailbox.get()
-        if received is None:
-            mailbox.put(None)  # for the next call
-            raise ConnectionAbortedError(f"rank {source} of the group has ended")
-        assert (received.shape, received.dtype) == (tuple(shape), dtype), (received.shape, received.dtype, shape, dtype)
-        return received.to(self._device)
+    def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        own = rank_range(sizes, self.rank)
+        parts = [part[own.start : own.stop].to(self._device) for part in self._exchange(x.clone())]
+        return add_up(parts, torch.empty_like(parts[0]))
 
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Exchange tensors: those of all ranks in this turn, in the order of ranks."""
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
+        parts = self._exchange(x.clone().split(list(send)))
+        return self._cat([part[self.rank] for part in parts])
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return self._exchange(x.clone())[source].to(self._device, copy=True)
+
+    def _cat(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        return torch.cat([part.to(self._device) for part in parts], dim=dim)
+
+    def _exchange(self, own: T) -> list[T]:
+        """Exchange anything: what all ranks give in this turn, in the order of ranks."""
         self._turn ^= 1
-        parts = self._rendezvous.turns[self._turn]
-        parts[self.rank] = x
-        self._synchronize()
+        parts = self._meeting.turns[self._turn]
+        parts[self.rank] = own
+        synchronize_stream(self._device)
         try:
-            self._rendezvous.barrier.wait()
+            self._meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise ConnectionAbortedError("another rank of the group has ended") from None
         return parts
 
-    def _synchronize(self) -> None:
-        """Wait for the device: other ranks read this rank's tensors from streams of their own."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+# Tensors on their way from a stage to the next; None says that no more will come.
+Mailbox = SimpleQueue[torch.Tensor | None]
 
 
-class ThreadGroups:
-    """The groups of all ranks of a plan: `links[rank]`."""
+class ThreadLink:
+    """A `StageLink` of one thread: `before` is filled by the previous stage, `after` by this one."""
+
+    def __init__(self, before: Mailbox, after: Mailbox, device: torch.device) -> None:
+        self._before, self._after, self._device = before, after, device
+
+    def send(self, x: torch.Tensor) -> None:
+        copy = x.clone()
+        synchronize_stream(self._device)
+        self._after.put(copy)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        received = self._before.get()
+        if received is None:
+            self._before.put(None)  # for the next call
+            raise ConnectionAbortedError("the previous stage has ended")
+        assert (received.shape, received.dtype) == (tuple(shape), dtype), (received.shape, received.dtype, shape, dtype)
+        return received.to(self._device)
+
+
+class Threads:
+    """The wiring of ranks that are threads of this process: what the threads of each group and stage share."""
 
     def __init__(self, plan: Plan) -> None:
-        stages = [Rendezvous(plan.tensor_parallel) for _ in range(plan.stages)]
-        pipelines = [Rendezvous(plan.stages) for _ in range(plan.tensor_parallel)]
-        self._all = stages + pipelines
+        self._meetings = {tuple(ranks): Meeting(len(ranks)) for ranks in plan.tensor_groups}
+        self._mailboxes: list[Mailbox] = [SimpleQueue() for _ in plan.places]  # by the rank that sends
 
-        def connect(rendezvous: Rendezvous, group_rank: int, rank: int) -> Comm:
-            if rendezvous.size == 1:
-                return Solo()
-            return ThreadComm(rendezvous, group_rank, torch.device(plan.devices[rank]))
+    def group(self, ranks: Sequence[int], rank: int, device: torch.device) -> ThreadGroup:
+        """The group of the plan's `ranks`, for one of them."""
+        return ThreadGroup(self._meetings[tuple(ranks)], ranks.index(rank), device)
 
-        self.links = [
-            Links(
-                tensor=connect(stages[place.stage], place.tp_rank, place.rank),
-                pipeline=connect(pipelines[place.tp_rank], place.stage, place.rank),
-            )
-            for place in plan.places
-        ]
+    def link(self, ranks: Sequence[int], rank: int, device: torch.device) -> ThreadLink:
+        """The link between the stages of a pipeline, for the plan's rank `rank`; `ranks` has a rank of each stage."""
+        previous = ranks[ranks.index(rank) - 1]
+        return ThreadLink(self._mailboxes[previous], self._mailboxes[rank], device)
 
     def abort(self) -> None:
-        """End all ranks after one has ended, instead of having them wait for it."""
-        for rendezvous in self._all:
-            rendezvous.abort()
+        """Wake every rank that waits, now and later, with an error: another one has ended."""
+        for meeting in self._meetings.values():
+            meeting.barrier.abort()
+        for mailbox in self._mailboxes:
+            mailbox.put(None)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Wait for the device: other ranks read this rank's tensors from streams of their own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.comm import symmetric
 from weft.comm.base import add_up
-from weft.comm.distributed import DistributedComm
-from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricComm
+from weft.comm.distributed import DistributedGroup
+from weft.comm.symmetric import MOST_RANKS, ONE_SHOT_BYTES, PUBLISHED_BYTES, SHOT_DTYPES, TWO_SHOT_BYTES, SymmetricGroup
 from weft.comm.votes import Votes
 
 T = TypeVar("T")
@@ -45,14 +45,14 @@ def connect_symmetric(
     ranks: Sequence[int],
     devices: Sequence[str],
     timeout: timedelta = TIMEOUT,
-) -> DistributedComm:
+) -> DistributedGroup:
     """Wrap a group with symmetric memory if all of its ranks find that this works, else with NCCL alone.
 
     `ranks` are the plan's rank numbers of the group, `devices` their devices; `store` is the one that the group was
     made with. To be called in a process of its own, which ends if it is stuck in the driver. Raises EngineError if
     another rank is stuck.
     """
-    plain = DistributedComm(group, device)
+    plain = DistributedGroup(group, device)
     votes = Votes(PrefixStore(f"symmetric/{ranks[0]}", store), ranks, ranks[plain.rank], timeout)
     usual: timedelta = store.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
     store.set_timeout(timeout / 2)  # torch's rendezvous waits through it
@@ -74,7 +74,7 @@ def connect_symmetric(
 
 def try_symmetric(
     group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, devices: Sequence[str], votes: Votes
-) -> tuple[SymmetricComm | None, str]:
+) -> tuple[SymmetricGroup | None, str]:
     """Wrap the group with symmetric memory, or return None and the reason why not: the same on every rank."""
     memory, own = None, obstacle(device, devices)
     if not own:
@@ -112,7 +112,7 @@ def attempt(create: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"no symmetric memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
-def all_add_up(comm: SymmetricComm) -> bool:
+def all_add_up(comm: SymmetricGroup) -> bool:
     """Return True if every kind of sum is right.
 
     All sums are made even if one is wrong: the other ranks wait for this one in the next.

@@ -32,7 +32,7 @@ class InlineExecutor(RankExecutor):
 
     def __init__(self, worker: str = WORKER) -> None:
         super().__init__(worker)
-        self._groups: Any = None
+        self._wiring: Any = None
         self._inboxes: list[SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
 
@@ -41,7 +41,7 @@ class InlineExecutor(RankExecutor):
         os.environ.update(cuda.device_order_variables(os.environ))
         with gc_paused():
             threads = import_module("weft.comm.threads")  # by name: this package does not import torch
-        self._groups = threads.ThreadGroups(plan)
+        self._wiring = threads.Threads(plan)
         for place in plan.places:
             inbox: SimpleQueue[Any] = SimpleQueue()
             thread = threading.Thread(
@@ -54,7 +54,9 @@ class InlineExecutor(RankExecutor):
     def _run(self, plan: Plan, rank: int, inbox: SimpleQueue[Any]) -> None:
         def create_worker() -> RankWorker:
             bind_to_cores(plan.cores[rank])
-            return worker_class(self._worker)(plan, rank, self._groups.links[rank])
+            connect = import_module("weft.comm.connect")
+            links = connect.connect_rank(connect.Site(plan, rank, self._wiring))
+            return worker_class(self._worker)(plan, rank, links)
 
         run_rank(rank, inbox, partial(self._take_message, rank), create_worker)
 
@@ -64,12 +66,12 @@ class InlineExecutor(RankExecutor):
 
     def _kill(self) -> None:
         # A rank that waits for another is woken, and ends.
-        self._groups.abort()
+        self._wiring.abort()
         for inbox in self._inboxes:
             inbox.put(None)
 
     def _end(self) -> None:
-        if self._groups:
+        if self._wiring:
             self._kill()
         for thread in self._threads:
             if thread is not threading.current_thread():

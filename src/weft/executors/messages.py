@@ -9,40 +9,20 @@ from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
-
-
-class StageFiles(msgspec.Struct, frozen=True):
-    """File descriptors that the ranks of one stage share: memory, and a pipe (read, write) for each rank."""
-
-    memory: int
-    pipes: tuple[tuple[int, int], ...]
-
-
-class LinkFiles(msgspec.Struct, frozen=True):
-    """File descriptors that two consecutive stages share: memory, and two pipes (read, write).
-
-    `full` tells the receiver that a tensor was written, `free` tells the sender that one was taken.
-    """
-
-    memory: int
-    full: tuple[int, int]
-    free: tuple[int, int]
+from weft.plan.wiring import Rendezvous, Tcp, Wiring
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: which rank of which plan the process is.
+    """The first frame: which rank of which plan the process is, and its way to the other ranks.
 
-    `worker` is "module:Class". `store` is the path of a file through which ranks find each other. `before` and `after`
-    are the links to the neighbouring stages.
+    `worker` is "module:Class".
     """
 
     plan: Plan
     rank: int
     worker: str
-    store: str
-    shared: StageFiles | None
-    before: LinkFiles | None = None
-    after: LinkFiles | None = None
+    rendezvous: Rendezvous
+    wiring: Wiring
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -62,6 +42,12 @@ class RunCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Launch | Allocate | RunStep | RunCommand
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0 listens at this address, through which the other ranks find it."""
+
+    address: Tcp
 
 
 class PhaseEntered(msgspec.Struct, frozen=True, tag=True):
@@ -99,4 +85,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = PhaseEntered | Loaded | Allocated | CommandDone | StepDone | Failed
+FromRank = Listening | PhaseEntered | Loaded | Allocated | CommandDone | StepDone | Failed

@@ -7,65 +7,87 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
+from itertools import chain
 
 from weft.executors.causes import cause_of
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, end_children
-from weft.executors.messages import Failed, FromRank, Launch, LinkFiles, StageFiles, ToRank
+from weft.executors.messages import Failed, FromRank, Launch, Listening, ToRank
 from weft.executors.rank import SPIN_COUNT, SPIN_VARIABLE, WORKER
 from weft.executors.ranks import RankExecutor
+from weft.executors.shared_files import open_shared_memory, shared_descriptors
 from weft.hardware import cuda
 from weft.plan.plan import Plan
+from weft.plan.wiring import File, Network, Rendezvous, SharedMemory, Tcp, Wiring
 
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK, LOOPBACK_ADDRESS = "lo0" if sys.platform == "darwin" else "lo", "127.0.0.1"
 
 
 class ProcessExecutor(RankExecutor):
-    """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class"."""
+    """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class".
 
-    def __init__(self, worker: str = WORKER) -> None:
+    With `network`, ranks share no file: they find each other over TCP, and exchange tensors through sockets only, as
+    ranks on several machines do.
+    """
+
+    def __init__(self, worker: str = WORKER, *, network: bool = False) -> None:
         super().__init__(worker)
+        self._network = network
         self._children: list[Child[FromRank]] = []
         self._listeners: list[threading.Thread] = []
         self._folder: str | None = None
 
     def _launch(self, plan: Plan) -> None:
-        store, store_files = self._open_store()
-        shared = [create_stage_files(plan.tensor_parallel) for _ in range(plan.stages)]
-        # links[rank]: from that rank to the same tensor-parallel rank of the next stage.
-        links = [create_link_files() for _ in plan.places[: -plan.tensor_parallel]]
+        if self._network:
+            self._launch_on_network(plan)
+        else:
+            self._launch_on_host(plan)
+
+    def _launch_on_network(self, plan: Plan) -> None:
+        """Start the processes; tell those of the other ranks where rank 0 listens."""
+        for place in plan.places:
+            self._start_rank(plan, place.rank)
+        self._send_launch(plan, 0, Tcp(LOOPBACK_ADDRESS, 0), Network())
+        (listening,) = self._await_reports(Listening, 1)
+        for place in plan.places[1:]:
+            self._send_launch(plan, place.rank, listening.address, Network())
+
+    def _launch_on_host(self, plan: Plan) -> None:
+        """Start processes that share files of this host."""
+        rendezvous, store_files = self._open_store()
+        wirings = create_wirings(plan)
+        opened = [shared_descriptors(wiring) if isinstance(wiring, SharedMemory) else [] for wiring in wirings]
         try:
             for place in plan.places:
-                files = shared[place.stage]
-                before = None if place.first else links[place.rank - plan.tensor_parallel]
-                after = None if place.last else links[place.rank]
-                child: Child[FromRank] = Child(
-                    "weft.worker.process",
-                    FromRank,
-                    env=rank_environment(plan.threads(place.rank), plan.peer_to_peer),
-                    files=[*store_files, *file_descriptors(files, before, after)],
-                )
-                self._children.append(child)
-                child.send(Launch(plan, place.rank, self._worker, store, files, before, after))
-                listener = threading.Thread(
-                    target=self._listen, args=(place.rank, child), name=f"weft-rank-{place.rank}", daemon=True
-                )
-                self._listeners.append(listener)
-                listener.start()
+                self._start_rank(plan, place.rank, [*store_files, *opened[place.rank]])
+                self._send_launch(plan, place.rank, rendezvous, wirings[place.rank])
         finally:
-            for descriptor in (*store_files, *file_descriptors(*shared, *links)):
+            for descriptor in {*store_files, *chain.from_iterable(opened)}:
                 os.close(descriptor)
 
-    def _open_store(self) -> tuple[str, list[int]]:
-        """Return the path of torch's rendezvous file, and the descriptors behind it.
+    def _start_rank(self, plan: Plan, rank: int, files: Sequence[int] = ()) -> None:
+        """Start the process of a rank, which inherits `files`, and listen to it."""
+        environment = rank_environment(plan.threads(rank), plan.peer_to_peer)
+        child: Child[FromRank] = Child("weft.worker.process", FromRank, env=environment, files=files)
+        self._children.append(child)
+        listener = threading.Thread(target=self._listen, args=(rank, child), name=f"weft-rank-{rank}", daemon=True)
+        self._listeners.append(listener)
+        listener.start()
+
+    def _send_launch(self, plan: Plan, rank: int, rendezvous: Rendezvous, wiring: Wiring) -> None:
+        self._children[rank].send(Launch(plan, rank, self._worker, rendezvous, wiring))
+
+    def _open_store(self) -> tuple[File, list[int]]:
+        """Return the file through which torch's ranks find each other, and the descriptors behind its path.
 
         If the system has anonymous files, no trace of the file is left, however this process ends.
         """
         if hasattr(os, "memfd_create"):
             file = os.memfd_create("weft-ranks")
-            return f"/proc/self/fd/{file}", [file]
+            return File(f"/proc/self/fd/{file}"), [file]
         self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
-        return f"{self._folder}/ranks", []
+        return File(f"{self._folder}/ranks"), []
 
     def _send_all(self, message: ToRank) -> None:
         frame = encode_frame(message)
@@ -115,23 +137,8 @@ def rank_environment(threads: int, peer_to_peer: bool = True) -> dict[str, str]:
     return {name: value for name, value in ours.items() if name not in os.environ}
 
 
-def create_stage_files(ranks: int) -> StageFiles | None:
-    """Open memory and pipes for the ranks of a stage; None for one rank, or if the system lacks anonymous files."""
-    if ranks == 1 or not hasattr(os, "memfd_create"):
-        return None
-    return StageFiles(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
-
-
-def create_link_files() -> LinkFiles | None:
-    """Open memory and pipes between two stages; None if the system lacks anonymous files."""
-    return LinkFiles(os.memfd_create("weft"), os.pipe(), os.pipe()) if hasattr(os, "memfd_create") else None
-
-
-def file_descriptors(*several: StageFiles | LinkFiles | None) -> list[int]:
-    """Return all descriptors in these files."""
-    descriptors = []
-    for files in several:
-        if files is not None:
-            pipes = files.pipes if isinstance(files, StageFiles) else (files.full, files.free)
-            descriptors += [files.memory, *(end for pipe in pipes for end in pipe)]
-    return descriptors
+def create_wirings(plan: Plan) -> Sequence[Wiring]:
+    """Open what the ranks of one host exchange tensors through, in rank order."""
+    if plan.exclusive_gpus or not hasattr(os, "memfd_create"):
+        return [Network()] * len(plan.places)
+    return open_shared_memory(plan)

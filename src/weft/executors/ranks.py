@@ -25,6 +25,7 @@ from weft.executors.messages import (
     CommandDone,
     Failed,
     FromRank,
+    Listening,
     Loaded,
     PhaseEntered,
     RunCommand,
@@ -38,7 +39,7 @@ from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
 from weft.plan.plan import Plan
 
-Report = TypeVar("Report", Loaded, Allocated)
+Report = TypeVar("Report", Listening, Loaded, Allocated)
 
 # A rank that lost a peer may report so before the peer's own end is noticed: wait this long for the root cause.
 ROOT_CAUSE_S = 1.0
@@ -158,7 +159,7 @@ class RankExecutor(ABC):
                     future.set_result(result)
             case CommandDone(reply):
                 self._take_reply(rank, reply)
-            case Loaded() | Allocated():
+            case Listening() | Loaded() | Allocated():
                 self._reports.put(message)
             case PhaseEntered(phase):
                 self._phases[rank] = phase
@@ -243,8 +244,12 @@ class RankExecutor(ABC):
 
     def _await_all(self, kind: type[Report]) -> list[Report]:
         """Wait for a `kind` from each rank. Raises EngineError with the root cause if a rank fails."""
+        return self._await_reports(kind, len(self._phases))
+
+    def _await_reports(self, kind: type[Report], count: int) -> list[Report]:
+        """Wait for `count` reports of a `kind`. Raises as `_await_all`."""
         reports: list[Report] = []
-        while len(reports) < len(self._phases):
+        while len(reports) < count:
             report = self._reports.get()
             if isinstance(report, Cause):
                 raise EngineError(report)
@@ -256,6 +261,6 @@ class RankExecutor(ABC):
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
     cpu, spec = ATTENTION_BACKENDS["cpu"], AttentionSpec.from_shape(plan.shape, plan.dtype)
-    needed = plan.attention_backend in ("auto", "cpu") and "cpu" in plan.devices
+    needed = plan.attention_backend in ("auto", "cpu") and plan.on_cpu
     if needed and cpu.supports(spec, KernelDevice(cards=(), packages=None)) is None:
         build.build_ahead(plan.dtype)

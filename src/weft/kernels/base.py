@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.batch import Batch
 from weft.kernels.sampling import Sampling
 from weft.kernels.staged import StagedStep
@@ -216,7 +216,7 @@ class Pointwise(Protocol):
         ...
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
         """residual += the sum of x over the ranks, in place; return its RMS norm, the same bits on every rank."""
         ...
@@ -263,10 +263,10 @@ class Matrices(Protocol):
 
 
 # Fuses the layers of a pipeline stage into one call; None if the operations one by one are as fast.
-FuseLayers = Callable[[Sequence[DenseLayer], Comm], FusedStage | None]
+FuseLayers = Callable[[Sequence[DenseLayer], Group], FusedStage | None]
 
 
-def fuse_nothing(layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+def fuse_nothing(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
     """The `FuseLayers` of kernels that have no call for a whole stage."""
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from weft.architectures.place import Span
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import EmbeddingTable, Product
 
 
@@ -17,7 +17,7 @@ class Embedding:
     Rows are multiplied by `scale`, rounded to their dtype.
     """
 
-    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Comm, scale: float = 1.0) -> None:
+    def __init__(self, table: EmbeddingTable, vocab: Span, comm: Group, scale: float = 1.0) -> None:
         self.table, self.vocab, self.comm, self.scale = table, vocab, comm, scale
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Head:
     `widths[r]` is the number of vocabulary rows of rank r.
     """
 
-    def __init__(self, product: Product, widths: Sequence[int], comm: Comm) -> None:
+    def __init__(self, product: Product, widths: Sequence[int], comm: Group) -> None:
         self.product, self.widths, self.comm = product, widths, comm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:

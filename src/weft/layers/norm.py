@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import Kernels
 
 
@@ -36,7 +36,7 @@ class ResidualStream:
     and the next norm are one operation where the kernels have it.
     """
 
-    def __init__(self, residual: torch.Tensor, comm: Comm, kernels: Kernels) -> None:
+    def __init__(self, residual: torch.Tensor, comm: Group, kernels: Kernels) -> None:
         self._residual, self._comm, self._kernels = residual, comm, kernels
         self._part: torch.Tensor | None = None
         self._part_norm: NormLayer | None = None

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 import torch
 
 from weft.architectures.shape import Norm
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import Kernels
 from weft.layers.linear import GroupedLinear, Linear, create_grouped_linear, create_linear
 from weft.layers.norm import NormLayer
@@ -21,7 +21,7 @@ Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 class LayerWeights:
     """Parameters of a rank whose names begin with `prefix`, such as "layers.3."."""
 
-    def __init__(self, tensors: Tensors, prefix: str, norm: Norm, comm: Comm, kernels: Kernels) -> None:
+    def __init__(self, tensors: Tensors, prefix: str, norm: Norm, comm: Group, kernels: Kernels) -> None:
         self._tensors, self._prefix, self._norm = tensors, prefix, norm
         self.comm, self.kernels = comm, kernels
 

@@ -9,7 +9,7 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.attention import AttentionBlock
@@ -48,7 +48,7 @@ class DecoderLayer:
 class LayerLoop:
     """Consecutive layers that run one by one."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], comm: Comm, kernels: Kernels) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> None:
         self.layers, self._comm, self._kernels = layers, comm, kernels
 
     def __call__(self, residual: torch.Tensor, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
@@ -66,7 +66,7 @@ class DecoderModel:
     """
 
     def __init__(
-        self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Comm, kernels: Kernels
+        self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Group, kernels: Kernels
     ) -> None:
         assert "positions.weight" not in tensors, "learnt positions are not computed"
         place = places[rank]
@@ -159,7 +159,7 @@ def divide_caches(caches: Sequence[KVCache], runs: Sequence[LayerLoop | FusedLay
     return divided
 
 
-def fuse_runs(layers: Sequence[DecoderLayer], comm: Comm, kernels: Kernels) -> list[LayerLoop | FusedLayers]:
+def fuse_runs(layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> list[LayerLoop | FusedLayers]:
     """Divide layers into runs: those that the kernels compute in one call, and those that run one by one.
 
     Layers are fused if their specs are known to the kernels; a fused run has one table of angles.

@@ -22,7 +22,7 @@ from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, RankDevice, named_devices
 from weft.plan.quantization import (
     check_cuts,
     cut_precision,
@@ -93,7 +93,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         quantization=quantization_name(config, shape, schemes),
         schemes=schemes,
         places=places,
-        devices=devices,
+        devices=named_devices(*devices),
         uuids=tuple(gpu.uuid for gpu in host.gpus_of(devices)),
         cores=rank_cores(host, ranks),
         max_threads=host.threads,
@@ -264,7 +264,7 @@ def model_length(config: EngineConfig, shape: ModelShape) -> int:
 
 def check_weights_fit(plan: Plan, host: Host) -> None:
     """Raise PlanError if a device cannot hold its weights alone, before any of them is read."""
-    need: Counter[str] = Counter()
+    need: Counter[RankDevice] = Counter()
     for place, device in zip(plan.places, plan.devices, strict=True):
         need[device] += plan.weight_bytes(place.rank)
     if plan.speculation and plan.speculation.draft:
@@ -274,19 +274,19 @@ def check_weights_fit(plan: Plan, host: Host) -> None:
         _check_device(plan, host, device, size)
 
 
-def _check_device(plan: Plan, host: Host, device: str, size: int) -> None:
+def _check_device(plan: Plan, host: Host, device: RankDevice, size: int) -> None:
     """Raise PlanError if `size` bytes of weights exceed the device's cap or its free memory."""
-    if device == "cpu":
+    if device.kind == "cpu":
         free, where, holders = host.memory_free_bytes, f"the memory of {host.hostname}", ""
     else:
-        (gpu,) = host.gpus_of([device])
-        free, where = gpu.free_bytes, f"{device}, {gpu.name}"
+        gpu = host.gpus[device.index]
+        free, where = gpu.free_bytes, f"{device.name}, {gpu.name}"
         holders = f" (in use by {', '.join(map(str, gpu.holders))})" if gpu.holders else ""
-    cap = plan.max_memory.get(device)
+    cap = plan.max_memory.get(device.name)
     if cap is not None and size > cap:
         raise PlanError(
             f"{format_bytes(size)} of weights exceed the {format_bytes(cap)} that --max-memory leaves of {where}; "
-            + ("raise it" if device == "cpu" else "raise it, or cut the model over more GPUs"),
+            + ("raise it" if device.kind == "cpu" else "raise it, or cut the model over more GPUs"),
             code="weights-exceed-max-memory",
         )
     if size > free:

@@ -137,7 +137,7 @@ def fit_length(plan: Plan, num_blocks: int) -> int:
         need = plan.kv_layout.blocks(plan.max_model_len)
         block_bytes = _largest_block_bytes(plan)
         # Advice only if it can help: a CPU has no such share, and kv_cache_bytes takes the share's place.
-        measured = plan.kv_cache_bytes is None and any(device != "cpu" for device in plan.devices)
+        measured = plan.kv_cache_bytes is None and not plan.on_cpu
         share = " (or a higher --gpu-memory-utilization)" if measured else ""
         raise PlanError(
             f"max_model_len {plan.max_model_len:,} is more than the {held:,} tokens that the KV cache holds; "
@@ -162,7 +162,7 @@ def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
     The two are vLLM's, which say GPU; on a CPU the first one says CPU.
     """
     length, layout = fit_length(plan, num_blocks), plan.kv_layout
-    kind = "CPU" if all(device == "cpu" for device in plan.devices) else "GPU"
+    kind = "CPU" if plan.on_cpu else "GPU"
     lines = [
         f"{kind} KV cache size: {layout.tokens(num_blocks, length):,} tokens",
         f"Maximum concurrency for {length:,} tokens per request: {layout.requests(num_blocks, length):.2f}x",

@@ -34,13 +34,34 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     draft: DraftModel | None = None
 
 
+class RankDevice(msgspec.Struct, frozen=True):
+    """The device that a rank runs on: a GPU of a node, by its `index` there, or the node's CPU (index 0).
+
+    Nodes are numbered from 0. `name` is torch's name for the device on that node: "cuda:1", or "cpu".
+    """
+
+    node: int
+    kind: Literal["cuda", "cpu"]
+    index: int
+
+    @property
+    def name(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+def named_devices(*names: str, node: int = 0) -> tuple[RankDevice, ...]:
+    """The devices of a node by their names there, "cpu" or "cuda:N"."""
+    parts = [name.partition(":") for name in names]
+    return tuple(RankDevice(node, "cuda" if index else "cpu", int(index or 0)) for _, _, index in parts)
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A model cut across ranks, with the limits that it runs under. Sizes are in bytes, lengths in tokens.
 
     - `checkpoint`: a directory or a GGUF file; the engine reads no weights from it if `load_format` is "dummy".
     - `schemes`: scheme (`formats.schemes`) of each checkpoint tensor that is held quantised; all others are in `dtype`.
-    - `places`, `devices`, `cores`: one entry per rank, in rank order. A device is "cpu" or "cuda:N"; `cores` are the
-      CPU numbers that the rank's threads may use.
+    - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
+      threads may use.
     - `uuids`: the driver's ids of the GPUs, in rank order; empty on a CPU.
     - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
@@ -60,7 +81,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = "none"
     schemes: dict[str, str] = {}
     places: tuple[Place, ...]
-    devices: tuple[str, ...]
+    devices: tuple[RankDevice, ...]
     uuids: tuple[str, ...] = ()
     cores: tuple[tuple[int, ...], ...]
     max_threads: int | None = None
@@ -72,7 +93,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window_cache: bool = True
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; unused on a CPU
-    max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by device
+    max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by its name
     attention_backend: str = "auto"
     peer_to_peer: bool = True
     lookahead: bool = False
@@ -92,6 +113,27 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def output_rank(self) -> int:
         """Number of the rank that samples: the first rank of the last stage."""
         return (self.stages - 1) * self.tensor_parallel
+
+    @property
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks of each stage, in the order of their tensor-parallel ranks."""
+        return [[place.rank for place in self.places if place.stage == stage] for stage in range(self.stages)]
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The ranks of each tensor-parallel rank, in the order of their stages."""
+        tensor_ranks = range(self.tensor_parallel)
+        return [[place.rank for place in self.places if place.tp_rank == tp_rank] for tp_rank in tensor_ranks]
+
+    @property
+    def exclusive_gpus(self) -> bool:
+        """True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
+        return not self.on_cpu and len(set(self.devices)) == len(self.devices)
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the ranks run on CPUs, False if they run on GPUs."""
+        return self.devices[0].kind == "cpu"
 
     def weight_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights."""

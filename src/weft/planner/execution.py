@@ -93,7 +93,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     """The plan with the token budget that `planner.batch` chooses for it, unless the config gives one."""
     if config.max_num_batched_tokens is not None:
         return plan
-    if plan.devices[0] == "cpu":
+    if plan.on_cpu:
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
         from weft.planner.forecast import step_token_budget
@@ -109,7 +109,7 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
 
 def with_peer_to_peer(plan: Plan, host: Host) -> Plan:
     """The plan, without peer-to-peer if a measurement (`weft hardware`) found that it does not work here."""
-    if len(set(plan.devices) - {"cpu"}) < 2:
+    if plan.on_cpu or len(set(plan.devices)) < 2:
         return plan
     from weft.probes.speeds import load_speeds
 
@@ -131,7 +131,7 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     from weft.probes import speeds
 
     known = speeds.load_speeds(host)
-    if plan.devices[0] != "cpu":
+    if not plan.on_cpu:
         return known
     return msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(host))
 

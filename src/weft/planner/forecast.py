@@ -107,7 +107,7 @@ def plan_as_candidate(
     plan: Plan, host: Host, known: Speeds, batched_tokens: int | None
 ) -> tuple[DeploymentLayout, Cluster, Profile]:
     """A plan in the form of a search candidate: its layout, the devices of its ranks, and our engine's constants."""
-    on_cpu = plan.devices[0] == "cpu"
+    on_cpu = plan.on_cpu
     kv_dtype = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
     cluster = _rank_devices(plan, host, known)
@@ -142,11 +142,11 @@ def plan_as_candidate(
 
 def _rank_devices(plan: Plan, host: Host, known: Speeds) -> Cluster:
     """A cluster with one device per rank of the plan."""
-    if plan.devices[0] == "cpu":
+    if plan.on_cpu:
         numbers = [0] * len(plan.devices)
         machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
     else:
-        numbers = [gpu.index for gpu in host.gpus_of(plan.devices)]
+        numbers = [device.index for device in plan.devices]
         machine = host_cluster(host, known)
     return parted(limited(machine, plan, numbers), numbers)
 
@@ -155,7 +155,7 @@ def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
     """The cluster with no more of each device than the user leaves to its ranks, by --max-memory or by their shares."""
     gpus = list(cluster.gpus)
     for rank, device in enumerate(devices):
-        gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank])
+        gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank].name)
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]
             limit = (

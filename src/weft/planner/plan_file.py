@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from weft.errors import ConfigError, error_reason
+from weft.plan.plan import RankDevice
 
-FORMAT = 1  # of the output of weft plan --json; grows if a field that is read here changes its meaning
+# Of the output of weft plan --json; grows if a field that is read here changes its meaning, or is new and needed. Files
+# of older formats are upgraded when they are read.
+FORMAT = 2
 
 
 class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's GPU and share of the model; sizes are bytes. Of `memory_bytes`, other processes held `held_bytes`, and
-    the engine takes `usable_bytes`."""
+    """One rank's device and share of the model; sizes are bytes. Of `memory_bytes`, other processes held `held_bytes`,
+    and the engine takes `usable_bytes`."""
 
     gpu: str
-    gpu_index: int
-    node: int
+    device: RankDevice
     first_layer: int
     layers: int
     first_q_head: int
@@ -55,14 +58,10 @@ class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
     params: int
 
 
-class DeviceKind(msgspec.Struct, frozen=True, kw_only=True):
-    """A type of device."""
-
-    kind: Literal["gpu", "cpu"]
-
-
 class PlannedHardware(msgspec.Struct, frozen=True, kw_only=True):
-    types: dict[str, DeviceKind]
+    """The types of the devices, by name."""
+
+    types: dict[str, Any]
 
 
 class PlannedWorkload(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,27 +140,50 @@ def _decode(path: str) -> PlanFile:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="plan-not-json") from None
-    if head.format != FORMAT:
+    if not 1 <= head.format <= FORMAT:
         raise ConfigError(
-            f"{path} is a plan of format {head.format}, and this Weft reads {FORMAT}; plan again",
+            f"{path} is a plan of format {head.format}, and this Weft reads 1 to {FORMAT}; plan again",
             code="plan-of-other-format",
         )
     try:
-        return msgspec.json.decode(text, type=PlanFile)
+        plan = msgspec.json.decode(text)
+        return msgspec.convert(_from_format_1(plan) if head.format == 1 else plan, PlanFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path} is a damaged plan: {error}; {HOW_TO_WRITE}", code="damaged-plan") from None
+        raise _damaged(path, str(error)) from None
+    except KeyError as error:
+        raise _damaged(path, f"it has no {error}") from None
+    except (IndexError, TypeError):
+        raise _damaged(path, "its ranks and its hardware do not fit together") from None
+
+
+def _from_format_1(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan of format 1 as one of FORMAT: its ranks have a GPU's number among the GPUs of all nodes, and no device.
+
+    Raises KeyError, IndexError and TypeError for a plan that is damaged.
+    """
+    best, hardware = plan["best"], plan["hardware"]
+    if best is None:
+        return plan
+    before = [0, *accumulate(len(node["gpus"]) for node in hardware["nodes"])]
+
+    def device(rank: dict[str, Any]) -> dict[str, Any]:
+        on_cpu = hardware["types"][rank["gpu"]]["kind"] == "cpu"
+        index = 0 if on_cpu else rank["gpu_index"] - before[rank["node"]]
+        return {"node": rank["node"], "kind": "cpu" if on_cpu else "cuda", "index": index}
+
+    ranks = [{**rank, "device": device(rank)} for rank in best["ranks"]]
+    return {**plan, "best": {**best, "ranks": ranks}}
 
 
 def _check_ranks(path: str, plan: PlanFile, best: PlannedLayout) -> None:
     sizes = (len(best.tensor_split), len(best.pipeline_split), len(best.ranks))
     ranks = best.tensor_parallel * best.pipeline_parallel * best.data_parallel
     if sizes != (best.tensor_parallel, best.pipeline_parallel, ranks) or not ranks:
-        raise ConfigError(
-            f"{path} is a damaged plan: {best.name} has {ranks} ranks, and it lists {sizes[2]}; {HOW_TO_WRITE}",
-            code="plan-ranks-differ",
-        )
+        raise _damaged(path, f"{best.name} has {ranks} ranks, and it lists {sizes[2]}", "plan-ranks-differ")
     unknown = {rank.gpu for rank in best.ranks} - plan.hardware.types.keys()
     if unknown:
-        raise ConfigError(
-            f"{path} is a damaged plan: its hardware has no {unknown.pop()}; {HOW_TO_WRITE}", code="plan-gpu-unknown"
-        )
+        raise _damaged(path, f"its hardware has no {unknown.pop()}", "plan-gpu-unknown")
+
+
+def _damaged(path: str, fault: str, code: str = "damaged-plan") -> ConfigError:
+    return ConfigError(f"{path} is a damaged plan: {fault}; {HOW_TO_WRITE}", code=code)

@@ -269,11 +269,13 @@ def ranks_json(question: Question, candidate: Candidate) -> list[dict[str, Any]]
     """Every rank of every replica, in order."""
     layout = candidate.layout
     devices = cluster_devices(question.cluster)
+    first = {device.node: device.number for device in reversed(devices)}
     rows: list[dict[str, Any]] = []
     used: Counter[int] = Counter()  # bytes of each GPU, by all of its ranks
     for rank, index in enumerate(layout.gpus):
         memory = candidate.memory.replicas[rank // layout.replica_size].ranks[rank % layout.replica_size]
         row = _rank_json(question.shape, candidate, rank, devices[index])
+        row["device"] = device_json(devices[index], first[devices[index].node])
         # The first rank of a GPU counts the bytes that other processes hold.
         row["held_bytes"] = 0 if used[index] else devices[index].gpu.held_bytes
         used[index] += memory.weights.total + row["kv_bytes"] + memory.other_bytes
@@ -312,6 +314,12 @@ def _rank_json(shape: ModelShape, candidate: Candidate, rank: int, device: Devic
         "usable_bytes": memory.usable_bytes,
         "memory_bytes": memory.memory_bytes,
     }
+
+
+def device_json(device: Device, first: int) -> dict[str, Any]:
+    """A `plan.RankDevice`. `first` is the number of its node's first device in cluster order."""
+    on_cpu = device.gpu.kind == "cpu"
+    return {"node": device.node, "kind": "cpu" if on_cpu else "cuda", "index": 0 if on_cpu else device.number - first}
 
 
 def cache_bytes(replica: ReplicaMemory, memory: RankMemory) -> int:

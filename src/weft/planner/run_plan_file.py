@@ -98,7 +98,7 @@ def _memory_fields(plan: PlanFile, config: EngineConfig, on_gpus: bool) -> dict[
     ranks = plan.ranks
     if on_gpus:
         return {
-            "device_ids": config.device_ids or tuple(rank.gpu_index for rank in ranks),
+            "device_ids": config.device_ids or tuple(rank.device.index for rank in ranks),
             "gpu_memory_utilization": _shares(plan, config),
         }
     if config.kv_cache_memory_bytes is None:
@@ -147,7 +147,7 @@ def _check_place(plan: PlanFile, rank: PlannedRank, place: Place) -> None:
 
 def _gpus(ranks: Sequence[PlannedRank]) -> str:
     """ "GPU 0", "GPUs 0,1" """
-    return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.gpu_index) for rank in ranks)}"
+    return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.device.index) for rank in ranks)}"
 
 
 def _spans(figures: Sequence[int]) -> str:
@@ -202,12 +202,12 @@ def _check_machine(plan: PlanFile, config: EngineConfig, host: Host) -> bool:
     Raises PlanError if the machine lacks the plan's CPU memory or GPUs.
     """
     ranks = plan.ranks
-    if any(rank.node != ranks[0].node for rank in ranks):
+    if len({rank.device.node for rank in ranks}) > 1:
         raise PlanError(
             f"{plan.path} puts one replica on several machines; Weft runs on one machine so far: plan with --gpus",
             code="plan-replica-on-several-machines",
         )
-    if all(plan.hardware.types[rank.gpu].kind == "cpu" for rank in ranks):
+    if all(rank.device.kind == "cpu" for rank in ranks):
         _check_cpu(plan, config, host)
         return False
     _check_gpus(plan, config, host)
@@ -232,7 +232,7 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
             f"on {host.hostname}; plan again here: weft plan {plan.model.name} --json",
             code="plan-without-gpu-here",
         )
-    indices = config.device_ids or tuple(rank.gpu_index for rank in ranks)
+    indices = config.device_ids or tuple(rank.device.index for rank in ranks)
     if len(indices) != len(ranks):
         raise ConfigError(
             f"device_ids names {len(indices)} GPUs; {plan.path} has {len(ranks)} ranks: give one each, or leave it out",

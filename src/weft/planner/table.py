@@ -37,7 +37,7 @@ def rank_rows(plan: Plan) -> list[RankRow]:
         RankRow(
             rank=place.rank,
             stage=place.stage,
-            device=device,
+            device=device.name,
             first_layer=place.layers.start,
             last_layer=place.layers.stop - 1,
             q_heads=len(place.q_heads),

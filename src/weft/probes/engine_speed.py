@@ -212,9 +212,9 @@ def runtime_bytes(llm: LLM, before: Host) -> int:
     """
     plan = llm.plan
     weights = sum(rank.weight_bytes for rank in llm.capacities)
-    if plan.devices[0] == "cpu":
+    if plan.on_cpu:
         return max(0, pss_bytes(os.getpid()) - weights)  # the KV cache takes no memory before it is written
-    index = int(plan.devices[0].removeprefix("cuda:"))
+    index = plan.devices[0].index
     taken = before.gpus[index].free_bytes - probe_host().gpus[index].free_bytes
     activations = sum(rank.activation_bytes for rank in llm.capacities)
     return max(0, taken - weights - activations - llm.num_blocks * plan.block_bytes(0))

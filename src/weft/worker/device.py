@@ -24,7 +24,7 @@ def prepare_device(plan: Plan, rank: int) -> torch.device:
     Raises ConfigError if CUDA counts the GPUs in another order than the plan.
     """
     torch.set_num_threads(plan.threads(rank))
-    device = torch.device(plan.devices[rank])
+    device = torch.device(plan.devices[rank].name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if plan.uuids:

@@ -55,7 +55,7 @@ def measure_importance(
     dims = (1, tokens, len(place.kv_heads), shape.head_dim)
     # One cache for all layers, which run one after the other.
     cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
-    incoming = None if place.first else links.pipeline.recv((tokens, shape.hidden), dtype, place.stage - 1)
+    incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
     with reader_threads() as pool:
         matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
         derive_parameters(shape, targets)
@@ -65,7 +65,7 @@ def measure_importance(
         batch = random_batch(shape.vocab, tokens, device)
         hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
     if not place.last:
-        links.pipeline.send(hidden, place.stage + 1)
+        links.stage.send(hidden)
     return matrices.importance
 
 

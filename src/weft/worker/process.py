@@ -10,8 +10,9 @@ import msgspec
 
 from weft import logs
 from weft.executors.launch import Parent
-from weft.executors.messages import Allocated, CommandDone, LinkFiles, ToRank
+from weft.executors.messages import Allocated, CommandDone, ToRank
 from weft.executors.rank import RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
+from weft.executors.rendezvous import join_rendezvous
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -24,24 +25,12 @@ def main(descriptor: int, lifeline: int) -> None:
     def create_worker() -> RankWorker:
         # Before torch starts its threads, which inherit the affinity.
         bind_to_cores(launch.plan.cores[launch.rank])
+        listener = join_rendezvous(launch, parent.send)
         with gc_paused():
-            from weft.comm.connect import connect_rank
-            from weft.comm.line import Edge
-
-        def edge(files: LinkFiles | None) -> Edge | None:
-            return Edge(files.memory, files.full, files.free) if files else None
+            from weft.comm.connect import Site, connect_rank
 
         worker = worker_class(launch.worker)
-        shared = launch.shared
-        links = connect_rank(
-            launch.plan,
-            launch.rank,
-            store=launch.store,
-            memory=shared.memory if shared else -1,
-            pipes=shared.pipes if shared else (),
-            before=edge(launch.before),
-            after=edge(launch.after),
-        )
+        links = connect_rank(Site(launch.plan, launch.rank, launch.wiring, launch.rendezvous, listener))
         return worker(launch.plan, launch.rank, links)
 
     def send(message: msgspec.Struct) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from weft.comm import Links, Solo
+from weft.comm import Links
 from weft.core.commands import (
     CaptureGraph,
     Command,
@@ -74,7 +74,7 @@ class Worker:
             self.sampler = self._create_sampler()
         runner.measure(self._rehearse)
         if self.sampler and plan.speculation and plan.speculation.draft:
-            draft = ModelRunner(draft_plan(plan), 0, Links(tensor=Solo(), pipeline=Solo()))
+            draft = ModelRunner(draft_plan(plan), 0, Links())
             self.proposer = ModelProposer(draft, self.request_slots, self.sampler)
             self.proposer.load()
         # The larger peak of the two, since model and draft run in turn. But graphs keep their memory.
@@ -83,7 +83,7 @@ class Worker:
         return Capacity(
             rank=self.rank,
             host=socket.gethostname(),
-            device=plan.devices[self.rank],
+            device=plan.devices[self.rank].name,
             weight_bytes=sum(runner.weight_bytes for runner in self.runners),
             activation_bytes=activation,
             free_bytes=free_bytes(plan, self.rank, runner.device, activation),
@@ -203,11 +203,11 @@ class Worker:
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
             self.clock.end()
-            incoming = self.links.pipeline.recv(dims, runner.dtype, self.place.stage - 1)
+            incoming = self.links.stage.recv(dims, runner.dtype)
             self.clock.begin()
         hidden = runner.forward(batch, incoming)
         if not self.place.last:
-            self.links.pipeline.send(hidden, self.place.stage + 1)
+            self.links.stage.send(hidden)
             return None
         result = self._finish(step, hidden, samples, tensors)
         if step.draft_requests and any(step.draft_requests):
@@ -285,12 +285,8 @@ class Worker:
         if not self.plan.lookahead:
             return
         last = self.request_slots.last
-        if self.links.tensor.size > 1:
-            # As floats, which every kind of group can sum: exact for any vocabulary below 16 million.
-            own = last.new_zeros(len(slots), dtype=torch.float32) if tokens is None else tokens.float()
-            tokens = self.links.tensor.sum(own)
-        assert tokens is not None
-        last.index_copy_(0, slots, tokens.to(last.dtype))
+        sampled = last.new_empty(len(slots)) if tokens is None else tokens
+        last.index_copy_(0, slots, self.links.tensor.broadcast(sampled))
 
     def _propose_drafts(self, step: StepPlan, result: Result) -> Result:
         """Add the proposer's draft tokens to a result, which it waits for: they follow the sampled tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import Attention, AttentionShape, DenseLayer, FusedStage, Kernels
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
@@ -37,7 +37,7 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
     entries = load_entries(shape.dtype)
 
-    def fuse_layers(layers: Sequence[DenseLayer], comm: Comm) -> FusedStage | None:
+    def fuse_layers(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
         return NativeStage(entries, layers, comm)
 
     return Kernels(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm import Comm
+from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.staged import StagedStep, fill_batch
@@ -32,7 +32,7 @@ class NativePointwise:
         return out
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
         return self.add_norm(comm.sum(x), residual, weight, eps)
 

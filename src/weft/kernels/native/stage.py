@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.comm import Comm
-from weft.comm.shared import HEAD_BYTES, SharedComm
+from weft.comm import Group
+from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
 from weft.kernels.base import DenseLayer, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.matrix import NativeMatrix
@@ -27,7 +27,7 @@ from weft.native.structures import (
 class NativeStage:
     """A `FusedStage` in C++. Its workspace grows to the largest step so far, and is kept."""
 
-    def __init__(self, entries: Entries, layers: Sequence[DenseLayer], comm: Comm) -> None:
+    def __init__(self, entries: Entries, layers: Sequence[DenseLayer], comm: Group) -> None:
         self._entries, self._comm = entries, comm
         self._kept = layers
         self._layers = (LayerDescriptor * len(layers))(*map(describe_layer, layers))
@@ -36,7 +36,9 @@ class NativeStage:
         self._capacity = 0
         self._part = torch.empty(0)
         self._error: BaseException | None = None
-        self._shared = describe_shared(comm) if isinstance(comm, SharedComm) and sys.platform == "linux" else None
+        self._shared = (
+            describe_shared(comm) if isinstance(comm, SharedMemoryGroup) and sys.platform == "linux" else None
+        )
         self._calls_back = comm.size > 1 and self._shared is None
         self._sum = SumCallback(self._sum_part) if self._calls_back else SumCallback()
 
@@ -100,7 +102,7 @@ class NativeStage:
         return 0
 
 
-def describe_shared(comm: SharedComm) -> SharedDescriptor:
+def describe_shared(comm: SharedMemoryGroup) -> SharedDescriptor:
     """The shared memory of the ranks of one host, in which C++ sums by itself."""
     return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes)
 

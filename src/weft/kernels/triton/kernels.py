@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from weft.comm import Comm
-from weft.comm.symmetric import SymmetricComm
+from weft.comm import Group
+from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.kernels.held import HeldMatrices
@@ -37,9 +37,9 @@ class TritonPointwise:
         return pointwise.norm(x, residual, weight, eps)
 
     def sum_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Comm
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, comm: Group
     ) -> torch.Tensor:
-        parts = comm.publish_part(x) if isinstance(comm, SymmetricComm) else None
+        parts = comm.publish_part(x) if isinstance(comm, SymmetricGroup) else None
         if parts is None:
             return self.add_norm(comm.sum(x), residual, weight, eps)
         return reduce.sum_add_norm(parts, residual, weight, eps)
