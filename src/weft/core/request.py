@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
@@ -28,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     key: int = 0
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
+    identity: RequestIdentity = PLAIN
 
 
 class Output(msgspec.Struct, array_like=True):
