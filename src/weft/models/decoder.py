@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -78,8 +78,8 @@ class DecoderModel:
         self.embed = None
         if embedding_table is not None:
             self.embed = Embedding(embedding_table, place.vocab, comm, shape.embedding_scale)
-        self.layers = []
-        for number in range(place.layers.start, place.layers.stop):
+        self.layers, self._numbers = [], range(place.layers.start, place.layers.stop)
+        for number in self._numbers:
             spec = shape.layers[number]
             weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels)
             rope = self.ropes.table(spec.mixer.rope, spec.mixer.head_dim)
@@ -130,12 +130,33 @@ class DecoderModel:
         The input is the batch's tokens on the first stage, else `incoming`, which may be overwritten. `caches` has one
         KV cache per layer.
         """
-        residual = incoming if self.embed is None else self.embed(batch.tokens)
-        assert residual is not None
+        residual = self._embedded(incoming, batch)
         if caches is not self._caches:
             self._caches, self._run_caches = caches, divide_caches(caches, self.runs)
         for run, run_caches in zip(self.runs, self._run_caches, strict=True):
             residual = run(residual, run_caches, batch)
+        return residual
+
+    def layer_states(
+        self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch, layers: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run this stage's layers as `hidden` does, but one by one: fused layers do not show the states between them.
+
+        Returns [T, hidden] after the last layer and, by global number, [T, hidden] after each layer of the stage that
+        is one of `layers`.
+        """
+        stream = ResidualStream(self._embedded(incoming, batch), self.comm, self.kernels)
+        states = {}
+        for number, layer, cache in zip(self._numbers, self.layers, caches, strict=True):
+            layer(stream, cache, batch.of_group(cache.group))
+            if number in layers:
+                states[number] = stream.finish().clone()  # later layers add to it in place
+        return stream.finish(), states
+
+    def _embedded(self, incoming: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """Input [T, hidden] of the stage's first layer."""
+        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        assert residual is not None
         return residual
 
     def forget_caches(self) -> None:
