@@ -44,10 +44,10 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         assert self.window is None or self.window > 0, self
-        is_state = self.kind == "state"
-        assert not (is_state and (self.window or self.bytes_per_token)) and (is_state or not self.bytes_per_sequence), (
-            self
-        )
+        if self.kind == "state":
+            assert self.window is None and not self.bytes_per_token, self
+        else:
+            assert not self.bytes_per_sequence, self
 
     def text_bytes(self, tokens: int) -> int:
         """Bytes of a text of `tokens` tokens, of which at most the window is kept."""

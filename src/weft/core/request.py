@@ -20,7 +20,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `key` is the 64-bit key of the request's random stream, made from the seed and the choice's index. `stop_ids` are
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
-    "priority", lower values of `priority` run first.
+    "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks.
     """
 
     id: str

@@ -130,7 +130,8 @@ class DecoderModel:
         The input is the batch's tokens on the first stage, else `incoming`, which may be overwritten. `caches` has one
         KV cache per layer.
         """
-        residual = self._embedded(incoming, batch)
+        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        assert residual is not None
         if caches is not self._caches:
             self._caches, self._run_caches = caches, divide_caches(caches, self.runs)
         for run, run_caches in zip(self.runs, self._run_caches, strict=True):
@@ -145,19 +146,14 @@ class DecoderModel:
         Returns [T, hidden] after the last layer and, by global number, [T, hidden] after each layer of the stage that
         is one of `layers`.
         """
-        stream = ResidualStream(self._embedded(incoming, batch), self.comm, self.kernels)
-        states = {}
+        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        assert residual is not None
+        stream, states = ResidualStream(residual, self.comm, self.kernels), {}
         for number, layer, cache in zip(self._numbers, self.layers, caches, strict=True):
             layer(stream, cache, batch.of_group(cache.group))
             if number in layers:
                 states[number] = stream.finish().clone()  # later layers add to it in place
         return stream.finish(), states
-
-    def _embedded(self, incoming: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """Input [T, hidden] of the stage's first layer."""
-        residual = incoming if self.embed is None else self.embed(batch.tokens)
-        assert residual is not None
-        return residual
 
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
