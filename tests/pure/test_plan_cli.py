@@ -267,7 +267,7 @@ def test_every_speed_has_a_band() -> None:
     ours = plan("Llama-3.1-8B --gpus 2xRTX4090")[1]["best"]["predicted"]
     assert ours["error_band"] == 0.4 and "not measured on GPUs yet" in ours["error_source"]
     emitted = run("Llama-3.1-8B", "--gpus", "2xRTX4090", "--emit", "vllm")[1]
-    assert "within 15 % (nine in ten published measurements" in emitted
+    assert "within 15 % (90 % of the engine's published measurements" in emitted
 
 
 def test_speeds_and_prices_of_a_row_are_at_the_same_load() -> None:
