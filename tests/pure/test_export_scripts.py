@@ -250,7 +250,7 @@ def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
     assert {it["OLLAMA_SCHED_SPREAD"] for it in serving} == {"1"}
     # What it calls its models has no capitals; a run without a prompt loads one.
     assert ["ollama", "run", "qwen2.5-32b-instruct", ""] in [call["words"] for call in calls]
-    assert "Ollama does not run int4; this is q4_k_m" in files["Modelfile"]
+    assert "Ollama does not run int4; this plan has q4_k_m" in files["Modelfile"]
     assert "distributes layers by each GPU's free memory" in files["Modelfile"]
 
 
