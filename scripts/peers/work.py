@@ -1,5 +1,4 @@
-"""What is asked of everybody: token ids of real English, other text in every round, so that no cache of prefixes helps
-from one to the next."""
+"""Workloads of the comparison: token ids of real English, other text in every round, so that no prefix cache helps."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_the_engine_sleeps_and_wakes_by_http(server: Server) -> None:
 
 
 def switches(pid: int) -> int:
-    """How often the threads of a process have gone to sleep."""
+    """Number of times that the threads of a process have gone to sleep."""
     status = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("voluntary"))
 
@@ -269,13 +269,13 @@ def test_without_requests_nobody_wakes(words: list[str]) -> None:
         eventually(asleep)
 
 
-def test_what_it_prints(server: Server) -> None:
+def test_the_log_lines_of_the_cache(server: Server) -> None:
     text = "\n".join(server.lines)
     assert re.search(r"CPU KV cache size: [\d,]+ tokens", text)
     assert re.search(r"Maximum concurrency for 512 tokens per request: [\d.]+x", text)
 
 
-def test_what_was_predicted_is_told_beside_what_came(server: Server) -> None:
+def test_predictions_are_told_beside_measurements(server: Server) -> None:
     server.client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body={"ignore_eos": True})
 
     def line(start: str) -> str:

@@ -1,4 +1,4 @@
-"""How the predicted speed answers to the hardware and to the layout."""
+"""Response of the predicted speed to the hardware and to the layout."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_more_requests_at_once_are_slower_each_and_faster_together() -> None:
 
 
 def test_unlike_replicas_have_as_many_requests_each() -> None:
-    """As least connections deal them out: the faster one answers more, and a mean is over answers."""
+    """Least connections gives them equal numbers: the faster one answers more, and a mean is over answers."""
     both = speed(LLAMA, cut(LLAMA, [0, 1]), "1xH100+1xRTX3090", concurrency=16)
     each = [speed(LLAMA, cut(LLAMA, [0]), f"1x{gpu}", concurrency=8) for gpu in ("H100", "RTX3090")]
     assert both.concurrency / both.tpot_s == pytest.approx(sum(it.concurrency / it.tpot_s for it in each))

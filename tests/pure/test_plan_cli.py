@@ -194,7 +194,7 @@ def test_a_possible_claim_has_the_predicted_speed_beside_it() -> None:
 # --- what a person reads ---
 
 
-def test_what_an_engine_cannot_run_has_no_predicted_speed() -> None:
+def test_a_layout_that_an_engine_cannot_run_has_no_predicted_speed() -> None:
     status, out, _ = weft("plan", "--check", "SmolLM2-135M bf16 on 1xT4, 100 tok/s")
     assert status == 0 and "predicted" not in out
     assert re.search(r"\bweft: T4 .*\b7\.5\b.*\bbf16 .*\b8\.0\b", out.splitlines()[-1])

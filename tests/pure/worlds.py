@@ -271,7 +271,7 @@ class Wire:
 
     @property
     def whole(self) -> bool:
-        """Whether the body was brought to its end."""
+        """True if the body was sent to its end."""
         return any(m["type"] == "http.response.body" and not m.get("more_body") for m in self.sent)
 
 
