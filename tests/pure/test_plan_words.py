@@ -8,6 +8,7 @@ from pathlib import Path
 
 import weft.planner
 from tests.pure.commands import weft_json
+from weft.architectures.registry import RUNNABLE
 from weft.planner.note import create_note, templates
 
 # Plans that need between them most of the sentences.
@@ -45,7 +46,7 @@ COMMANDS = (
 
 
 def words(command: str) -> str:
-    """The sentences of a plan, each after its code."""
+    """The sentences of a plan, each after its code; the architectures that run are RUNNABLE."""
     found = weft_json("plan", *command.split())[1]
     lines = [f"$ weft plan {command}", f"  {found['summary_code']}: {found['summary']}"]
     lines += _listed(found["why_codes"], [found["why"]] if found["why"] else [])
@@ -54,7 +55,7 @@ def words(command: str) -> str:
     lines += _listed([it["code"] for it in found["rejected"]], [it["reason"] for it in found["rejected"]])
     lines.append(f"  {found['binding']['code']}: {found['binding']['text']}")
     lines += _listed(found["advice_codes"], found["advice"])
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).replace(", ".join(RUNNABLE), "RUNNABLE") + "\n"
 
 
 def _listed(codes: list[str], sentences: list[str]) -> list[str]:
