@@ -28,7 +28,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """One forward pass over a ragged batch of R rows. Ranks release slots, admit requests and then run the rows.
 
     Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
-    the rows before it. `blocks[r][g]` are the KV blocks appended to its block table of KV group g in this step. If
+    the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this step. If
     `samples[r]`, one token is sampled from the row's last position. The KV of all rows is written before any row's
     attention in each layer, so a row may read blocks that another row of the same step fills. A token that is UNKNOWN
     is the one that the slot sampled last.
