@@ -10,8 +10,10 @@ from scripts.abusing.target import Target
 
 @dataclass(frozen=True)
 class Served:
-    """How a case's server is started, beside the flags of all: more `words`, and at most `files` open files. Cases in
-    a row that are served alike share one server."""
+    """Start of a case's server, beside the flags of all: more `words`, and at most `files` open files.
+
+    Consecutive cases with equal values share one server.
+    """
 
     words: tuple[str, ...] = ()
     files: int | None = None
@@ -30,8 +32,9 @@ class Attack:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case of its own servers found: counts of statuses, what was not expected, and the longest time from
-    SIGTERM to the end."""
+    """Result of a case with servers of its own: counts of statuses, unexpected events, and the longest time from
+    SIGTERM to the end.
+    """
 
     statuses: dict[str, int]
     unexpected: list[str]

@@ -119,7 +119,7 @@ async def http_1_0(target: Target) -> None:
 
 
 async def garbage(target: Target) -> None:
-    """What is not HTTP."""
+    """Bytes that are not HTTP."""
     for sent in GARBAGE:
         async with target.connection() as client:
             await client.pour(sent, 5)

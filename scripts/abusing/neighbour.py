@@ -69,7 +69,7 @@ class Neighbour:
 
 
 class _Gaps:
-    """What the thread that reads has seen."""
+    """Gaps that the reading thread has seen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

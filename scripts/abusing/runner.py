@@ -69,7 +69,7 @@ class Result:
         return round(self.memory_after_bytes / self.memory_before_bytes, 3)
 
     def undecided(self, goals: Goals) -> str | None:
-        """What keeps this host from showing whether the goal for stalls is met; None if it is met, or missed."""
+        """Reason why this host cannot show that the goal for stalls is met; None if the goal is met or missed."""
         worst, quiet = self.worst_stall_s or 0.0, self.undisturbed_stall_s or 0.0
         stolen, others = self.stall_stolen_s or 0.0, self.others_share or 0.0
         if worst <= goals.stall_s:
@@ -237,7 +237,7 @@ async def _warm_up(target: Target) -> int:
 
 
 def _beside(lap: Lap, target: Target) -> list[str]:
-    """What the neighbour and the log have to say."""
+    """Remarks of the neighbour and of the log."""
     said = [f"{failure} ({lap.failures.count(failure)} times)" for failure in dict.fromkeys(lap.failures)]
     traceback = target.log().partition("Traceback")[2]
     return said + ([f"a traceback in the log: ...{traceback[-600:]}"] if traceback else [])

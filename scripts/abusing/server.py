@@ -68,7 +68,7 @@ class Server:
         raise StartError(self.log() or f"nothing was said in {START_S:g} s")
 
     def log(self, start: int = 0) -> str:
-        """What it has printed, from byte `start` on."""
+        """Output of the server from byte `start` on."""
         size = os.fstat(self._log.fileno()).st_size - start
         return os.pread(self._log.fileno(), max(0, size), start).decode(errors="replace")
 

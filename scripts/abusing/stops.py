@@ -99,7 +99,7 @@ def stop_core(server: Server) -> None:
 
 
 def no_harm(server: Server) -> None:
-    """What is done to a server before SIGTERM, if nothing is."""
+    """Do nothing to a server before SIGTERM."""
 
 
 def end_under(load: Load, harm: Callable[[Server], None], more: tuple[str, ...], words: tuple[str, ...]) -> Outcome:

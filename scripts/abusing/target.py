@@ -55,7 +55,7 @@ class Target:
         self._log_start = server.log_bytes()
 
     def log(self) -> str:
-        """What the server has printed during the case."""
+        """Output of the server during the case."""
         return self.server.log(self._log_start)
 
     def check(self, holds: bool, otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""docs/planner-accuracy.md and docs/planner-accuracy.png: what the planner says beside what was measured."""
+"""docs/planner-accuracy.md and docs/planner-accuracy.png: predictions of the planner beside published measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORST = 10
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--quick", action="store_true", help="errors and plot only, to the terminal and the PNG")
-    arguments.add_argument("--fit", action="store_true", help="print the constants that the table asks for, and end")
+    arguments.add_argument("--fit", action="store_true", help="print the constants that the fit finds, and end")
     given = arguments.parse_args()
     rows = cases()
     if given.fit:
@@ -48,15 +48,16 @@ def page(rows: Sequence[Case]) -> Iterator[str]:
     yield "\n![Predicted against measured](planner-accuracy.png)\n"
     yield "By engine:\n"
     yield from by_engine(rows)
-    yield "\n## Layouts beside each other\n"
+    yield "\n## Comparison of layouts\n"
     yield from by_layout(rows)
-    yield "\n## Rows that the constants have not seen\n"
+    yield "\n## Errors for rows outside of the fit\n"
     yield (
-        "The constants fitted again without the rows of one GPU, or of one model, which are then predicted; from round "
-        "figures that are the same for every engine (`scripts/accuracy/calibrate.py`). A GPU that is left out is known "
-        "by its data sheet and its compute capability only. That the H20 reaches a third of its bandwidth nothing but "
-        "its own rows can say, so the errors without it are given too. The form of the formulas, the share of PCIe "
-        "that sums reach, and that FP8 weights stream as 16-bit ones do were chosen with all rows in view.\n"
+        "Cross-validation: the constants are fitted again without the rows of one GPU or of one model, and then "
+        "predict these rows. Each fit starts from round figures that are the same for every engine "
+        "(`scripts/accuracy/calibrate.py`). A GPU that is left out is known by its data sheet and its compute "
+        "capability only. The H20 reaches a third of its bandwidth, which only its own rows show, so the table also "
+        "has the errors without the H20. Three choices were made with all rows in view: the form of the formulas, the "
+        "share of PCIe that sums reach, and the same streaming speed for FP8 weights as for 16-bit weights.\n"
     )
     yield from held_out(rows)
     yield f"\n## The {WORST} worst rows\n"
@@ -80,7 +81,7 @@ def by_kind(rows: Sequence[Case]) -> Iterator[str]:
 
 
 def by_engine(rows: Sequence[Case]) -> Iterator[str]:
-    yield "| engine | rows | mean absolute error | nine in ten are within |\n|---|--:|--:|--:|"
+    yield "| engine | rows | mean absolute error | 90 % are within |\n|---|--:|--:|--:|"
     for engine in engine_names():
         errors = sorted(abs(row.error()) for row in rows if row.engine == engine)
         if errors:
@@ -93,11 +94,12 @@ def by_layout(rows: Sequence[Case]) -> Iterator[str]:
     inside = sum(error <= RANKING_ERROR for error in errors)
     yield (
         "`weft plan` ranks layouts by ratios of predictions. Layouts of one model on one machine share the constants "
-        f"of the engine and the GPU, so errors that those make are in both. {len(pairs)} pairs of rows differ in "
-        "nothing but the layout and the number of GPUs; the error of the ratio between the two is "
-        f"{median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within {RANKING_ERROR:.0%}. "
-        f"Layouts whose figures are within {RANKING_ERROR:.0%} of the highest are therefore a tie "
-        "(`planner/ranking.py`): the one with the faster single request is taken, then the simpler one. The worst:\n"
+        "of the engine and the GPU, so both predictions have the errors of these constants. "
+        f"{len(pairs)} pairs of rows differ only in the layout and the number of GPUs. The error of the ratio between "
+        f"the two is {median(errors):.1%} in the median, and {inside} of {len(pairs)} pairs are within "
+        f"{RANKING_ERROR:.0%}. Layouts within {RANKING_ERROR:.0%} of the highest figure are therefore a tie "
+        "(`planner/ranking.py`): the planner takes the one with the faster single request, then the simpler one. "
+        "The worst pairs:\n"
     )
     yield "| kind | row | other row | error of their ratio |\n|---|---|---|--:|"
     for pair in reversed(pairs[-3:]):
@@ -108,25 +110,25 @@ def by_layout(rows: Sequence[Case]) -> Iterator[str]:
 def held_out(rows: Sequence[Case]) -> Iterator[str]:
     yield "| left out in turn | single | load | peak |\n|---|--:|--:|--:|"
     before = profiles(expected())
-    yield _errors("everything: nothing fitted, only the round figures", [(row, row.error(before)) for row in rows])
+    yield _errors("all: nothing fitted, only the round figures", [(row, row.error(before)) for row in rows])
     keys: dict[str, Callable[[Case], str]] = {
         "a GPU": lambda row: row.cluster.gpus[0].name,
         "a model": lambda row: row.model,
     }
-    for what, key in keys.items():
+    for left_out, key in keys.items():
         found = []
         for name in sorted({key(row) for row in rows}):
             constants = profiles(fit([row for row in rows if key(row) != name], rounds=6))
             out = [row for row in rows if key(row) == name]
-            found += [(row, (unseen(row) if what == "a GPU" else row).error(constants)) for row in out]
+            found += [(row, (unseen(row) if left_out == "a GPU" else row).error(constants)) for row in out]
             print(f"without {name}: {fmean(abs(error) for _, error in found[-len(out) :]):.1%}", file=sys.stderr)
-        yield _errors(what, found)
-        if what == "a GPU":
-            yield _errors("a GPU, but not the H20", [it for it in found if it[0].gpu != "H20-96GB"])
+        yield _errors(left_out, found)
+        if left_out == "a GPU":
+            yield _errors("a GPU, without the H20", [pair for pair in found if pair[0].gpu != "H20-96GB"])
 
 
 def unseen(row: Case) -> Case:
-    """The same on a GPU whose name is not in any table."""
+    """The same row on a GPU whose name is in no table."""
     nodes = tuple(
         Node(tuple(msgspec.structs.replace(gpu, name="new " + gpu.name) for gpu in node.gpus), node.link)
         for node in row.cluster.nodes
@@ -134,14 +136,14 @@ def unseen(row: Case) -> Case:
     return msgspec.structs.replace(row, cluster=Cluster(nodes, row.cluster.network_Bps))
 
 
-def _errors(what: str, found: Sequence[tuple[Case, float]]) -> str:
+def _errors(left_out: str, found: Sequence[tuple[Case, float]]) -> str:
     means = [fmean(abs(error) for row, error in found if row.kind == kind) for kind in LIMITS]
-    return f"| {what} | " + " | ".join(f"{mean:.1%}" for mean in means) + " |"
+    return f"| {left_out} | " + " | ".join(f"{mean:.1%}" for mean in means) + " |"
 
 
 def provenance() -> Iterator[str]:
     yield "\n## Constants\n"
-    yield "Of all engines, where an engine has none of its own:\n"
+    yield "Common constants, for engines without one of their own:\n"
     shared: Mapping[str, str] = load_profile(engine_names()[0]).provenance()
     for engine in engine_names():
         shared = {name: text for name, text in shared.items() if load_profile(engine).provenance().get(name) == text}
@@ -154,11 +156,11 @@ def provenance() -> Iterator[str]:
     yield "\n## Kernels\n"
     yield "| GPU | weights | per kernel | products | decode attention | prefill attention | source |"
     yield "|---|--:|--:|--:|--:|--:|---|"
-    for it in kernel_shares.kernel_share_entries():
-        name = it.gpu or ("any CPU" if it.cpu else "any other")
+    for entry in kernel_shares.kernel_share_entries():
+        name = entry.gpu or ("any CPU" if entry.cpu else "any other")
         yield (
-            f"| {name} | {it.weights:.0%} | {it.kernel_us:g} us | {it.matmul:.0%} "
-            f"| {it.decode_attention:.0%} | {it.prefill_attention:.0%} | {it.source} |"
+            f"| {name} | {entry.weights:.0%} | {entry.kernel_us:g} us | {entry.matmul:.0%} "
+            f"| {entry.decode_attention:.0%} | {entry.prefill_attention:.0%} | {entry.source} |"
         )
     yield "\n## Links\n"
     for link in links.link_table().nvlink:

@@ -50,7 +50,7 @@ def copy_Bps(*, rehearse: bool) -> float:
 
 
 def about(card: Card, *, rehearse: bool) -> dict[str, Any]:
-    """What a result file says beside its rows."""
+    """Facts in a result file beside its rows."""
     return {
         "card": card.name,
         "driver": driver(),

@@ -24,8 +24,9 @@ SERVER = {"starlette": "starlette", "uvicorn": "uvicorn", "prometheus-client": "
 
 @dataclass(frozen=True)
 class Needs:
-    """What a part needs beside a card: packages (as COMMON), programs, files of the repository, free memory of the
-    card, and the folder of vLLM's packages."""
+    """Requirements of a part beside a GPU: packages (as COMMON), programs, files of the repository, free memory of the
+    GPU, and the folder of vLLM's packages.
+    """
 
     packages: dict[str, str] = field(default_factory=dict)
     programs: tuple[str, ...] = ()

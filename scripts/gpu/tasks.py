@@ -22,7 +22,7 @@ SANITIZER_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY
 
 @dataclass
 class Setup:
-    """What the tasks of one part share."""
+    """Values that the tasks of one part share."""
 
     part: str
     children: Children

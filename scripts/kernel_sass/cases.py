@@ -138,7 +138,7 @@ def made_cache(head_dim: int, kept: torch.dtype) -> KVCache:
 
 
 def made_batch(rows: int) -> types.SimpleNamespace:
-    """Of a `Batch` what launches read: shapes and types."""
+    """Shapes and types of a `Batch`, which is all that launches read."""
     numbers = torch.zeros(rows + 1, dtype=torch.int32)
     tables = torch.zeros(rows, 64, dtype=torch.int32)
     return types.SimpleNamespace(

@@ -63,7 +63,7 @@ def code_of(cubin: bytes) -> bytes:
 
 
 def output_of(program: str, options: Sequence[str], content: bytes) -> str:
-    """What a program prints about a file of this content."""
+    """Output of a program for a file with this content."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "code")
         path.write_bytes(content)

@@ -34,8 +34,9 @@ def name_of(row: Row) -> tuple[str, str, int]:
 
 
 def complaints(baseline: Sequence[Row], measured: Sequence[Row]) -> list[str]:
-    """What is worse than the baseline, a sentence each. Baseline rows of architectures that were not measured, and
-    measured shares that shrank, are no complaint."""
+    """Sentences on shares that are worse than the baseline. Baseline rows of architectures that were not measured, and
+    measured shares that shrank, are no complaint.
+    """
     known, seen = ({name_of(row): row for row in rows} for rows in (baseline, measured))
     architectures = {row["architecture"] for row in measured}
     lines = [f"{told(name)} is new: {UPDATE}" for name in seen if name not in known]

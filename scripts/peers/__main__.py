@@ -183,7 +183,7 @@ def measure(
     for peer, engine in engines:
         memory = [engine.memory_bytes() / 1e6]
         figures.append(
-            report.Figure(model, peer.bits, "memory of all its processes (PSS), MB", peer.name, memory, False)
+            report.Figure(model, peer.bits, "memory of all processes of the engine (PSS), MB", peer.name, memory, False)
         )
 
 

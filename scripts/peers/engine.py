@@ -80,7 +80,7 @@ class Engine:
         return Round(found["first_s"], found["last_s"], found["seconds"], new, tokens)
 
     def memory_bytes(self) -> int:
-        """Of the process and all that it started: each page that several share counted once (PSS)."""
+        """Memory of the process and of all that it started: each shared page counts once (PSS)."""
         total = 0
         for process in tree(self._process.pid):
             try:

@@ -23,7 +23,7 @@ class Models:
         self.models.mkdir(parents=True, exist_ok=True)
 
     def folder_of(self, name: str) -> Path:
-        """As a Hugging Face folder in bfloat16."""
+        """The model as a Hugging Face folder in bfloat16."""
         target = self.models / name
         if not (target / "model.safetensors").exists():
             python = TRANSFORMERS.python(self.folder)

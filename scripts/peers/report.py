@@ -17,7 +17,7 @@ from weft import __version__
 
 @dataclass(frozen=True)
 class Figure:
-    """What one engine reached in one work: a value per round."""
+    """Result of one engine in one work: a value per round."""
 
     model: str
     bits: int
@@ -58,8 +58,8 @@ class Row:
 def rows(figures: Sequence[Figure]) -> dict[tuple[str, int], list[Row]]:
     """By model and precision, in the order in which they were measured."""
     tables: dict[tuple[str, int], dict[str, list[Figure]]] = {}
-    for it in figures:
-        tables.setdefault((it.model, it.bits), {}).setdefault(it.work, []).append(it)
+    for figure in figures:
+        tables.setdefault((figure.model, figure.bits), {}).setdefault(figure.work, []).append(figure)
     return {key: [Row(tuple(found)) for found in works.values()] for key, works in tables.items()}
 
 

@@ -1,5 +1,4 @@
-"""What is asked of everybody: token ids of real English, other text in every round, so that no cache of prefixes helps
-from one to the next."""
+"""Workloads of the comparison: token ids of real English, other text in every round, so that no prefix cache helps."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ LATENCY = Work("latency", "decode", "one request, 128 + {new} tokens: decode, to
 FIRST = Work("first", "first", "one request, 128 tokens: time to first token, ms")
 THROUGHPUT = Work("throughput", "output", "{count} requests of 32-256 + {new} tokens: output, tokens/s")
 PREFILL = Work("prefill", "prompt", "one prompt of 1,024 tokens: prompt, tokens/s")
-PREFIX = Work("prefix", "output", "{count} requests that share 512 tokens, 16 + {new} of their own: output, tokens/s")
+PREFIX = Work(
+    "prefix", "output", "{count} requests with a shared prefix of 512 tokens, 16 + {new} tokens each: output, tokens/s"
+)
 
 WORKS = (LATENCY, THROUGHPUT, PREFILL, PREFIX)
 

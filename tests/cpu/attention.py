@@ -1,4 +1,4 @@
-"""What attention is asked for in tests, and batches for it."""
+"""Shapes and batches for tests of attention."""
 
 from __future__ import annotations
 

@@ -35,7 +35,11 @@ HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 
 @dataclass(frozen=True)
 class Recipe:
-    """One checkpoint: the architecture's name in Transformers and what differs from SIZES and HEADS."""
+    """One checkpoint: the architecture's name in Transformers and what differs from SIZES and HEADS.
+
+    `classes` are the configuration and the model of an architecture that Transformers does not have, written for a test
+    as subclasses of PretrainedConfig and PreTrainedModel; `model` is then only the name of the recipe.
+    """
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +47,7 @@ class Recipe:
     shards: bool = False
     config_class: str = ""  # if it is not the model's name and Config
     vision: bool = False  # the model lies inside one that sees as well
+    classes: tuple[type[transformers.PretrainedConfig], type[transformers.PreTrainedModel]] | None = None
 
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
@@ -117,13 +122,8 @@ def make(name: str, folder: Path) -> Path:
     if recipe.model == "Qwen2":
         values.pop("head_dim")
         values["hidden_size"] = 96
-    config = getattr(transformers, recipe.config_class or f"{recipe.model}Config")(**values)
     torch.manual_seed(len(name))
-    kind = "ForCausalLM"
-    if recipe.vision:
-        config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)
-        kind = "ForConditionalGeneration"
-    model = getattr(transformers, recipe.model + kind)(config).float()
+    model = create_model(recipe, values).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -140,6 +140,21 @@ def make(name: str, folder: Path) -> Path:
         path = out / "config.json"
         path.write_text(json.dumps(as_version_4(json.loads(path.read_text()))))
     return out
+
+
+def create_model(recipe: Recipe, values: dict[str, Any]) -> transformers.PreTrainedModel:
+    """The model of a recipe with the fields `values` in its config."""
+    if recipe.classes:
+        config_class, model_class = recipe.classes
+        transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+        transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+        return model_class(config_class(**values))
+    config = getattr(transformers, recipe.config_class or f"{recipe.model}Config")(**values)
+    kind = "ForCausalLM"
+    if recipe.vision:
+        config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)
+        kind = "ForConditionalGeneration"
+    return getattr(transformers, recipe.model + kind)(config)
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def brought(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """What a rank brings to a meeting."""
+    """Tensor of a rank in a test of communication."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What several tests of the kernels use."""
+"""Fixtures of several tests of the kernels."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def chosen(
     device: torch.device = CPU,
     kind: str = "triton",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a token sampler draws for rows with these parameters, in turn, and what torch does on a CPU."""
+    """Tokens that a token sampler draws for rows with these parameters, in turn, and those of torch on a CPU."""
     rows = len(logits)
     slots, found = np.arange(rows)[::-1].copy(), []
     for sampling, there in ((sampling_of(kind, logits.dtype, device), device), (PlainSampling(), CPU)):
@@ -78,11 +78,13 @@ def far_apart(
     """Rows whose tokens differ, though not by the rounding of two times that are almost the same."""
     rows = []
     for row in (got != want).nonzero().flatten().tolist():
-        it = SlotSettings(1)
-        it.admit(0, sampling_settings(params[row % len(params)]), key_of(row))
-        weights = weigh(logits[row : row + 1].float(), it.columns)
+        settings = SlotSettings(1)
+        settings.admit(0, sampling_settings(params[row % len(params)]), key_of(row))
+        weights = weigh(logits[row : row + 1].float(), settings.columns)
         sums = block_sums(weights)[0].double()
-        times = exponentials(torch.from_numpy(seeds(it.keys, positions[row : row + 1])), len(sums) + SAMPLING_BLOCK)[0]
+        times = exponentials(
+            torch.from_numpy(seeds(settings.keys, positions[row : row + 1])), len(sums) + SAMPLING_BLOCK
+        )[0]
         block, place = divmod(int(got[row]), SAMPLING_BLOCK)
         inside = weights[0, block * SAMPLING_BLOCK : (block + 1) * SAMPLING_BLOCK].double()
         races = (sums / times[: len(sums)], block), (inside / times[len(sums) : len(sums) + len(inside)], place)

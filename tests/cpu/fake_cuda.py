@@ -46,7 +46,7 @@ _metadata = torch.device("meta")  # what C++ takes the tensors to be on: the one
 
 
 class CardError(RuntimeError):
-    """What CUDA would refuse, or get wrong."""
+    """An operation that CUDA would refuse, or compute wrongly."""
 
 
 class OnCard(torch.Tensor):
@@ -100,7 +100,7 @@ class OnThisThread(TorchDispatchMode):
 
 @dataclass
 class Graph:
-    """What was captured: operations on `held` tensors, with the results that they had."""
+    """A captured graph: operations on `held` tensors, with the results that they had."""
 
     done: list[Callable[[], None]] = field(default_factory=list)
     fresh: list[torch.Tensor] = field(default_factory=list)
@@ -365,7 +365,7 @@ def _between(name: str, operation: Any, args: Any, given: Any, named: Any) -> An
 
 
 def _captured(operation: Any, name: str, given: Any, named: Any) -> Any:
-    """What an operation gives during a capture: a place for its result, and no change to anything else."""
+    """Result of an operation during a capture: an empty tensor for it, and no change to anything else."""
     known = {x.untyped_storage().data_ptr() for x in tree_flatten((given, named))[0] if isinstance(x, torch.Tensor)}
     changed = [x for x, argument in zip(given, operation._schema.arguments, strict=False) if _written(argument)]
     changed += [
@@ -470,8 +470,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     monkeypatch.setattr(torch, "Generator", Near)
     monkeypatch.setattr(torch, "tensor", tensor)
-    for name, it in cuda.items():
-        monkeypatch.setattr(torch.cuda, name, it)
+    for name, replacement in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
     monkeypatch.setattr(GridExecutor, "__call__", launch(GridExecutor.__call__))
     here = hosts.probe_host()
     gpu = Gpu(

@@ -177,7 +177,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
 
 
 def module() -> types.ModuleType:
-    """What `import flashinfer` gives."""
+    """The module that `import flashinfer` returns."""
     made = types.ModuleType("flashinfer")
     made.__spec__ = ModuleSpec("flashinfer", None)
     made.BatchDecodeWithPagedKVCacheWrapper = BatchDecodeWithPagedKVCacheWrapper  # type: ignore[attr-defined]

@@ -64,7 +64,7 @@ def make_step(id: int, tokens: list[int]) -> StepPlan:
 
 
 def total(plan: Plan, tokens: list[int]) -> int:
-    """What the fake answers to a step with these tokens."""
+    """Answer of the fake to a step with these tokens."""
     ranks = range(1, len(plan.places) + 1)
     return sum(tokens) * sum(ranks) % SHAPE.vocab
 

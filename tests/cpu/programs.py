@@ -1,4 +1,4 @@
-"""What a C++ compiler says of the CPU kernels, and programs that test their headers."""
+"""Warnings of a C++ compiler for the CPU kernels, and programs that test their headers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # awq/modules/linear/gemm.py: which of eig
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is quantised. `left` are parts of the names of layers that are not; `ordered`: with desc_act."""
+    """Quantisation of a model. `left` are parts of the names of unquantised layers; `ordered`: with desc_act."""
 
     method: str
     bits: int = 4
@@ -42,7 +42,7 @@ class Recipe:
 
     @property
     def offset(self) -> int:
-        """What GPTQ's first format takes away from zero points."""
+        """Number that GPTQ's first format subtracts from zero points."""
         return int(self.version == 1)
 
     def quantises(self, name: str) -> bool:

@@ -64,7 +64,9 @@ PLAIN = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "OPTForCau
 
 @pytest.mark.parametrize("complete", [True, False], ids=["as saved", "as given"])
 @pytest.mark.parametrize(("architecture", "config"), CASES, ids=str)
-def test_as_transformers_has_them(tmp_path: Path, architecture: str, config: dict[str, Any], complete: bool) -> None:
+def test_parameters_are_those_of_transformers(
+    tmp_path: Path, architecture: str, config: dict[str, Any], complete: bool
+) -> None:
     kind = getattr(transformers, architecture).config_class
     written = {**config, "architectures": [architecture], "model_type": kind.model_type}
     (tmp_path / "config.json").write_text(json.dumps(written))

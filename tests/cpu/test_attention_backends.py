@@ -145,7 +145,7 @@ def test_torch_2_11_has_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     test_attention_is_the_plain_one("varlen", CASES[3])
 
 
-def test_what_is_beyond_the_gathering_memory_is_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_beyond_the_gathering_memory_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "MOST_GATHERED", 169)
     calls: list[int] = []
 
@@ -231,7 +231,7 @@ def decode(
     out: torch.Tensor,
     *sizes: object,
 ) -> None:
-    """What Triton's kernel does, whatever its sizes."""
+    """Result of Triton's kernel, independent of its sizes."""
     starts, context, tables = batch.row_starts[: rows + 1], batch.context[:rows], batch.tables[:rows]
     part = replace(batch, row_starts=starts, context=context, tables=tables)
     out[:rows] = PLAIN.attend(q[:rows], cache, part, scale, window)
@@ -334,7 +334,7 @@ def test_varlen_refuses_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", backends.ATTENTION_BACKENDS)
 def test_every_row_has_its_module(backend: str) -> None:
-    """Which no import and no type checker sees."""
+    """The modules are named by strings, which no type checker resolves."""
     row = backends.ATTENTION_BACKENDS[backend]
     assert callable(importlib.import_module(row.module).create_attention)
     rest = importlib.import_module(backends.ATTENTION_BACKENDS[row.rest].module)
@@ -345,7 +345,7 @@ def test_every_row_has_its_module(backend: str) -> None:
 
 
 def fastest(shape: AttentionShape) -> Attention:
-    """What "auto" takes on a GPU."""
+    """Backend of "auto" on a GPU."""
     own = create_kernels("triton", CPU, shape).attention
     return kernels._winner(own, CPU, shape)
 
@@ -372,7 +372,7 @@ def test_the_faster_one_is_taken_and_both_figures_are_told(
     assert f"--attention-backend {won} is used" in caplog.text
 
 
-def test_what_cannot_be_measured_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_backends_that_cannot_be_measured_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     shape = shaped(torch.float32, rows=3, length=40)
 
     def clock(run: Callable[[], object]) -> float:

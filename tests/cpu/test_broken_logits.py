@@ -63,7 +63,7 @@ def test_one_request_with_nan_harms_no_other(backend: str, tmp_path: Path) -> No
     assert [c.token_ids for c in hurt[:1] + hurt[2:]] == [c.token_ids for c in clean[:1] + clean[2:]]
 
 
-def test_it_is_told_with_the_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_logits_are_told_with_the_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = with_nan(checkpoints.make("llama", tmp_path), "model.embed_tokens.weight", HURT)
     with LLM(str(path), executor="inline", tensor_parallel_size=2, **COMMON) as llm:
         with refuses(OutputError, "nan-logits") as caught:
@@ -73,7 +73,7 @@ def test_it_is_told_with_the_rank(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_steps_ahead_and_guesses_go_on(tmp_path: Path) -> None:
-    """What stands in the place of the token is an id that the next step may look up."""
+    """The id in place of the token is one that the next step may look up."""
     path = with_nan(checkpoints.make("llama", tmp_path), "model.embed_tokens.weight", HURT)
     more: list[dict[str, Any]] = [
         {"async_scheduling": True},

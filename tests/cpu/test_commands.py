@@ -326,7 +326,9 @@ def test_the_prefix_cache_is_reset(path: Path) -> None:
             assert any(it.num_cached_tokens for it in found) == cached
 
 
-def test_what_cannot_be_is_refused_in_one_line_and_changes_nothing(path: Path, folder: Path, tmp_path: Path) -> None:
+def test_impossible_commands_are_refused_in_one_line_and_change_nothing(
+    path: Path, folder: Path, tmp_path: Path
+) -> None:
     narrow = checkpoints.make("llama", folder)
     with LLM(str(path), **ENGINE) as llm:
         want = answers(llm)

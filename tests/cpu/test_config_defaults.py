@@ -1,4 +1,4 @@
-"""What config.json leaves out is what Transformers takes for it."""
+"""Defaults for fields that config.json leaves out: the same as Transformers'."""
 
 from __future__ import annotations
 

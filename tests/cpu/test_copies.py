@@ -1,4 +1,4 @@
-"""Whether bytes arrive is judged rightly, where there is no GPU to judge; and what a machine without says."""
+"""The judgement of copies between GPUs, without a GPU; and the answer of a machine without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_byte_that_arrives_wrong_is_counted(copy: str) -> None:
 
 
 def test_a_copy_that_never_happened_is_seen() -> None:
-    """As with a link that drops all that is written to it: what was there before stays."""
+    """A link may drop all bytes, so that the destination keeps its old content."""
     wrong = wrong_bytes(SENT, CPU, lambda sent, target: torch.zeros_like(sent))
     assert wrong == int((SENT != 0).sum()) > 900
 

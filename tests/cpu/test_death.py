@@ -63,7 +63,7 @@ class Program:
         return self.members
 
     def end(self) -> None:
-        """Where a test has failed, somebody may be left."""
+        """End processes that a failed test has left."""
         for member in filter(lives, self.members):
             member.kill()
         self.process.kill()
@@ -81,7 +81,7 @@ def programs() -> Iterator[list[Program]]:
 
 
 def left(family: list[psutil.Process]) -> list[psutil.Process]:
-    """Who is still there when the promised time is over."""
+    """Processes that still run after the promised time."""
     deadline, alive = time.monotonic() + DEATH_S, family
     while (alive := [member for member in alive if lives(member)]) and time.monotonic() < deadline:
         time.sleep(0.02)

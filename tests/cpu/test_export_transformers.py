@@ -51,7 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def script(model: Path, hardware: str) -> dict[str, Any]:
-    """What the script defines; it is not run."""
+    """Definitions of the script, which is not run."""
     status, written, err = emit("transformers", f"{model} {hardware}")
     assert status == 0, err
     defined: dict[str, Any] = {"__name__": "plan"}
@@ -106,7 +106,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_answers_with_its_map_on_the_cpu(
+def test_the_script_answers_with_its_map_on_the_cpu(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = script(model, "--gpus 2xRTX4090 -pp 2")

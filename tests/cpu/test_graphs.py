@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="needs triton, whose kernels pass over rows
 
 
 class Again:
-    """What CUDA would record; attempts in `failing` find no memory."""
+    """Recording of a CUDA graph; attempts in `failing` find no memory."""
 
     def __init__(self, failing: Container[int] = (), *, told: bool = True) -> None:
         self.captured, self.attempts, self.failing, self.told = 0, 0, failing, told
@@ -55,9 +55,15 @@ def batch(tokens: list[int], contexts: list[int], width: int) -> Batch:
     )
 
 
-def forward(it: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+def forward(inputs: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
     """Says what it was given."""
-    figures = [it.tokens, it.positions, it.slots, it.context, it.tables[:, 0] * (it.context > 0)]
+    figures = [
+        inputs.tokens,
+        inputs.positions,
+        inputs.slots,
+        inputs.context,
+        inputs.tables[:, 0] * (inputs.context > 0),
+    ]
     out = torch.stack([figure.float() for figure in figures], 1)
     return out if incoming is None else out + incoming
 
@@ -73,8 +79,8 @@ def made(
     return Graphs(forward, capture, prepare=prepare, rows=rows, width=6, **where)
 
 
-def replayed(graph: Graphs, it: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
-    staged = as_staged(it)
+def replayed(graph: Graphs, inputs: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
+    staged = as_staged(inputs)
     laid = graph.captured_batch(staged) or staged.eager()
     create_plain_kernels().pointwise.fill_batch(staged, laid)
     return graph.run_batch(laid, incoming)
@@ -101,16 +107,16 @@ def test_a_replayed_batch_gives_what_the_eager_one_gives(incoming: bool) -> None
     graph.capture_at_start()
     assert capture.captured == len(graph_sizes(9)) and not graph.uncaptured
     for rows, width in ((3, 4), (1, 2), (9, 6), (4, 1), (3, 6), (2, 3)):
-        it = batch(list(range(10, 10 + rows)), list(range(1, rows + 1)), width)
+        inputs = batch(list(range(10, 10 + rows)), list(range(1, rows + 1)), width)
         sent = torch.randn(rows, 5) if incoming else None
-        torch.testing.assert_close(replayed(graph, it, sent), forward(it, sent))
+        torch.testing.assert_close(replayed(graph, inputs, sent), forward(inputs, sent))
     assert capture.captured == len(graph_sizes(9))
 
 
-def test_what_a_small_batch_has_left_over_is_not_summed_into_itself() -> None:
+def test_leftovers_of_a_small_batch_are_not_summed_into_it() -> None:
     """Layers add to what the stage before sent, in its place."""
 
-    def forward(it: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
+    def forward(inputs: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         assert incoming is not None
         return incoming.add_(incoming)
 
@@ -131,8 +137,8 @@ def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_star
     graph.capture_at_start(lambda own: own + agreed - seconds)
     assert capture.captured == at_start and graph.uncaptured == graph_sizes(9)[at_start - 1 : -1]
     for rows in (1, 3, 8, 9):
-        it = batch(list(range(rows)), list(range(1, rows + 1)), 2)
-        torch.testing.assert_close(replayed(graph, it), forward(it, None))
+        inputs = batch(list(range(rows)), list(range(1, rows + 1)), 2)
+        torch.testing.assert_close(replayed(graph, inputs), forward(inputs, None))
     assert capture.captured == at_start, "none is captured while a step waits"
     left = len(graph.uncaptured)
     while left:
@@ -145,9 +151,9 @@ def test_every_forward_is_prepared_for_outside_of_its_graph() -> None:
     """Once to capture it, then before each replay, of as many rows as the graph has."""
     seen = []
 
-    def prepare(it: Batch) -> None:
-        lengths = it.lengths()
-        seen.append((it.fixed, lengths.row_starts.tolist(), lengths.context.tolist(), it.context.tolist()))
+    def prepare(inputs: Batch) -> None:
+        lengths = inputs.lengths()
+        seen.append((inputs.fixed, lengths.row_starts.tolist(), lengths.context.tolist(), inputs.context.tolist()))
 
     capture = Again()
     graph = made(capture, rows=4, prepare=prepare)
@@ -181,11 +187,11 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
         draft_counts=[0, 0],
     )
     staged, _ = rows.stage(step)
-    it = staged.eager()
-    create_plain_kernels().pointwise.fill_batch(staged, it)
-    assert it.host is not None and it.lengths() is it.host
-    assert it.host.row_starts.tolist() == it.row_starts.tolist() == [0, 1, 6]
-    assert it.host.context.tolist() == it.context.tolist() == [9, 5] and it.decodes == 1
+    inputs = staged.eager()
+    create_plain_kernels().pointwise.fill_batch(staged, inputs)
+    assert inputs.host is not None and inputs.lengths() is inputs.host
+    assert inputs.host.row_starts.tolist() == inputs.row_starts.tolist() == [0, 1, 6]
+    assert inputs.host.context.tolist() == inputs.context.tolist() == [9, 5] and inputs.decodes == 1
     staged, _ = rows.stage(msgspec.structs.replace(step, blocks=[[[], []]]), singly=True)
     apart = staged.eager()
     create_plain_kernels().pointwise.fill_batch(staged, apart)
@@ -193,15 +199,15 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]
     assert apart.tables.tolist() == [[3, 4, 5, 0], *[[0, 1, 0, 0]] * 5]
-    assert it.order.tolist() == [0] and apart.order.tolist() == [0, 5, 4, 3, 2, 1], "the longest first"
-    assert torch.equal(apart.slots, it.slots) and torch.equal(apart.tokens, it.tokens)
+    assert inputs.order.tolist() == [0] and apart.order.tolist() == [0, 5, 4, 3, 2, 1], "the longest first"
+    assert torch.equal(apart.slots, inputs.slots) and torch.equal(apart.tokens, inputs.tokens)
 
 
 def test_prompts_and_batches_beyond_the_largest_run_eagerly() -> None:
     capture = Again()
     graph = made(capture, rows=2)
-    it = batch([1, 2, 3], [4, 5, 6], 2)
-    torch.testing.assert_close(replayed(graph, it), forward(it, None))
+    inputs = batch([1, 2, 3], [4, 5, 6], 2)
+    torch.testing.assert_close(replayed(graph, inputs), forward(inputs, None))
     mixed = Batch(**{**vars(batch([1, 2], [4, 5], 2)), "decodes": 1})
     torch.testing.assert_close(replayed(graph, mixed), forward(mixed, None))
     assert capture.captured == 0
@@ -217,12 +223,12 @@ def test_without_memory_for_a_graph_the_batch_still_runs(
     graph.capture_at_start()
     assert graph.largest == largest and graph.capture_next() == 0
     for rows in (1, 3, 9):
-        it = batch(list(range(rows)), list(range(2, rows + 2)), 3)
-        torch.testing.assert_close(replayed(graph, it), forward(it, None))
+        inputs = batch(list(range(rows)), list(range(2, rows + 2)), 3)
+        torch.testing.assert_close(replayed(graph, inputs), forward(inputs, None))
     assert len(caplog.records) == (largest < 9) and ("--gpu-memory-utilization" in caplog.text) == (largest < 9)
 
 
-def test_what_else_ends_a_capture_ends_the_step() -> None:
+def test_other_errors_of_a_capture_end_the_step() -> None:
     def broken(run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("an illegal memory access was encountered")
 

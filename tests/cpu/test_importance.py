@@ -1,4 +1,4 @@
-"""What columns are multiplied with, and what 4 bits lose when rounding knows it."""
+"""Importance of columns by their activations, and the loss of rounding to 4 bits with it."""
 
 from __future__ import annotations
 
@@ -58,13 +58,15 @@ def of_transformers(path: Path) -> dict[str, torch.Tensor]:
 
 
 def columns(shape: ModelShape, place: Place, product: str) -> Span:
-    """Those of a rank."""
+    """Columns of a rank."""
     whole = {"qkv": Span(0, shape.hidden), "gate_up": Span(0, shape.hidden), "down": place.ffn}
     return whole.get(product, place.q_heads.scaled(shape.head_dim))
 
 
 @pytest.mark.parametrize("layout", ["whole", "tp3", "tp 2:1", "pp 1,3,1", "tp2 x pp2"])
-def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_importance_is_by_the_activations_of_transformers(
+    wide: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     truth, plan, seen = of_transformers(wide), plan_for(wide, layout, **INT4), 0
     theirs = {"qkv": "q_proj", "out": "o_proj", "gate_up": "gate_proj", "down": "down_proj"}
     for rank, found in importance_by_rank(plan, monkeypatch).items():
@@ -82,7 +84,7 @@ def test_it_is_what_transformers_multiplies_with(wide: Path, layout: str, monkey
     ("quantization", "wanted"),
     [("auto", False), ("none", False), ("int8", False), ("int4", False), ("q4_0", True)],
 )
-def test_it_is_for_what_is_rounded_to_4_bits(quantization: str, wanted: bool) -> None:
+def test_importance_is_for_weights_rounded_to_4_bits(quantization: str, wanted: bool) -> None:
     """The demo's file is in q4_1, which int4 means."""
     plan = plan_for(Path(resolve("demo").path), "whole", quantization=quantization)
     assert needs_importance(plan, open_source(plan)) == wanted
@@ -121,7 +123,7 @@ def test_weights_that_are_made_up_need_none(wide: Path, monkeypatch: pytest.Monk
     assert importance_by_rank(plan, monkeypatch) == {0: {}}
 
 
-def test_what_is_no_number_counts_as_others() -> None:
+def test_a_column_that_is_no_number_counts_as_others() -> None:
     squares = torch.rand(3, 32) + 1
     squares[0], squares[1, 3], squares[2, 5] = 0, torch.nan, torch.inf
     found = relative_importance(squares.flatten()).view(3, 32)

@@ -28,9 +28,9 @@ def test_all_kernels_are_measured(library: str, monkeypatch: pytest.MonkeyPatch)
     found = kernel_speed.measure(library, (core,), np.full(2 << 20, SOME, np.uint8))
     assert [it.bits for it in found.products] == [16, 8, 4]
     figures = [found.cache_Bps, found.attention_flops, found.rows_Bps]
-    for it in found.products:
-        assert all(fewer >= more for fewer, more in pairwise(it.weights_Bps))
-        figures += [*it.weights_Bps, it.matmul_flops]
+    for product in found.products:
+        assert all(fewer >= more for fewer, more in pairwise(product.weights_Bps))
+        figures += [*product.weights_Bps, product.matmul_flops]
     assert all(1e6 < figure < math.inf for figure in figures)
 
 

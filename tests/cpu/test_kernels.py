@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 def written(kernels: Kernels, cache: KVCache) -> KVCache:
-    """What lies in `cache` row by row, as these kernels would have it: through an angle of zero."""
+    """Content of `cache` row by row, as these kernels read it: through an angle of zero."""
     blocks, block_size, kv_heads, head_dim = cache.keys.shape
     slots = blocks * block_size
     row = [x.reshape(slots, -1) for x in (cache.keys, cache.keys, cache.values)]

@@ -1,4 +1,4 @@
-"""What an engine launches while it serves, it has launched before: no request waits for a compiler."""
+"""Every kernel that an engine launches for requests was launched before them, so no request waits for a compiler."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_attention_warms_what_any_number_of_rows_launches(
     tunings: tuning.Tunings, kv_heads: int, launches: Launches
 ) -> None:
     shape = shaped(torch.float16, q_heads=16, kv_heads=kv_heads, rows=300, windows=(None, 40))
-    it = attention.TritonAttention(132, tunings)
-    given = it.launches(shape, CPU)
+    backend = attention.TritonAttention(132, tunings)
+    given = backend.launches(shape, CPU)
     warm.warm_kernels(given, CPU)
     before = [*launches.variants]
     assert len(launches.of("_prefill")) == 2
@@ -101,7 +101,7 @@ def test_attention_warms_what_any_number_of_rows_launches(
     assert len(launches.of("_decode")) == 2 * sizes <= 12
     for rows in range(1, 301, 7):
         for window in shape.windows:
-            it.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
+            backend.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
     assert [*launches.variants] == before
 
 
@@ -143,7 +143,7 @@ def test_threads_begin_with_one_launch_of_each_kernel(monkeypatch: pytest.Monkey
 
 
 def test_a_recorder_tells_variants_apart(launches: Launches) -> None:
-    """As Triton does: by dtype, by alignment, by what 16 divides, by constants."""
+    """Variants differ as Triton's do: by dtype, by alignment, by divisibility by 16, by constants."""
     weight = torch.ones(96, dtype=torch.float16)
     wide = torch.ones(4, 128, dtype=torch.float16)
     norm = pointwise.norm

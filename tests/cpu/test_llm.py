@@ -289,7 +289,7 @@ def test_layouts_give_the_same_tokens(folder: Path, llm: LLM) -> None:
             assert other.generate("abc", GREEDY)[0].outputs[0].token_ids == expected, layout
 
 
-def test_it_ends_once_and_says_so(folder: Path) -> None:
+def test_an_engine_ends_once_and_says_so(folder: Path) -> None:
     llm = LLM(folder, **ENGINE)
     llm.shutdown()
     llm.shutdown()

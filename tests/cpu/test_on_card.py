@@ -288,7 +288,7 @@ def test_quantised_weights_in_graphs_are_those_without(path: str, card: Card) ->
 
 
 def test_stages(path: str, card: Card) -> None:
-    """As threads, each with graphs of its own."""
+    """Stages are threads, each with graphs of its own."""
     params = asked(WISHES[:6])
     want = answers(path, params, **ON_CPU)
     two = {"pipeline_parallel_size": 2, "device_ids": (0, 0)}

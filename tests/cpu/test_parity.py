@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from msgspec.structs import replace
 
 from tests.cpu import checkpoints
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from weft import LLM, SamplingParams
+from weft.architectures.families.llama import LLAMA
+from weft.architectures.registry import ARCHITECTURES
 from weft.core import kv
 
 PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [1, 150], [40, 41, 42] * 9]
@@ -104,6 +108,29 @@ def test_tokens_do_not_depend_on_scheduling(
     if how.get("enable_prefix_caching", True) and not preempt:
         assert again[1].num_cached_tokens >= 48
     assert first[0].num_cached_tokens == 0
+
+
+class OwnConfig(transformers.LlamaConfig):
+    """Configuration of an architecture that Transformers does not have."""
+
+    model_type = "own"
+
+
+class OwnForCausalLM(transformers.LlamaForCausalLM):
+    """An architecture that Transformers does not have."""
+
+    config_class = OwnConfig
+
+
+def test_an_architecture_that_transformers_lacks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = replace(LLAMA, name="OwnForCausalLM", config=replace(LLAMA.config, model_type="own"), gguf="")
+    monkeypatch.setitem(ARCHITECTURES, own.name, own)
+    monkeypatch.setitem(checkpoints.RECIPES, "own", checkpoints.Recipe("Own", classes=(OwnConfig, OwnForCausalLM)))
+    path = checkpoints.make("own", folder)
+    assert isinstance(checkpoints.reference(path), OwnForCausalLM)
+    exact = reference_logits(path, torch.float32, PROMPTS[1])
+    got = logits_of(plan_for(path, "tp2", dtype="float32"), PROMPTS[1])
+    assert (got - exact).abs().max() <= 1e-4 * exact.std()
 
 
 def test_dynamic_rope_beyond_its_length_is_that_of_the_longest_text(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the planner says that ranks hold, beside what the engine's own allocate."""
+"""Bytes that the planner predicts for ranks, beside those that the engine's ranks allocate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def started(plan: Plan) -> Sequence[Capacity]:
-    """What the ranks of a plan report."""
+    """Reports of the ranks of a plan."""
     threads = torch.get_num_threads()
     executor = InlineExecutor()
     try:

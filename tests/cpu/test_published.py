@@ -104,7 +104,9 @@ def test_dequantised_where_that_is_asked_for(
     assert held(plan, truth) == set() and plan.quantization == "none"
 
 
-def test_what_the_config_promises_is_what_is_there(folder: Path, name: str, truth: dict[str, torch.Tensor]) -> None:
+def test_the_tensors_are_those_that_the_config_declares(
+    folder: Path, name: str, truth: dict[str, torch.Tensor]
+) -> None:
     """So a plan from afar counts what the engine will hold, and a dummy holds as much."""
     real, dummy = resolve(str(folder / name)), resolve(str(folder / name), load_format="dummy")
     assert real.shape == dummy.shape and real.quantised == dummy.quantised
@@ -120,7 +122,7 @@ def test_what_the_config_promises_is_what_is_there(folder: Path, name: str, trut
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
 
 
-def test_what_lies_apart_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unordered_groups_are_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     written(folder / "told", RECIPES["gptq-ordered"])
     caplog.set_level(logging.INFO, "weft")
     plan = plan_for(folder / "told", "whole")

@@ -47,7 +47,7 @@ def test_nibbles() -> None:
 
 @pytest.mark.parametrize("type", SCHEMES)
 def test_rounding_loses_little(type: str) -> None:
-    """Of normally distributed weights, 16 steps for a group of 32 lose a tenth, 256 a hundredth."""
+    """With normally distributed weights, 16 steps for a group of 32 lose a tenth, 256 a hundredth."""
     w = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     made = random(type, 64, Span(0, 1024), 1024, seed=1)
     error = (made.dequantise() - w).norm() / w.norm()
@@ -63,7 +63,7 @@ def test_rounding_what_is_all_the_same(type: str, value: float) -> None:
     assert (into.dequantise() - value).abs().max() <= max(1e-6, abs(value) * 2e-3)
 
 
-def test_what_lies_on_a_grid_is_found_again() -> None:
+def test_weights_on_a_grid_are_found_again() -> None:
     """So a file in Q4_1 that was dequantised before is quantised to itself."""
     q = torch.randint(0, 16, (50, 8, 32)).float()
     q[..., 0], q[..., 1] = 0, 15

@@ -67,7 +67,7 @@ class Group:
         return [list(turn) for turn in self._memory]
 
     def run(self, job: Callable[[int], T]) -> list[T]:
-        """What every rank's thread has made."""
+        """Results of the threads of all ranks."""
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(job, range(self.size)))
 
@@ -90,7 +90,7 @@ def brought(rank: int, turn: int, dims: tuple[int, int], dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("size", "dims"), [(1, (2, 64)), (2, (1, 50)), (3, (5, 576)), (8, (3, 2048))])
-def test_it_is_the_sum_and_the_norm(size: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_result_is_the_sum_and_the_norm(size: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
     """The residual to the bit on every rank; the norm as near as another order of adding leaves it."""
     weight, eps = torch.rand(dims[1]).to(dtype), 1e-6
 
@@ -174,7 +174,7 @@ def test_a_rank_that_is_far_ahead_overwrites_nothing_that_another_still_reads() 
     assert ahead.is_set()
 
 
-def test_what_is_large_or_of_another_dtype_is_summed_as_ever() -> None:
+def test_large_tensors_and_other_dtypes_are_not_published() -> None:
     group = Group(1, torch.bfloat16)
     comm = Here(group, 0)
     most = PUBLISHED_BYTES // 2
@@ -187,7 +187,7 @@ def test_what_is_large_or_of_another_dtype_is_summed_as_ever() -> None:
 
 
 def test_the_trial_tells_memory_that_both_turns_share() -> None:
-    """Which a rank that is ahead overwrites, before the other has read it."""
+    """A rank that is ahead overwrites such memory before the other has read it."""
     for shared in (False, True):
         group = Group(2, torch.float32)
         if shared:

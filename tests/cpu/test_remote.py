@@ -97,7 +97,7 @@ async def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
         await engine.close()
 
 
-async def test_what_the_core_refuses_is_told() -> None:
+async def test_refusals_of_the_core_are_told() -> None:
     engine = await start()
     try:
         with refuses(RequestError, "prompt-too-long") as caught:

@@ -47,7 +47,7 @@ def ours() -> NativeRounding:
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """Of several kinds, a number of rows that fills no vector."""
+    """Weights of several distributions, with a number of rows that fills no vector."""
     generator = torch.Generator().manual_seed(7)
     normal = torch.randn(150, WIDTH, generator=generator)
     uniform = torch.rand(20, WIDTH, generator=generator)
@@ -57,7 +57,7 @@ def weights(dtype: torch.dtype) -> torch.Tensor:
 
 
 def importance() -> torch.Tensor:
-    """Of columns of which few count much more than others."""
+    """Importance of columns, a few of which count much more than the others."""
     drawn = torch.randn(WIDTH, generator=torch.Generator().manual_seed(8)).mul_(2).exp_()
     return drawn.clamp_(min=0.1)
 
@@ -78,7 +78,7 @@ def parts(matrix: QuantisedWeight) -> list[torch.Tensor]:
     [*((type, None) for type in KINDS), *((type, importance()) for type in KINDS if ALL_SCHEMES[type].bits == 4)],
     ids=lambda it: it if isinstance(it, str) else "alike" if it is None else "by importance",
 )
-def test_it_loses_no_more_than_torch(
+def test_rounding_loses_no_more_than_torch(
     ours: NativeRounding, type: str, dtype: torch.dtype, counts: torch.Tensor | None
 ) -> None:
     """Sums are added up in another order, so numbers halfway between two steps, and scales between two halves, may go
@@ -102,7 +102,7 @@ def test_without_sums_it_is_the_same(ours: NativeRounding, type: str, dtype: tor
 
 
 @pytest.mark.parametrize("type", ["Q4_0", "Q4_1"])
-def test_what_counts_loses_less(ours: NativeRounding, type: str) -> None:
+def test_important_columns_lose_less(ours: NativeRounding, type: str) -> None:
     """In columns that count ten times as much as half of their group errors are smaller, in others somewhat larger."""
     weight, counts = weights(torch.float32)[:60], importance()
     much = counts > 10 * counts.view(-1, 32).median(dim=1, keepdim=True).values.expand(-1, 32).flatten()
@@ -112,7 +112,7 @@ def test_what_counts_loses_less(ours: NativeRounding, type: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["alike", "by importance"])
-def test_what_lies_on_a_grid_is_found_again(ours: NativeRounding, how: str) -> None:
+def test_weights_on_a_grid_are_found_again(ours: NativeRounding, how: str) -> None:
     torch.manual_seed(5)
     q = torch.randint(0, 16, (50, 8, 32)).float()
     q[..., 0], q[..., 1] = 0, 15
@@ -222,7 +222,7 @@ def test_without_a_compiler_torch_rounds(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(got, part)
 
 
-def test_who_rounds() -> None:
+def test_the_choice_of_rounding() -> None:
     assert isinstance(create_rounding("auto", CPU, SHAPE), NativeRounding)
     assert create_rounding("torch", CPU, SHAPE) is round_into
     assert create_rounding("auto", CPU, replace(SHAPE, dtype=torch.float16)) is round_into

@@ -234,7 +234,7 @@ def test_min_tokens_holds_back_what_would_end_the_answer() -> None:
     assert first(min_tokens=2, ignore_eos=True) == [EOS, EOS, EOS]
 
 
-def test_where_nothing_is_allowed_the_first_allowed_token_comes() -> None:
+def test_without_an_allowed_token_the_first_allowed_id_comes() -> None:
     logits = torch.randn(3, 300)
     forbidding = {"allowed_token_ids": (7, EOS), "bad_word_ids": ((7,), (EOS,)), "repetition_penalty": 1.5}
     rows = [Row(0, SamplingParams(temperature=t, **forbidding), [7], []) for t in (0.0, 0.1, 2.0)]  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from weft.formats import demo
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 # The tiny model makes 500 tokens in 50 ms, too few to do anything meanwhile; 64 times as many take a second.
 LONG: dict[str, Any] = {"n": 64, "max_tokens": 500, "extra_body": {"ignore_eos": True}}
+ADMIN_KEY = "secret"
 PATIENCE_S = 60.0  # for what must happen some time
 
 
@@ -42,7 +44,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             text=True,
             # Two threads that wait for each other are slow on a machine that is busy with other tests.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "WEFT_ADMIN_KEY": ADMIN_KEY},
         )
         self.lines: list[str] = []
         self.url = ""
@@ -233,8 +235,34 @@ def test_no_torch_but_in_the_ranks(server: Server) -> None:
     assert has_torch(ranks[0])
 
 
+def test_the_engine_sleeps_and_wakes_by_http(server: Server) -> None:
+    def tokens() -> list[str]:
+        body = {"prompt": "a", "max_tokens": 16, "temperature": 0, "logprobs": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+        return answer["choices"][0]["logprobs"]["tokens"]
+
+    def command(method: str, path: str) -> httpx.Response:
+        key = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        return httpx.request(method, server.url + path, headers=key, timeout=PATIENCE_S)
+
+    want = tokens()
+    (row,) = command("GET", "/layout").json()
+    assert row["rank"] == 0 and row["allocated_bytes"] > row["kv_bytes"]
+    for level in (1, 2):
+        assert command("POST", f"/sleep?level={level}").status_code == 200
+        assert command("GET", "/is_sleeping").json() == {"is_sleeping": True}
+        assert command("POST", "/sleep").status_code == 400
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(tokens)
+            eventually(lambda: server.metric("vllm:num_requests_waiting") == 1)
+            assert command("POST", "/wake_up").status_code == 200
+            assert waiting.result(PATIENCE_S) == tokens() == want
+    assert command("POST", "/reset_prefix_cache").status_code == 200 and tokens() == want
+    assert httpx.post(f"{server.url}/sleep").status_code == 401
+
+
 def switches(pid: int) -> int:
-    """How often the threads of a process have gone to sleep."""
+    """Number of times that the threads of a process have gone to sleep."""
     status = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(int(line.split()[1]) for text in status for line in text.splitlines() if line.startswith("voluntary"))
 
@@ -254,13 +282,13 @@ def test_without_requests_nobody_wakes(words: list[str]) -> None:
         eventually(asleep)
 
 
-def test_what_it_prints(server: Server) -> None:
+def test_the_log_lines_of_the_cache(server: Server) -> None:
     text = "\n".join(server.lines)
     assert re.search(r"CPU KV cache size: [\d,]+ tokens", text)
     assert re.search(r"Maximum concurrency for 512 tokens per request: [\d.]+x", text)
 
 
-def test_what_was_predicted_is_told_beside_what_came(server: Server) -> None:
+def test_predictions_are_told_beside_measurements(server: Server) -> None:
     server.client.completions.create(model="tiny", prompt="a", max_tokens=40, extra_body={"ignore_eos": True})
 
     def line(start: str) -> str:

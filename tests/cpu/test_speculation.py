@@ -200,7 +200,7 @@ def test_a_draft_reads_what_it_missed(
     assert stats.draft_tokens > 10 and stats.accepted_tokens == stats.draft_tokens
 
 
-def test_what_is_prepared_is_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_batches_are_sampled(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU hears of an admission with the next batch, and a draft reads prompts too, from which nobody samples yet."""
     calls: list[str] = []
 
@@ -247,7 +247,9 @@ def test_a_draft_that_is_not_asked_reads_nothing(model: str, monkeypatch: pytest
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_before_anything_starts(model: str, config: dict, code: str, value: str) -> None:
+def test_impossible_settings_are_refused_before_anything_starts(
+    model: str, config: dict, code: str, value: str
+) -> None:
     with refuses(ConfigError, code, value):
         LLM(model, skip_tokenizer_init=True, speculative_config=config)
 

@@ -17,7 +17,7 @@ def test_every_quantised_type_is_here() -> None:
 
 
 @pytest.mark.parametrize("type", BLOCKS)
-def test_it_is_the_librarys(type: str) -> None:
+def test_dequantised_blocks_are_the_library_s(type: str) -> None:
     rows, cols = 96, 2048
     data = random_blocks(np.random.default_rng(len(type)), rows, cols, type)
     want = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type])
@@ -29,7 +29,7 @@ def test_it_is_the_librarys(type: str) -> None:
 
 @pytest.mark.parametrize("type", BLOCKS)
 def test_rows_may_lie_apart(type: str) -> None:
-    """As those do whose rank owns some of the columns."""
+    """A rank that owns some of the columns reads such rows."""
     encoding = ENCODINGS[type]
     data = torch.from_numpy(random_blocks(np.random.default_rng(1), 8, 4 * encoding.elements, type))
     part = data[:, encoding.nbytes : 3 * encoding.nbytes]

@@ -58,7 +58,7 @@ def test_the_group_falls_back(group: dist.ProcessGroup, store: dist.Store, caplo
 
 
 class Handle:
-    """As torch's, of a group of one."""
+    """Stand-in for torch's handle, for a group of one."""
 
     def __init__(self, memory: torch.Tensor, begin: int = 0) -> None:
         self.memory, self.begin, self.met = memory, begin, 0

@@ -44,7 +44,7 @@ def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
     ids=["decode", "decodes", "mixed"],
 )
 def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list[int], contexts: list[int]) -> None:
-    """Whether what is done between the products is little or much, in chunks or at once."""
+    """The work between the products may be little or much, in chunks or at once."""
     hidden, q_heads, kv_heads, head_dim, inner = 256, 8, 2, 32, 416
     kernels, dtype = native(torch.bfloat16), torch.bfloat16
     torch.manual_seed(6)

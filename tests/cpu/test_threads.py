@@ -104,7 +104,7 @@ def test_a_long_list_does_not_keep_others_out(llm: LLM) -> None:
     assert ended == ["one", "many"] and at_rest(llm)
 
 
-def test_what_one_caller_does_is_not_the_others_matter(llm: LLM) -> None:
+def test_callers_do_not_affect_each_other(llm: LLM) -> None:
     """Its mistakes, an interrupt, a stream that it leaves."""
     alone = ids(llm.generate("a", GREEDY))
 

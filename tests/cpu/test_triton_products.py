@@ -86,7 +86,7 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("type", KINDS)
-def test_it_takes_no_more_than_was_planned(type: str) -> None:
+def test_products_take_no_more_memory_than_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
     assert (
         products.create_quantised_matrix(weight, None, 1).nbytes

@@ -81,7 +81,7 @@ def test_floats_have_places() -> None:
     **FILTERS,
 )
 @settings(max_examples=12)
-def test_what_its_filters_leave_is_what_torchs_leave(
+def test_filters_leave_the_same_tokens_as_torch_s(
     vocab: int, seed: int, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> None:
     """Logits are multiples of an eighth: ties everywhere, and all of them kept or none."""

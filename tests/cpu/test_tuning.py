@@ -99,7 +99,7 @@ def test_contexts_are_mixed() -> None:
     assert many not in (sorted(many), sorted(many, reverse=True)) and many == trials.mixed_lengths(256, 4096)
 
 
-def test_what_the_card_has_no_room_for_and_what_is_wrong_is_passed_over() -> None:
+def test_sizes_that_are_too_large_or_wrong_are_passed_over() -> None:
     race = trials.decode_race(SHAPE, CPU, [9, 30])
     names = list(race.entries)
 
@@ -212,7 +212,7 @@ def test_a_note_that_is_broken_or_foreign_is_ignored(
     assert said in caplog.text and [record.levelname for record in caplog.records] == ["DEBUG"]
 
 
-def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_found_sizes_are_kept_for_every_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[msgspec.Struct] = []
 
     def measured(shape: AttentionShape, device: torch.device, tell: Callable[..., object]) -> Tunings:
@@ -230,10 +230,10 @@ def test_what_a_process_finds_is_kept_for_every_number_of_ranks(monkeypatch: pyt
     assert [(it.q_heads, it.kv_heads) for it in tuned] == [  # type: ignore[attr-defined]
         (whole.q_heads // n, whole.kv_heads // n) for n in ranks
     ]
-    for n, it in zip(ranks, tuned, strict=True):
+    for n, sizes in zip(ranks, tuned, strict=True):
         shape = replace(whole, q_heads=whole.q_heads // n, kv_heads=whole.kv_heads // n)
-        assert isinstance(it, TunedSizes) and Path(it.path).is_file() and not it.lost
-        assert it.decode == {1: str(FEW), 4: str(MANY)} and saved_tunings.load_tunings(CPU, shape) == FOUND
+        assert isinstance(sizes, TunedSizes) and Path(sizes.path).is_file() and not sizes.lost
+        assert sizes.decode == {1: str(FEW), 4: str(MANY)} and saved_tunings.load_tunings(CPU, shape) == FOUND
 
 
 def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card, and a clock")
 @pytest.mark.long
-def test_where_nothing_can_be_measured_nothing_is_kept(tmp_path: Path) -> None:
+def test_without_a_measurement_nothing_is_kept(tmp_path: Path) -> None:
     """The process as it is, without the clock of a card."""
     short = msgspec.structs.replace(make_plan(), max_num_seqs=1, max_model_len=4, attention_backend="triton")
     races: list[RaceResult] = []

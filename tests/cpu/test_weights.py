@@ -216,7 +216,7 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(not values.isnan().any() for values in targets.values())
 
 
-def test_it_works_in_inference_mode_and_leaves_threads_alone(tmp_path: Path) -> None:
+def test_the_loader_works_in_inference_mode_and_leaves_threads_alone(tmp_path: Path) -> None:
     save_file(random_weights(SHAPE, torch.float32), tmp_path / "model.safetensors")
     plan, before = plan_for(SHAPE, tmp_path, "safetensors"), torch.get_num_threads()
     with torch.inference_mode():

@@ -92,7 +92,7 @@ def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:
     assert kernels() is None
 
 
-def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_step_samples_after_every_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a step in which everybody guesses are the largest that it has: without them a full batch that
     begins to guess would find no memory."""
     monkeypatch.setattr(memory, "SCORED_POSITIONS", 1)
@@ -107,18 +107,16 @@ def test_what_is_measured_samples_after_every_guess(tmp_path: Path, monkeypatch:
     prepare_batch = Sampler.prepare_batch
     monkeypatch.setattr(Sampler, "prepare_batch", spy)
     found = []
-    for it in (plan, guessing):
-        with alone(it) as worker:
+    for each_plan in (plan, guessing):
+        with alone(each_plan) as worker:
             found.append(worker.load().activation_bytes)
             worker.allocate(3)
     assert found[1] - found[0] == LOGITS_BYTES * 3 * 4 * plan.shape.vocab
     assert prepared == [[0], [0], [0] * 5, [0]]
 
 
-def test_what_is_measured_holds_the_logits_of_a_prompt_that_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of few requests fewer are sampled after than a prompt has tokens: the engine would find no memory for them."""
+def test_the_measured_step_holds_the_logits_of_a_scored_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few requests fewer rows are sampled than a prompt has tokens: the engine would find no memory for them."""
     plan = tiny_plan(tmp_path, max_num_seqs=1)
     held: list[int] = []
     logits = DecoderModel.logits

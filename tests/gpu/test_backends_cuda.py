@@ -126,7 +126,7 @@ def test_an_engine_gives_the_tokens_of_triton_s(backend: str, tmp_path: Path) ->
         assert sum(a != b for a, b in zip(got, want, strict=True)) <= 2, how
 
 
-def test_how_long_they_take(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_times_of_the_backends(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     shape = shaped(torch.bfloat16, 128, 16, 8, rows=256, length=4096, tokens=2048)
     others, ours = (create_kernels(name, CUDA, shape).attention for name in (backend, "triton"))
     lines = []

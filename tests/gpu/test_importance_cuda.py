@@ -1,4 +1,4 @@
-"""What columns are multiplied with, found on the card."""
+"""Importance of columns by their activations, found on the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of real GPUs and of the links between them, and what their driver tells."""
+"""Measurements of real GPUs and of the links between them, and the facts from their driver."""
 
 from __future__ import annotations
 

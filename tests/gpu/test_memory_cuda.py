@@ -1,4 +1,4 @@
-"""What a rank reports that a step takes is the most that one takes: the KV cache has all the rest."""
+"""The memory that a rank reports for a step is the maximum of a step: the KV cache has all the rest."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def theirs(path: Path) -> list[list[int]]:
 
 
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:
-    """What the driver says is used after a full step stays under gpu_memory_utilization of the card."""
+    """The driver's count after a full step stays under gpu_memory_utilization of the GPU's memory."""
     path = checkpoints.make("qwen3", tmp_path)
     with LLM(str(path), device="cuda", skip_tokenizer_init=True, executor="inline", gpu_memory_utilization=0.5) as llm:
         llm.generate([[5] * 100] * 64, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))

@@ -60,7 +60,7 @@ def test_attention_over_paged_kv_is_exact(case: tuple, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("width", [50, 576, 5120])
-def test_what_lies_between_the_products(dtype: torch.dtype, width: int) -> None:
+def test_operations_between_the_products(dtype: torch.dtype, width: int) -> None:
     fast, plain = create_kernels("triton", CUDA, shaped(dtype)).pointwise, PlainPointwise()
     torch.manual_seed(2)
     close = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}

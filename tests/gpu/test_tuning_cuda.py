@@ -1,4 +1,4 @@
-"""What a start on a card chooses and compiles: sizes that are measured there, and no compiler while requests run."""
+"""Choices and compilations of a start on a GPU: sizes that are measured there, and no compiler while requests run."""
 
 from __future__ import annotations
 

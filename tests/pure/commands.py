@@ -52,14 +52,14 @@ def weft_json(*words: str) -> tuple[int, dict[str, Any]]:
 
 
 def parsed(words: str | Sequence[str]) -> Namespace:
-    """What weft WORDS says; one text is split at its blanks."""
+    """Arguments of weft WORDS; a single text is split at its blanks."""
     command, rest = find_command(words.split() if isinstance(words, str) else words)
     return parse_command(command, rest)
 
 
 @contextmanager
 def logging_as_it_was() -> Iterator[None]:
-    """What runs inside starts as if nobody had named a level, and may configure our logger."""
+    """Restore the level and the handlers of our logger, which the block may configure."""
     logger, wanted = logging.getLogger("weft"), os.environ.pop(logs.VARIABLE, None)
     handlers, level, propagate = logger.handlers, logger.level, logger.propagate
     try:

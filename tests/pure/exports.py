@@ -1,4 +1,4 @@
-"""What weft plan --emit writes for a few plans."""
+"""Output of weft plan --emit for a few plans."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def known(target: str, plan: str) -> tuple[int, str, str]:
 
 
 def text(target: str, plan: str) -> str:
-    """What is written, or the one line that says why nothing is; without what changes with every calibration."""
+    """The files, or the line with the reason why there are none; without figures that calibrations change."""
     status, out, err = known(target, plan)
     if status:
         assert status == 3 and not out, err
@@ -85,7 +85,7 @@ def golden_name(target: str, plan: str) -> str:
 
 
 def plans(target: str) -> list[str]:
-    """Those that are written for a target."""
+    """Plans that are written for a target."""
     return [plan for it, plan in CASES if it == target and known(target, plan)[0] == 0]
 
 

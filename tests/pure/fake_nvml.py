@@ -80,8 +80,10 @@ class FakeNvml:
         """All of pynvml, but for its functions: those that are answered here, with the same arguments."""
         fake = ModuleType("pynvml")
         for name in dir(pynvml):
-            it = getattr(pynvml, name)
-            setattr(fake, name, _forbidden(name) if name.startswith("nvml") and inspect.isfunction(it) else it)
+            attribute = getattr(pynvml, name)
+            setattr(
+                fake, name, _forbidden(name) if name.startswith("nvml") and inspect.isfunction(attribute) else attribute
+            )
         for name, answer in inspect.getmembers(self, inspect.ismethod):
             if name.startswith("nvml"):
                 asked = list(inspect.signature(inspect.unwrap(getattr(pynvml, name))).parameters)
@@ -133,9 +135,9 @@ class FakeNvml:
         return 7
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Card, index: int) -> MigSlice:
-        for it in device.slices:
-            if it.number == index:
-                return it
+        for mig in device.slices:
+            if mig.number == index:
+                return mig
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetAttributes(self, device: MigSlice) -> Any:

@@ -64,7 +64,7 @@ def ggml_name(name: str) -> str:
 
 
 def metadata_of(shape: ModelShape) -> dict[str, Any]:
-    """What llama.cpp's converter writes for a shape."""
+    """Metadata that llama.cpp's converter writes for a shape."""
     arch = GGML[shape.architecture]
     values = {
         "block_count": len(shape.layers),

@@ -77,5 +77,5 @@ def checkpoint(name: str) -> Checkpoint:
 
 
 def expected(**flags: Any) -> Forecast:
-    """Of SmolLM2-135M on a CPU."""
+    """Forecast for SmolLM2-135M on a CPU."""
     return forecast_plan(plan(kind="dummy", **flags), host(), MEASURED)

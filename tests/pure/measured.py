@@ -120,6 +120,6 @@ def ranking_error(pair: tuple[Case, Case]) -> float:
 def mean_errors(some: Iterable[Case], profiles: Mapping[str, Profile] | None = None) -> dict[str, float]:
     """Mean absolute error by kind."""
     by_kind: dict[str, list[float]] = {}
-    for it in some:
-        by_kind.setdefault(it.kind, []).append(abs(it.error(profiles)))
+    for case in some:
+        by_kind.setdefault(case.kind, []).append(abs(case.error(profiles)))
     return {kind: fmean(errors) for kind, errors in by_kind.items()}

@@ -44,7 +44,7 @@ def expected(request: Request, longest: int) -> tuple[list[int], str]:
 
 @dataclass
 class Row:
-    """What a rank keeps for a slot."""
+    """State of a slot on a rank."""
 
     admission: Admission
     context: list[int]
@@ -182,7 +182,7 @@ class Ranks:
             assert len({*written}) == len(written) and not {*written} & {*read}, "two rows share a state"
 
     def guess(self, row: Row, count: int) -> list[int] | None:
-        """What a draft model would say: right for a while. None where it still has to read."""
+        """Tokens of a draft model, right for a while; none while it still has to read."""
         if self.steps % 7 == 6:
             return None
         context, known = list(row.context), list[int]()

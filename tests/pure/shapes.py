@@ -71,7 +71,7 @@ def windows(shape: ModelShape) -> tuple[int | None, ...]:
 
 
 def figures(shape: ModelShape) -> dict[str, Any]:
-    """What a shape says of all its layers, by the names that `dense_shape` has for it."""
+    """Figures that all layers of a shape share, by the names of the arguments of `dense_shape`."""
     mixer, ffn = shape.mixer, shape.layers[-1].ffn
     attention = {} if isinstance(mixer, LatentAttention) else {"qkv_bias": mixer.bias, "out_bias": mixer.out_bias}
     return {

@@ -1,4 +1,4 @@
-"""What scripts/abuse says of a stall: met, missed, or not decided, because the host was too busy to show it."""
+"""Verdicts of scripts/abuse on a stall: met, missed, or undecided because the host was too busy."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_bands_hold_what_was_measured_in_eight_rows_of_ten() -> None:
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.label)
-def test_what_was_measured_fits(case: Case) -> None:
+def test_measured_plans_fit(case: Case) -> None:
     memory = footprint(case.shape, case.layout, case.cluster, load_profile(case.engine), case.workload)
     assert memory.fits
 

@@ -1,4 +1,4 @@
-"""How many tokens a step has: chosen so that answers do not wait long, and the KV cache keeps its room."""
+"""The number of tokens of a step: answers do not wait long, and the KV cache keeps its room."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_stages_wait_for_each_other_less_in_short_steps() -> None:
 
 
 def test_experts_of_which_a_token_meets_few_need_longer_steps() -> None:
-    """Where they are streamed for longer than they are multiplied with."""
+    """Streaming such experts takes longer than multiplying with them."""
     tight = {"hold_up_ms": 1.0}
     assert best("Qwen3-30B-A3B", "1xH200", **tight).tokens > best("Qwen3-8B", "1xH200", **tight).tokens
 
@@ -123,7 +123,7 @@ def test_the_reason_says_which_bound_it_is() -> None:
     assert found.batched_tokens < 16_384 and "3% of the KV cache" in found.batched_reason
 
 
-def test_who_says_so_gets_it_and_other_engines_keep_their_own() -> None:
+def test_a_flag_is_obeyed_and_other_engines_keep_their_own() -> None:
     fixed = msgspec.structs.replace(
         WEFT, hold_up_ms=Constant(0.0, ""), max_num_batched_tokens=Constant(3000, "--max-num-batched-tokens")
     )

@@ -167,7 +167,7 @@ def planned(**flags: Any) -> Forecast:
     return forecast_plan(plan(host(), kind="dummy", **flags), host(), Speeds(machine="", cpu=CpuSpeed(40e9, 0.2e12)))
 
 
-def test_what_is_predicted_of_a_batch() -> None:
+def test_predictions_for_a_batch() -> None:
     expected = planned()
 
     def asks(count: int, input_len: int, output_len: int) -> list[BenchRequest]:

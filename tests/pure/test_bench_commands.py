@@ -100,7 +100,7 @@ WRONG_LINES = [
 ]
 
 
-def test_what_is_wrong_is_said_before_the_load(url: str, golden: Callable[[str, str], None]) -> None:
+def test_wrong_flags_are_refused_before_the_load(url: str, golden: Callable[[str, str], None]) -> None:
     entries = [
         refused_line(f"bench {words.replace('URL', url)}", status, code, values.replace("URL", url))
         for words, status, code, values in WRONG_LINES

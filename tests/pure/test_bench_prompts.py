@@ -1,4 +1,4 @@
-"""What is sent to a server, and when."""
+"""Requests that a benchmark sends to a server, and their times."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def test_percentiles_are_numpy_s(values: list[float], percent: float) -> None:
 
 
 @given(first=st.floats(0.01, 1), gap=st.floats(0.001, 0.1), tokens=st.integers(1, 9), more=st.floats(1.0, 9.0))
-def test_who_keeps_a_limit_keeps_a_wider_one(first: float, gap: float, tokens: int, more: float) -> None:
+def test_a_request_within_a_limit_is_within_a_wider_one(first: float, gap: float, tokens: int, more: float) -> None:
     record, limits = made(0, first, gap, tokens), {"ttft": 0.5, "tpot": 0.05, "e2el": 1.0}
     if meets_limits(record, limits):
         assert meets_limits(record, {name: limit * more for name, limit in limits.items()})

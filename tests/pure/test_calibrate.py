@@ -82,7 +82,7 @@ def shape(model: SyntheticModel) -> ModelShape:
 
 
 def points(gpu: GpuSpec, values: dict[str, float], noise: float = 0.0, seed: int = 0) -> list[CalibrationPoint]:
-    """What an engine with these constants would be measured at."""
+    """Measurements of an engine with these constants."""
     random = Random(seed)
     found = [
         CalibrationPoint(
@@ -192,7 +192,7 @@ class FakeLLM:
         return [RequestOutput("0", None, TokenIds.pack([]), [choice], times, finished=True) for _ in prompts]
 
 
-def test_what_is_quantised_is_measured_in_short() -> None:
+def test_quantised_models_are_measured_in_short() -> None:
     tiny, thin, _, *quantised = engine_speed.subjects(cpu())
     assert [subject.name for subject in quantised] == ["wide int4", "wide int8", "wide q4_0", "wide q8_0"]
     assert [(it.kind, it.batch, it.length) for it in engine_speed.loads_of(cpu(), quantised[0])] == [
@@ -206,7 +206,7 @@ def test_what_is_quantised_is_measured_in_short() -> None:
     assert (made.name, len(engine_speed.loads_of(find_gpu("H200"), made))) == ("wide q8_0", 3)
 
 
-def test_what_is_measured() -> None:
+def test_the_measurements() -> None:
     llm: Any = FakeLLM(max_num_batched_tokens=8192)
     told: list[CalibrationPoint] = []
     found = engine_speed.measure_loads(llm, "m", LOADS["cpu"], told.append)
@@ -234,7 +234,7 @@ def test_what_is_measured() -> None:
     assert max(load.length + load.output for loads in LOADS.values() for load in loads) <= LONGEST
 
 
-def test_what_disturbs_the_machine_for_a_while_is_in_no_measurement() -> None:
+def test_a_passing_disturbance_is_in_no_measurement() -> None:
     """All of one load's runs would be in it if they came one after the other."""
 
     class Disturbed(FakeLLM):
@@ -261,7 +261,7 @@ def test_runs_that_differ_are_repeated() -> None:
     assert engine_speed.has_settled([1.0, 9.0, 1.04]) and not engine_speed.has_settled([1.0, 1.06, 9.0])
 
 
-def test_what_took_too_long_is_found_whatever_the_machine_is_like() -> None:
+def test_disturbed_steps_are_found_on_every_machine() -> None:
     spec = cpu()
     there = points(spec, TRUE)
     planned = PointPredictor(spec, there)
@@ -334,12 +334,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "weft"
 
 
-def test_what_is_kept_is_known(cache: Path) -> None:
+def test_stored_calibrations_are_known(cache: Path) -> None:
     machine = speeds.calibrated_machine(HOST)
     assert calibration.load_calibrations(machine) == ()
     one, other = made(), made("RTX 4090")
-    for it in (made(layer_us=1.0), other, one):  # the last of a device counts
-        path = calibration.store_calibration(machine, it)
+    for entry in (made(layer_us=1.0), other, one):  # the last of a device counts
+        path = calibration.store_calibration(machine, entry)
     assert path.parent == cache and calibration.load_calibrations(machine) == (other, one)
     assert speeds.load_speeds(HOST).calibrations == (other, one)
     assert calibration.load_calibrations(speeds.calibrated_machine(msgspec.structs.replace(HOST, cores=(0,)))) == ()

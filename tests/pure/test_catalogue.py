@@ -203,7 +203,7 @@ def with_another_digit(name: str) -> Iterator[str]:
 
 
 def is_told_by(name: str, full: str, entry: catalogue.Entry) -> bool:
-    """Whether every number of `name` is the id's, or the model's size."""
+    """True if every number of `name` is in the id, or is the model's size."""
     sizes = {f"{entry.params / unit:.{digits}f}" for unit in (1e6, 1e9) for digits in (0, 1)}
     sizes |= {f"{int(entry.params / 1e9)}"}
     return all(number in sizes for number in (numbers(name) - numbers(full)).elements())

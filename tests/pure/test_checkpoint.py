@@ -149,7 +149,7 @@ def test_shapes_that_cannot_be(tmp_path: Path, golden: Callable[[str, str], None
     golden("shape.txt", told)
 
 
-def test_what_is_no_model(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+def test_files_and_folders_that_are_no_model(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     told = fails(tmp_path / "no" / "such", "no-such-model")
     told += fails("./nothing", "no-such-model", "./nothing")
     told += fails("~nobody-of-that-name/model", "cannot-read-model", "~nobody-of-that-name/model")
@@ -209,7 +209,7 @@ def test_a_dummy_from_the_hub_fetches_no_weights(tmp_path: Path, hub: Hub) -> No
 
 
 def http(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
-    """As the library raises it, without the response that it came from."""
+    """An error as the library raises it, without its response."""
     error = kind.__new__(kind)
     error.args = ("404 Client Error.\n\nSorry, we can't find the page.",)
     return error

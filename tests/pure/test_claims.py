@@ -1,4 +1,4 @@
-"""What the guides that Weft comes from say about models and GPUs, judged by arithmetic."""
+"""Statements of Weft's guides about models and GPUs, judged by arithmetic."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ BAD_CLAIMS = {
 
 
 @pytest.mark.parametrize(("text", "code"), BAD_CLAIMS.items())
-def test_what_is_no_claim(text: str, code: str) -> None:
+def test_texts_that_are_no_claim(text: str, code: str) -> None:
     with refuses(ConfigError, code):
         parse_claim(text)
 

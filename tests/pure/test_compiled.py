@@ -105,7 +105,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         build.build_library("bfloat16")
 
 
-def test_what_a_killed_process_left_is_cleared_away(
+def test_files_of_a_killed_process_are_cleared_away(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(FAKE, tmp_path, monkeypatch)
@@ -160,7 +160,7 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subproc
     process.communicate()
 
 
-def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: subprocess.Popen[str]) -> None:
+def test_a_stopped_process_is_not_waited_for(cache: Path, tmp_path: Path, stopped: subprocess.Popen[str]) -> None:
     """The others build it once more, for all of them, and say why; who goes on afterwards harms nothing."""
     others = [builder(tell_after=0.1, patience=2) for _ in range(2)]
     ends = [end(process) for process in others]
@@ -176,7 +176,7 @@ def test_who_is_stopped_is_not_waited_for(cache: Path, tmp_path: Path, stopped: 
     assert {place.suffix for place in cache.iterdir()} == {".so", ".sha256", ".lock"}
 
 
-def test_who_has_died_is_not_waited_for(cache: Path, stopped: subprocess.Popen[str]) -> None:
+def test_a_dead_process_is_not_waited_for(cache: Path, stopped: subprocess.Popen[str]) -> None:
     stopped.kill()
     stopped.wait(30)
     path, told = end(builder(tell_after=0))
@@ -236,7 +236,7 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", ["library", "digest", "kernels", "weft"])
 @pytest.mark.parametrize("how", ["theirs", "open"])
-def test_what_others_could_have_written_is_not_loaded(
+def test_files_that_others_can_write_are_not_loaded(
     what: str, how: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, log = built(cache, tmp_path, monkeypatch)
@@ -270,7 +270,7 @@ def test_a_folder_of_everybody_above_the_cache_is_refused_unless_it_is_sticky(
     assert "other users" in str(distrust_reason(path))
 
 
-def test_what_is_made_is_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_ours_alone_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new/cache"))
     install(FAKE, tmp_path, monkeypatch)
     before = os.umask(0)
@@ -318,7 +318,7 @@ def test_a_disk_that_does_not_keep_it_is_told_after_one_build(tmp_path: Path, mo
     assert calls(log) == PARTS + 1
 
 
-def test_it_reaches_the_disk_before_it_gets_its_name(
+def test_a_library_reaches_the_disk_before_it_gets_its_name(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then the name does."""

@@ -214,7 +214,7 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("change", "code", "values"), WRONG)
-def test_what_cannot_be(change: dict[str, Any], code: str, values: tuple[str, ...]) -> None:
+def test_impossible_configs(change: dict[str, Any], code: str, values: tuple[str, ...]) -> None:
     fails(LLAMA | change, code, *values)
 
 

@@ -80,7 +80,7 @@ async def test_a_head_within_the_limit_in_any_pieces() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\x16\x03\x01hello\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"NONSENSE\r\n\r\n"])
-async def test_what_is_not_http_is_refused_as_json(sent: bytes) -> None:
+async def test_bytes_that_are_not_http_are_refused_as_json(sent: bytes) -> None:
     async with weft_server(World()) as live:
         client = await live.connect()
         await client.send(sent)

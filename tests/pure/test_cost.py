@@ -1,4 +1,4 @@
-"""How the predicted speed answers to the hardware and to the layout."""
+"""Response of the predicted speed to the hardware and to the layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.pure.costs import cut, speed
 from tests.pure.shapes import with_attention
 from tests.refusals import refuses
+from weft.architectures.place import whole
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.catalogue import find
@@ -21,6 +22,7 @@ from weft.planner.cost import predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
 from weft.planner.profiles import Constant, engine_names, load_profile
+from weft.planner.replica import Stage
 from weft.planner.work import rank_work
 
 LLAMA, QWEN_72B = find("Llama-3.1-8B").shape, find("Qwen2.5-72B-Instruct").shape
@@ -118,7 +120,7 @@ def test_more_requests_at_once_are_slower_each_and_faster_together() -> None:
 
 
 def test_unlike_replicas_have_as_many_requests_each() -> None:
-    """As least connections deal them out: the faster one answers more, and a mean is over answers."""
+    """Least connections gives them equal numbers: the faster one answers more, and a mean is over answers."""
     both = speed(LLAMA, cut(LLAMA, [0, 1]), "1xH100+1xRTX3090", concurrency=16)
     each = [speed(LLAMA, cut(LLAMA, [0]), f"1x{gpu}", concurrency=8) for gpu in ("H100", "RTX3090")]
     assert both.concurrency / both.tpot_s == pytest.approx(sum(it.concurrency / it.tpot_s for it in each))
@@ -283,3 +285,14 @@ def test_an_unknown_engine_names_the_nearest() -> None:
 def test_fp8_engines_keep_kv_in_fp8_where_they_do_so_by_themselves() -> None:
     assert load_profile("trtllm").kv_dtype("fp8") == "fp8"
     assert load_profile("trtllm").kv_dtype("bf16") == load_profile("vllm").kv_dtype("fp8") == "bf16"
+
+
+def test_links_carry_the_sums_of_every_layer() -> None:
+    shape = msgspec.structs.replace(LLAMA, layers=LLAMA.layers[:4])
+    work = rank_work(shape, "bf16", "bf16", whole(shape))
+    assert [(layer.count, layer.sums) for layer in work.layers] == [(4, 2)]
+    one_sum = msgspec.structs.replace(work, layers=(msgspec.structs.replace(work.layers[0], sums=1),))
+    none, sums = links.LinkCost(0.0, 0.0), links.LinkCost(1.0, 0.0)
+    stage = Stage([], sums, None, none, shape.vocab)
+    # Beside them the gather of the logits, once.
+    assert [stage.links_s(each, 8, 0, 8) for each in (work, one_sum)] == [2 * 4 + 1, 4 + 1]

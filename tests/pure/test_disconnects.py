@@ -61,7 +61,7 @@ async def test_a_stream_that_breaks_says_why_and_is_cut() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_is_cut_off_says_why(stream: bool) -> None:
+async def test_a_request_that_is_cut_off_gets_the_reason(stream: bool) -> None:
     world = World(FakeEngine(endless))
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": stream})
     while not world.engine.open:

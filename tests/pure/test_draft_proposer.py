@@ -35,13 +35,13 @@ def test_an_end_among_confirmed_guesses_ends_it() -> None:
     assert (engine.tokens("a"), engine.outputs["a"][-1].finish_reason) == expected(item, 64)
 
 
-def test_who_remembers_its_tokens_is_not_guessed() -> None:
+def test_a_request_that_needs_its_tokens_gets_no_drafts() -> None:
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=4, draft=DRAFT)})
     engine.run(request("a", [1, 2, 3], max_tokens=9, repetition_penalty=1.1))
     assert engine.scheduler.stats().draft_tokens == 0
 
 
-def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_for_an_earlier_text_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests take all tokens of a step; when one is gone, the draft says nothing any more."""
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=2, draft=DRAFT), "max_num_batched_tokens": 2})
     engine.scheduler.add(request("a", [1], max_tokens=9))
@@ -55,7 +55,7 @@ def test_what_a_draft_said_of_an_earlier_text_is_forgotten(monkeypatch: pytest.M
     assert plan and plan.draft_counts == [0]
 
 
-def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_before_a_preemption_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text comes back as a prompt, after which the draft says nothing."""
     engine = Engine(LIMITS | {"speculation": Speculation(tokens=2, draft=DRAFT), "stages": 2})
     monkeypatch.setattr(engine.ranks, "guess", lambda row, count: [9] * count)
@@ -70,7 +70,7 @@ def test_what_a_draft_said_before_a_preemption_is_forgotten(monkeypatch: pytest.
     assert plan and plan.draft_counts == [0]
 
 
-def test_what_came_before_is_guessed_again() -> None:
+def test_a_repeated_text_gives_drafts() -> None:
     proposer = DraftProposer(Speculation(tokens=4, lookup_min=2, lookup_max=3))
     assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2], 9) == [3, 4, 5, 6]
     assert proposer.propose([1, 2, 3, 4, 5, 6, 1, 2, 3], 2) == [4, 5]

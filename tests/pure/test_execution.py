@@ -1,4 +1,4 @@
-"""What an engine runs is what weft plan says: from the search where nobody cuts the model, and from a plan file."""
+"""An engine runs the plan that weft plan prints: from the search if no flag cuts the model, and from a plan file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(model: str, where: Host, **flags: Any) -> Plan:
 
 
 def told(model: str, where: Host, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
-    """What weft plan MODEL WORDS --json says on that machine."""
+    """JSON of weft plan MODEL WORDS on that machine."""
     monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_: where)
     monkeypatch.setattr("weft.probes.speeds.load_speeds", lambda _: NOTHING)
     monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
@@ -65,7 +65,9 @@ HOSTS = [
 
 
 @pytest.mark.parametrize(("model", "names"), HOSTS, ids=lambda it: it if isinstance(it, str) else "+".join(it))
-def test_what_runs_is_what_weft_plan_says(model: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_runs_the_plan_of_weft_plan(
+    model: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = rig(*names)
     plan, best = run(model, where), told(model, where, monkeypatch)["best"]
     ranks = best["ranks"][: best["tensor_parallel"] * best["pipeline_parallel"]]
@@ -161,7 +163,7 @@ def test_steps_have_the_tokens_that_weft_plan_tells(
 def test_quantised_weights_are_planned_to_the_byte(
     model: str, asked: str, names: Sequence[str], saved: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one rank and of two, by the same flag and from the plan's file."""
+    """Plans of one rank and of two, by the same flag and from the plan's file."""
     for ranks in range(1, max(1, len(names)) + 1):
         words = ("-q", asked, "-tp", str(ranks), "-pp", "1", "-dp", "1")
         best = told(model, rig(*names), monkeypatch, *words)["best"]
@@ -251,7 +253,7 @@ def test_without_gpus_it_is_one_rank_and_nothing_is_searched(monkeypatch: pytest
     assert run("Llama-3.1-8B", rig()).devices == named_devices("cpu")
 
 
-def test_what_fits_nowhere_is_told_with_a_way_out() -> None:
+def test_a_model_that_fits_nowhere_is_told_with_a_way_out() -> None:
     values = ("Llama-3.1-70B", "GB", "RTX 4090", "weft plan", "--tensor-parallel-size")
     with refuses(PlanError, "nothing-fits", *values):
         run("Llama-3.1-70B", rig(FOUR, FOUR))
@@ -449,7 +451,7 @@ def test_another_model_is_refused(saved: Any) -> None:
     fails(PlanError, "plan-for-other-model", *words, where=where, model="Llama-3.1-8B", plan=saved("Qwen3-14B", where))
 
 
-def test_what_weft_does_not_run_is_refused(saved: Any) -> None:
+def test_a_plan_that_weft_does_not_run_is_refused(saved: Any) -> None:
     where = rig(FOUR, FOUR)
     fails(
         PlanError,

@@ -196,7 +196,7 @@ def test_the_book_s_json_names_the_model_and_the_port(config: Any) -> None:
     has_values(err, "vram_tier >=48gb", "RTX 4090", "16-24gb")
 
 
-def test_of_two_instances_the_one_that_is_meant(config: Any) -> None:
+def test_the_matching_one_of_two_instances_is_taken(config: Any) -> None:
     path = config(TWO)
     for model, tag, port in (("Llama-3.1-8B-Instruct", "llama3.1:8b", 8001), ("", "qwen2.5:14b", 8000)):
         status, out, err = emit("infernet", f"{model} --gpus 2xRTX4090", "--infernet-config", path)
@@ -212,7 +212,7 @@ def test_flags_win_over_the_configuration(config: Any) -> None:
     assert "--served-model-name mine " in out and "--port 9000" in out
 
 
-def test_what_the_node_reads_is_no_reason_for_a_warning(config: Any) -> None:
+def test_settings_that_the_node_reads_give_no_warning(config: Any) -> None:
     live = {"controlPlane": {"url": "x"}, "node": {}, "engine": {"backend": "vllm", "model": "Qwen/Qwen3-8B"}}
     status, out, err = emit("infernet", "--gpus 1xRTX4090", "--infernet-config", config(live))
     assert (status, err) == (0, "") and "weft serve Qwen/Qwen3-8B" in out

@@ -253,7 +253,7 @@ def test_python_reads_the_script(plan: str) -> None:
 # --- Infernet ---
 
 
-def test_what_a_node_reads() -> None:
+def test_settings_that_a_node_reads() -> None:
     files = parts("infernet", "replicas-int4")
     assert list(files) == ["infernet.env", "infernet-engine.json", "weft.sh"]
     lines = [line for line in files["infernet.env"].splitlines() if line and not line.startswith("#")]

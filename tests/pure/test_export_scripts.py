@@ -126,9 +126,9 @@ def test_vllm_experts_on_two_nodes(tmp_path: Path) -> None:
     where = {"NODE0_ADDRESS": "head", "NODE1_ADDRESS": "worker", "NETWORK_INTERFACE": "eth7"}
     files = parts("vllm", "experts-two-nodes")
     said = [flags(run(files[f"node-{node}.sh"], tmp_path, **where)[1][0]["words"]) for node in (0, 1)]
-    for it in said:
-        assert it["enable-expert-parallel"] == [] and it["data-parallel-address"] == ["head"]
-        assert (it["data-parallel-size"], it["data-parallel-size-local"]) == (["4"], ["2"])
+    for given in said:
+        assert given["enable-expert-parallel"] == [] and given["data-parallel-address"] == ["head"]
+        assert (given["data-parallel-size"], given["data-parallel-size-local"]) == (["4"], ["2"])
     assert "data-parallel-start-rank" not in said[0] and "headless" not in said[0] and "port" in said[0]
     assert said[1]["data-parallel-start-rank"] == ["2"] and said[1]["headless"] == [] and "port" not in said[1]
 
@@ -143,7 +143,7 @@ def test_a_cut_that_vllm_lacks_becomes_the_nearest_one() -> None:
     assert "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct" in out
 
 
-def test_what_weft_would_do_beyond_the_target_is_told() -> None:
+def test_a_cut_of_weft_beyond_the_target_is_told() -> None:
     out = emit("vllm", "Qwen3-14B --gpus 1xRTX4090+1xRTX3060")[1]
     assert "Weft itself would run TP 2" in " ".join(out.split("\n# "))
     assert "Weft itself" not in emit("vllm", "Qwen3-8B --gpus 2xRTX4090")[1]
@@ -189,7 +189,7 @@ def shares(target: str, words: str, folder: Path) -> list[str]:
     return [flags(call["words"])["gpu-memory-utilization"][0] for call in in_order]
 
 
-def test_what_others_hold_counts_as_each_engine_counts_it(tmp_path: Path) -> None:
+def test_memory_of_others_counts_as_each_engine_counts_it(tmp_path: Path) -> None:
     # Weft takes a share less what others hold of it: nine tenths are nine tenths of the card.
     assert shares("weft", "Qwen2.5-14B-Instruct -tp 2 --max-model-len 8192", tmp_path) == ["0.9"]
     assert shares("weft", "Qwen3-4B -tp 1 -dp 2 --max-model-len 8192", tmp_path) == ["0.9", "0.9"]
@@ -250,7 +250,7 @@ def test_ollama_gets_a_server_for_each_replica(tmp_path: Path) -> None:
     assert {it["OLLAMA_SCHED_SPREAD"] for it in serving} == {"1"}
     # What it calls its models has no capitals; a run without a prompt loads one.
     assert ["ollama", "run", "qwen2.5-32b-instruct", ""] in [call["words"] for call in calls]
-    assert "Ollama does not run int4; this is q4_k_m" in files["Modelfile"]
+    assert "Ollama does not run int4; this plan has q4_k_m" in files["Modelfile"]
     assert "distributes layers by each GPU's free memory" in files["Modelfile"]
 
 

@@ -1,4 +1,4 @@
-"""What a layout's GPUs hold: exact where it can be, and never worse with more memory."""
+"""Bytes that a layout's GPUs hold: exact where possible, and never worse with more memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_tight_fit_gives_up_the_usual_settings_for_one_request(length: int) ->
     assert all(rank.usable_bytes <= 0.98 * rank.memory_bytes for rank in memory.ranks)
 
 
-def test_what_cannot_fit_does_not() -> None:
+def test_a_model_that_cannot_fit_does_not() -> None:
     memory = held(QWEN_72B, cut(QWEN_72B, 1), "1xH100")
     assert not memory.fits
     assert memory.kv_tokens == 0

@@ -1,4 +1,4 @@
-"""What the planner expects of a plan that runs here, and how the service tells of it beside what came out."""
+"""The planner's forecast for a plan that runs here, and the service's report of it beside the measured figures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def on_gpus(model: str, where: Host, **flags: Any) -> tuple[Plan, Forecast]:
 @pytest.mark.parametrize(
     ("model", "names"), [("Llama-3.1-8B", [FOUR]), ("Qwen3-14B", [FOUR, THREE]), ("Qwen3-32B", [SIX, FOUR])]
 )
-def test_it_is_what_weft_plan_says_of_the_same_layout(model: str, names: list[str]) -> None:
+def test_the_forecast_is_weft_plan_s_for_the_same_layout(model: str, names: list[str]) -> None:
     where, there = rig(*names), checkpoint(model)
     question = execution.plan_question(
         EngineConfig(model="m"), there, where, host_cluster(where, NOTHING), range(len(names))
@@ -193,7 +193,7 @@ def test_the_first_request_alone_is_told_of_once(told: Any) -> None:
 
 
 @pytest.mark.parametrize("one", [output(tokens=8), output(cached=16), output(finished=False)])
-def test_what_says_nothing_is_passed_over(told: Any, one: RequestOutput) -> None:
+def test_requests_without_information_are_passed_over(told: Any, one: RequestOutput) -> None:
     watch = PredictionCheck(expected())
     serve(watch, [one])
     assert told() == []

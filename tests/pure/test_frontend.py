@@ -156,7 +156,7 @@ def test_keys_are_64_bits(seed: int, choice: int) -> None:
     assert 0 <= stream_key("seed", seed, choice) < 2**64
 
 
-def test_what_ends_a_request() -> None:
+def test_ends_of_a_request() -> None:
     assert collect(SamplingParams(stop_token_ids=(5,))).requests[0].stop_ids == (END, 5)
     assert collect(SamplingParams(stop_token_ids=(5,), ignore_eos=True)).requests[0].stop_ids == (5,)
 
@@ -252,7 +252,7 @@ def test_a_stop_string_with_the_last_token_needs_no_abort() -> None:
     assert job.output.outputs[0].stop_reason == "b"
 
 
-def test_what_might_have_been_a_stop_string_comes_at_the_end() -> None:
+def test_the_beginning_of_a_stop_string_comes_at_the_end() -> None:
     assert feed(collect(SamplingParams(stop="END")), "E", "N") == ["", "EN"]
 
 

@@ -114,7 +114,7 @@ def changed(path: Path, folder: Path, at: int, data: bytes) -> Path:
 
 
 def entry(path: Path, name: bytes) -> int:
-    """Where the index says a tensor's number of dims: after its name."""
+    """Position of a tensor's number of dims in the index: after its name."""
     content = path.read_bytes()
     return content.rindex(struct.pack("<Q", len(name)) + name) + 8 + len(name)
 
@@ -126,7 +126,7 @@ def fails(path: Path, code: str, *values: object) -> str:
     return refusal_line(caught.value, path.parent)
 
 
-def test_what_is_no_gguf(path: Path, tmp_path: Path) -> None:
+def test_files_that_are_no_gguf(path: Path, tmp_path: Path) -> None:
     fails(changed(path, tmp_path, 0, b"PK\3\4"), "not-a-gguf-file")
     fails(changed(path, tmp_path, 4, struct.pack("<I", 1)), "unknown-gguf-version", "1", "2 and 3")
     fails(changed(path, tmp_path, 4, struct.pack(">I", 3)), "big-endian-gguf")

@@ -1,4 +1,4 @@
-"""What llama.cpp writes into a GGUF file, as a ModelShape; and what has no truthful one."""
+"""Metadata of llama.cpp's GGUF files as a ModelShape, and metadata without a true shape."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BIASED = with_ffn(with_attention(LLAMA, bias=True, out_bias=True), bias=True)
 
 
 @pytest.mark.parametrize("shape", [LLAMA, QWEN2, QWEN3, BIASED], ids=lambda shape: shape.architecture)
-def test_it_comes_back(tmp_path: Path, shape: ModelShape) -> None:
+def test_a_shape_survives_a_gguf_header(tmp_path: Path, shape: ModelShape) -> None:
     write_model(tmp_path / "m.gguf", shape)
     checkpoint = resolve(str(tmp_path / "m.gguf"))
     assert checkpoint.shape == shape
@@ -51,7 +51,7 @@ def test_it_comes_back(tmp_path: Path, shape: ModelShape) -> None:
 def header(
     path: Path, change: dict[str, Any], tensors: dict[str, np.ndarray] | None = None, shape: ModelShape = LLAMA
 ) -> gguf.Gguf:
-    """Of a file with other metadata (None: without) and more tensors. Its keys stand for the architecture's."""
+    """Header of a file with other metadata (None: without) and more tensors. Its keys stand for the architecture's."""
     arch = GGML[shape.architecture]
     changes = {
         key if "." in key and key.split(".")[0] in ("general", "tokenizer") else f"{arch}.{key}": value
@@ -199,7 +199,9 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("change", "code", "values"), WRONG)
-def test_what_has_no_truthful_shape(tmp_path: Path, change: dict[str, Any], code: str, values: tuple[str, ...]) -> None:
+def test_headers_without_a_true_shape(
+    tmp_path: Path, change: dict[str, Any], code: str, values: tuple[str, ...]
+) -> None:
     fails(tmp_path, change, code, *values)
 
 
@@ -261,7 +263,7 @@ LENGTHS = [
 
 
 def planned(folder: Path, arch: str, change: dict[str, Any], tensors: list[str]) -> ModelShape:
-    """What the planner makes of such a file."""
+    """The planner's model for such a file."""
     base = {
         "block_count": 3,
         "context_length": 512,

@@ -22,7 +22,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def number(text: str) -> float:
-    """What a cell begins with: "56(bridge pair)" is 56."""
+    """Number at the beginning of a cell: "56(bridge pair)" is 56."""
     match = re.match(r"[\d.]+", text)
     return float(match[0]) if match else 0.0
 
@@ -82,7 +82,7 @@ def test_every_gpu_is_found_by_its_name_however_it_is_written(gpu: object) -> No
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_what_people_and_drivers_say(name: str, expected: str) -> None:
+def test_names_of_people_and_drivers(name: str, expected: str) -> None:
     assert find_gpu(name).name == expected
 
 

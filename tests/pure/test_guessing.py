@@ -1,4 +1,4 @@
-"""What speculation takes, as weft plan counts it and an engine carries it out."""
+"""Memory and settings of speculation, as weft plan counts them and an engine carries them out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_guesses_from_the_text_take_their_logits() -> None:
     assert guessing["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
 
 
-def test_what_it_brings_is_not_predicted_and_told_so() -> None:
+def test_the_gain_of_speculation_is_not_predicted_and_told_so() -> None:
     words = ("plan", "Qwen3-8B", "--gpus", "1xRTX4090", "-sc", DRAFT)
     told = weft_json(*words)[1]
     assert told["speculative_config"] == {"model": "Qwen3-0.6B", "num_speculative_tokens": 4}
@@ -92,7 +92,7 @@ def test_what_it_brings_is_not_predicted_and_told_so() -> None:
         (["-sc", "4"], "not a JSON object"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(words: list[str], told: str) -> None:
+def test_impossible_settings_give_one_clear_line(words: list[str], told: str) -> None:
     status, out, err = weft("plan", "Qwen3-8B", "--gpus", "1xH100", *words)
     assert status in (1, 2) and out == "" and told in err and err.count("\n") == 1
 

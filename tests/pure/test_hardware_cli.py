@@ -128,7 +128,7 @@ def test_the_words_of_weft_hardware(on: Callable[..., Run], golden: Callable[[st
     golden("hardware.txt", "\n".join(map(str.rstrip, lines)))
 
 
-def test_what_is_not_told_is_marked(on: Callable[..., Run]) -> None:
+def test_unknown_facts_are_marked(on: Callable[..., Run]) -> None:
     out = on(old_driver())("hardware", "--no-measure")[1]
     assert (
         "neither links nor clocks" in out and out.count(" ? ") == 2 and "0-1: peer-to-peer unknown; not measured" in out

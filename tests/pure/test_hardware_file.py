@@ -150,7 +150,7 @@ def nodes(draw: st.DrawFn) -> Node:
 
 
 @given(st.lists(nodes(), min_size=1, max_size=3), FIGURES, st.sampled_from([None, 2.5]))
-def test_what_is_written_is_read_again(found: list[Node], network: float, price: float | None) -> None:
+def test_a_written_file_is_read_again(found: list[Node], network: float, price: float | None) -> None:
     if len(found) > 1 and any(node.link == "memory" for node in found):
         found = found[:1]
     cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price)
@@ -284,7 +284,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "code", "named"), WRONG)
-def test_what_is_wrong_is_one_clear_line(told: Told, text: str, code: str, named: str) -> None:
+def test_wrong_values_give_one_clear_line(told: Told, text: str, code: str, named: str) -> None:
     with refuses(ConfigError, code, "rig.yaml", named):
         told(text)
 

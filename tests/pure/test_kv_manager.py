@@ -83,7 +83,7 @@ def test_growth_is_reserved_where_a_sequence_still_grows() -> None:
     assert kv.reserved == kv.promised == kv.used == 0
 
 
-def test_what_is_freed_behind_a_window_can_be_found_again() -> None:
+def test_blocks_freed_behind_a_window_can_be_found_again() -> None:
     engine = Engine(LIMITS | {"windows": (5,), "max_num_batched_tokens": 8})
     engine.run(request("a", list(range(30)), max_tokens=1))
     # The end of the prompt, and a text that leaves it in the middle: the blocks before both are cached still.

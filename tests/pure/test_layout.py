@@ -240,7 +240,7 @@ def test_a_kv_cache_that_a_device_does_not_have() -> None:
 
 
 def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """As the ranks would refuse them, which have read all weights by then."""
+    """The ranks would refuse them too, but only after they have read all weights."""
     bare = host(1, packages={"triton": "3.6.0"})
     fails(
         "attention-backend-not-usable",

@@ -1,4 +1,4 @@
-"""What a checkpoint may claim before anything grows with it, and what an error may show of what others wrote."""
+"""Limits on the claims of a checkpoint before anything grows with them, and on foreign text in errors."""
 
 from __future__ import annotations
 

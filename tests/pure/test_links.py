@@ -97,7 +97,7 @@ def test_a_link_that_ends_the_child_is_broken(measure: Measure, deed: str, detai
 def test_a_gpu_that_fails_by_itself_says_nothing_of_its_links(
     measure: Measure, deed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one does whose memory others hold: its links are no worse for that, and are not to be switched off."""
+    """Other processes may hold its memory: its links are no worse for that, and stay on."""
     gpus, pairs = measure(host(3), f"1 {deed}", task_s=3)
     assert [gpu.gpu for gpu in gpus] == ["GPU-0", "GPU-2"]
     assert {name: pair.verdict for name, pair in pairs.items()} == {"0-2": "works"}

@@ -49,7 +49,7 @@ def test_a_port_is_taken_from_the_first_moment_and_free_after_the_last() -> None
         listen.start_listening(two, options)
 
 
-def test_of_two_that_were_bound_at_once_the_second_says_so() -> None:
+def test_the_second_of_two_binds_at_once_is_refused() -> None:
     with socket.socket() as one, listen.bind(ANY) as two:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         two.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

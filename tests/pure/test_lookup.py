@@ -208,7 +208,7 @@ def test_quantised_repositories_say_their_precision(hub: Hub) -> None:
         (500, "", "hub-unreachable", ("HTTP 500",)),
     ],
 )
-def test_what_the_hub_refuses(hub: Hub, status: int, reason: str, code: str, values: tuple[str, ...]) -> None:
+def test_refusals_of_the_hub(hub: Hub, status: int, reason: str, code: str, values: tuple[str, ...]) -> None:
     hub.codes["/someone/mixed/resolve/main/config.json"] = status, reason
     with refuses(ModelError, code, *values):
         look_up("someone/mixed")
@@ -262,7 +262,7 @@ def test_nothing_there(name: str) -> None:
         look_up(name)
 
 
-def test_what_the_catalogue_knows_is_answered_without_http() -> None:
+def test_models_of_the_catalogue_need_no_http() -> None:
     """Importing TLS takes longer than most plans."""
     script = (
         "import sys; from weft.cli.main import main; main(['plan', 'Llama-3.1-8B', '--gpus', '4xH100', '--json']); "
@@ -300,7 +300,7 @@ def test_a_path_and_the_cache_go_before_nicknames(hub: Hub, tmp_path: Path, monk
     assert hub.asked == []
 
 
-def test_what_was_downloaded_is_planned_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloaded_models_are_planned_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     keep(tmp_path, "someone/mixed")

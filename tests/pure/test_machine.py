@@ -127,7 +127,7 @@ def test_a_slice_of_which_the_driver_tells_little_is_cut_like_its_memory(
     assert large.flops["bf16"] == find_gpu("A100-40GB-SXM").flops["bf16"] / 2
 
 
-def test_what_an_old_driver_does_not_tell_is_as_sold(host: Make) -> None:
+def test_facts_that_an_old_driver_lacks_are_the_catalogue_s(host: Make) -> None:
     found = node(host(old_driver()))
     assert found.link == "nvlink" and {gpu.peer for gpu in found.gpus} == {None}
     assert found.gpus[0] == find_gpu("V100-SXM2-16GB")
@@ -238,7 +238,7 @@ def test_ranks_share_a_cpu(ranks: int) -> None:
     assert sum(part.flops["bf16"] for part in parts.gpus) == pytest.approx(2e12)
 
 
-def test_what_is_no_cpu_is_not_shared() -> None:
+def test_a_device_that_is_no_cpu_is_not_shared() -> None:
     gpus = parse_gpus("1xH100")
     whole = host_cluster(cpu_host(), Speeds(machine="", cpu=CpuSpeed(50e9, 1e12)))
     assert split_cpu(gpus, 2) is gpus and split_cpu(whole, 1) is whole

@@ -46,7 +46,7 @@ def test_sizes(said: object, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("said", ["40", 40, "40GX", "GB", "-1GB", "", "40GB/s", None, True, 1.5, "1e9", "nan"])
-def test_what_is_no_size(said: object) -> None:
+def test_invalid_sizes(said: object) -> None:
     code = "memory-size-out-of-range" if said in ("40", 40, 1.5) else "bad-memory-size"
     with refuses(ConfigError, code, f"--max-memory 0={said}", "40GB"):
         parse_size(said, "0")
@@ -65,7 +65,7 @@ def test_devices() -> None:
             parse_max_memory(said)  # type: ignore[arg-type]
 
 
-def test_what_is_not_named_is_not_used() -> None:
+def test_gpus_that_are_not_named_are_not_used() -> None:
     cluster = cap_cluster(parse_nodes("2x2xA100"), parse_max_memory({0: "40GB", 3: "20GB"}))
     assert [gpu.limit_bytes for gpu in cluster.gpus] == [40 * GB, 0, 0, 20 * GB]
     assert [it.number for it in usable_devices(cluster)] == [0, 3]
@@ -154,7 +154,7 @@ def test_a_capped_gpu_gets_less() -> None:
     assert stages and dict(zip(stages.layout.gpus, stages.layout.stage_layers, strict=True))[0] < 8
 
 
-def test_what_a_cap_lacks_is_told_with_its_flag() -> None:
+def test_memory_that_a_cap_lacks_is_told_with_its_flag() -> None:
     from weft.planner.advice import advice
 
     answer = plan(cap_cluster(parse_gpus("1xA100"), parse_max_memory({0: "10GB"})))

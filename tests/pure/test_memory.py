@@ -86,7 +86,7 @@ def test_the_memory_of_a_cpu_host_is_one_device() -> None:
 
 @pytest.mark.parametrize("weights", [(1.0,), (2.0, 1.0)])
 def test_a_cap_on_the_cpu_holds_for_the_engine_itself_too(weights: tuple[float, ...]) -> None:
-    """As weft plan counts it: a cache that took all the rest would go beyond the cap by what Python and torch take."""
+    """A cache that took all the rest would exceed the cap by the memory of Python and torch, which weft plan counts."""
     cut = plan(weights, max_memory={"cpu": 3 * 10**9})
     ranks = reports(cut, ["cpu"] * len(weights), [10**11] * len(weights))
     left = 3 * 10**9 - len(weights) * (500 << 20)

@@ -1,4 +1,4 @@
-"""What Python costs beside the model. Counted in Python's own instructions, which no busy machine changes."""
+"""Cost of Python beside the model, in Python's own instructions, which no busy machine changes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_streams_of_a_busy_machine_keep_their_gap() -> None:
     assert 256 // LEAST_SHARE <= machine.pace.tokens < 256 // FIRST_SHARE
 
 
-def test_where_a_decode_step_is_slow_prompts_may_take_as_long_again() -> None:
+def test_beside_slow_decode_steps_prompts_may_take_as_long_again() -> None:
     """Else a large model on a slow machine would read prompts in the smallest pieces, each for all of its weights."""
     machine = Machine(512, token_s=0.001, fixed_s=0.4)
     for _ in range(5):

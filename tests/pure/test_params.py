@@ -169,12 +169,12 @@ def test_numbers_of_other_libraries() -> None:
         bad_word_ids=st.lists(st.lists(st.integers(0, 10**6), min_size=1, max_size=3), max_size=2),
     )
 )
-def test_what_is_taken_survives_the_wire(params: SamplingParams) -> None:
+def test_accepted_values_survive_the_wire(params: SamplingParams) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     assert msgspec.structs.replace(params) == params
 
 
-def test_it_does_not_change() -> None:
+def test_parameters_do_not_change() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
 

@@ -50,7 +50,7 @@ def best(answer: SearchResult) -> Candidate:
 
 
 def stages(*runs: tuple[int, int]) -> LayoutConstraints:
-    """Of each stage its GPU and its layers."""
+    """GPU and layers of each stage."""
     return LayoutConstraints(devices=tuple(gpu for gpu, _ in runs), pipeline_split=tuple(count for _, count in runs))
 
 
@@ -81,7 +81,7 @@ def test_stages_lie_where_they_are_told(runs: list[tuple[int, int]], engine: str
 
 
 def test_a_gpu_that_holds_two_stages_works_for_both() -> None:
-    """As much memory and half the pipeline; one request alone does not mind."""
+    """The same memory and half the pipeline; one request alone is as fast."""
     apart = best(plan("3xA100", stages((0, 10), (1, 12), (2, 10))))
     shared = best(plan("3xA100", stages((0, 10), (1, 12), (0, 10))))
     assert shared.memory.kv_tokens < 0.6 * apart.memory.kv_tokens
@@ -115,7 +115,7 @@ def test_words_are_worked_out_for_each_precision() -> None:
     assert {it.cut.precision: it.layout.gpus for it in answer.candidates} == {"bf16": (0, 1), "int4": (0,)}
 
 
-def test_what_a_dictated_placement_costs_is_told() -> None:
+def test_the_cost_of_a_dictated_placement_is_told() -> None:
     answer = plan("2xRTX4090", stages((0, 30), (1, 2)))
     assert "free_layout" in [change.code for change in advice(answer)]
     tied = plan("2xA100", stages((0, 10), (1, 6)), model="Llama-3.2-1B")
@@ -258,7 +258,7 @@ def test_bad_placements_are_one_clear_line(words: list[str], status: int, told_:
         assert word in err, err
 
 
-def test_what_does_not_fit_its_caps_is_no_error_but_an_answer() -> None:
+def test_a_model_beyond_its_caps_is_no_error_but_an_answer() -> None:
     status, out, _ = told(*WORDS, "--device-map", "balanced", "--max-memory", "0=8GB,1=8GB")
     found = json.loads(out)
     assert status == 3 and found["best"] is None and found["rejected"][0]["code"] == "weights_too_large"
@@ -380,7 +380,7 @@ def test_the_wording_of_bad_placements(golden: Callable[[str, str], None]) -> No
 
 
 def test_maps_from_python() -> None:
-    """As Transformers takes them: dicts, and words."""
+    """Transformers' forms: dicts, and words."""
     from weft.client.arguments import engine_config
 
     got = engine_config("m", {"device_map": {"": 0, "lm_head": "cuda:1"}, "max_memory": {0: "20GB", "cpu": 10**10}})

@@ -111,7 +111,7 @@ def test_speed_grows_with_the_cpu(bandwidth: float, flops: float) -> None:
     assert slow.predicted.single_tok_s < bandwidth / (2 * 400_000_000)
 
 
-def test_what_binds_a_cpu_is_found_by_what_is_known_of_its_kernels() -> None:
+def test_the_limit_of_a_cpu_is_found_from_the_speed_of_its_kernels() -> None:
     one, crowd = (binding_constraint(ask(cpu(), objective=it)) for it in ("latency", "throughput"))
     assert one.resource == "bandwidth" and one.gains["bandwidth"] > 1.5
     assert crowd.gains["compute"] > 1.2 and crowd.gains["compute"] > one.gains["compute"]
@@ -126,7 +126,7 @@ def test_splitting_a_cpu_gains_nothing_but_can_be_asked_for() -> None:
     assert halves.predicted.single_tok_s < whole.predicted.single_tok_s
 
 
-def test_what_does_not_fit_is_told_in_a_cpu_s_words() -> None:
+def test_a_model_that_does_not_fit_is_told_in_terms_of_a_cpu() -> None:
     answer = ask(cpu(9 * GB), "Llama-3.1-8B")
     assert answer.best is None
     reason = answer.rejected[0].reason

@@ -32,7 +32,7 @@ ALL = (UNEVEN, EVEN, NODES, EXPERTS, THOUSAND, IDLE, DEEP, UNFIT)
 
 
 def told(words: str) -> dict[str, Any]:
-    """What weft prints with --json."""
+    """JSON of weft with --json."""
     found: dict[str, Any] = json.loads(printed(words))
     return found
 
@@ -86,7 +86,7 @@ def test_a_bar_has_the_shares_of_the_memory() -> None:
         assert f"{row[f'{part}_bytes'] / 1e9:.1f} GB" in bars[0]
 
 
-def test_it_says_which_layers_heads_and_experts_lie_where() -> None:
+def test_the_picture_has_the_layers_heads_and_experts_of_each_gpu() -> None:
     text = "\n".join(drawn(UNEVEN))
     assert re.search(r"GPU 0 RTX 4090, 25\.8 GB .* rank 0 .* 0-39 .* 0-24 .* 0-4$", text, re.MULTILINE)
     assert re.search(r"GPU 1 RTX 4080, 17\.2 GB .* rank 1 .* 0-39 .* 25-39 .* 5-7$", text, re.MULTILINE)
@@ -133,7 +133,7 @@ def test_a_thousand_gpus_take_a_few_lines() -> None:
     assert len(drawn(DEEP)) < 30
 
 
-def test_what_others_hold_is_drawn_where_there_is_any() -> None:
+def test_memory_that_others_hold_is_drawn() -> None:
     plan = told(EVEN)
     for row in plan["best"]["ranks"][:1]:
         row["held_bytes"] = row["free_bytes"]
@@ -199,7 +199,7 @@ def test_numbers(given: list[int], told: str) -> None:
 
 
 class Page(HTMLParser):
-    """What a page holds; tags that do not match are an error."""
+    """Content of a page; tags that do not match are an error."""
 
     VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
 

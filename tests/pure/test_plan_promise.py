@@ -58,7 +58,7 @@ def test_a_promise_that_is_not_kept_names_the_replicas_that_keep_it(load: str) -
             assert weft_json("simulate", *command[2:-1], f"{count}")[1]["runs"][0]["met"] is met
 
 
-def test_what_no_replicas_keep_is_said_at_once() -> None:
+def test_a_promise_that_no_replicas_keep_is_told_at_once() -> None:
     status, told = weft_json("plan", *f"{HERE} --users 2 --slo tpot_p95=1us".split())
     assert status == 3 and told["promise"]["needed"]["replicas"] is None
     assert "even a request alone has a tpot_p95 of" in told["promise"]["needed"]["text"]

@@ -1,4 +1,4 @@
-"""What GPTQ, AWQ and compressed-tensors say of their weights, how many bytes of it are held, and what is not read."""
+"""Configurations of GPTQ, AWQ and compressed-tensors: the bytes that are held, and the features that are not read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def published(**quantization: Any) -> PublishedQuantization:
 
 
 def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
-    """Of a checkpoint as its config promises it."""
+    """Plan for a checkpoint with the quantisation that its config declares."""
     there = Checkpoint(
         model="m", path="/m", format="safetensors", shape=of, generation={}, quantised=packed.stored_types(of)
     )
@@ -80,7 +80,7 @@ def plan(of: ModelShape, gpus: int = 0, **flags: Any) -> Plan:
         (compressed({"actorder": "group"}), "INT4_128_SYM" + ORDERED),
     ],
 )
-def test_what_the_matrices_are_in(method: dict[str, Any], scheme: str) -> None:
+def test_schemes_of_the_matrices(method: dict[str, Any], scheme: str) -> None:
     found = published(**method)
     assert found.scheme == scheme and not found.exceptions and found.zero_offset == (found.method == "gptq")
     assert config_json.precision(Fields({"quantization_config": method}, "c")) == found.precision
@@ -189,7 +189,7 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         ({"quant_method": "compressed-tensors", "format": "dense"}, "without config_groups"),
     ],
 )
-def test_what_is_not_read_is_named(method: dict[str, Any], named: str) -> None:
+def test_features_that_are_not_read_are_named(method: dict[str, Any], named: str) -> None:
     with refuses(ModelError, "quantization-not-read", named, "GGUF"):
         shape(**method)
     # It can be planned for all the same.
@@ -239,7 +239,9 @@ def test_parts_that_do_not_fit_together(change: dict[str, Any], code: str, value
         packed.join_packed(index, PublishedQuantization(method="gptq", bits=4, group=128, symmetric=False))
 
 
-def test_what_it_computes_in_is_told(caplog: pytest.LogCaptureFixture, golden: Callable[[str, str], None]) -> None:
+def test_the_dtype_of_the_computation_is_told(
+    caplog: pytest.LogCaptureFixture, golden: Callable[[str, str], None]
+) -> None:
     caplog.set_level(logging.INFO, "weft")
     of = shape(quant_method="gptq", bits=4)
     assert plan(of, gpus=1).dtype == "float16" and not caplog.records
@@ -262,7 +264,7 @@ def test_the_words_of_vllm() -> None:
     assert plan(gptq, dtype="float32").quantization == "none"
 
 
-def test_what_is_asked_for_is_what_is_held_or_refused() -> None:
+def test_the_requested_quantization_is_held_or_refused() -> None:
     """int8 of a checkpoint that is in int8 as of any other."""
     gptq = shape(quant_method="gptq", bits=8)
     assert plan(gptq, quantization="int8", dtype="float32").schemes == plan(gptq).schemes

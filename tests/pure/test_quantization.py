@@ -1,4 +1,4 @@
-"""Which tensors a plan holds quantised, how many bytes that is, and which cuts it forbids."""
+"""Tensors that a plan holds quantised, their bytes, and the cuts that they forbid."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_wording_of_what_is_held_otherwise(
         ("", None),
     ],
 )
-def test_what_types_are_held_as(types: str, scheme: str | None) -> None:
+def test_schemes_of_the_types(types: str, scheme: str | None) -> None:
     assert scheme_for_types(types.split() or [""]) == scheme
 
 
@@ -228,7 +228,7 @@ def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyP
     assert (got.stages, got.tensor_parallel, got.quantization) == (1, 1, "int8")
 
 
-def test_what_cannot_be() -> None:
+def test_impossible_quantizations() -> None:
     names = "auto, none, int8, int4, q4_0, q4_1, q8_0, gptq, awq, compressed"
     cases: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
         ({"quantization": "fp8"}, "unknown-choice", ("quantization", "'fp8'", names)),

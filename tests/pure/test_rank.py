@@ -46,7 +46,7 @@ class Scripted:
 
 
 def said_by(worker: Scripted) -> list[Any]:
-    """What a rank says of the steps that it has answers to."""
+    """Messages of a rank about the steps that it has answers to."""
     inbox: SimpleQueue[Any] = SimpleQueue()
     said: list[msgspec.Struct] = []
     for id in range(len(worker.answers)):
@@ -85,7 +85,7 @@ def test_results_that_wait_for_nothing_need_no_thread() -> None:
     assert [message.result.id for message in said] == [0, 1] and threading.active_count() == before
 
 
-def test_what_goes_wrong_in_a_result_is_the_last_word() -> None:
+def test_a_failure_in_a_result_is_the_last_message() -> None:
     def broken() -> StepResult:
         raise ValueError("an illegal access")
 

@@ -1,4 +1,4 @@
-"""What the HTTP application refuses, all in one shape, and whom."""
+"""Refusals of the HTTP application, all in one shape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_broken_bodies_are_a_clear_400(content: bytes, code: str) -> None:
 
 
 async def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
-    """What was sent; below it the code, the parameter at fault and the message."""
+    """The request; below it the code, the parameter at fault and the message."""
     world = World()
     asks = [(fields, partial(world.chat, **fields)) for fields, *_ in (*BAD_CHATS, *TOO_MANY)]
     asks += [(fields, partial(world.complete, **fields)) for fields, _ in BAD_COMPLETIONS]
@@ -52,7 +52,7 @@ async def test_missing_fields_are_named() -> None:
     refused(await World().post("/v1/completions", {"model": "tiny"}), param="prompt")
 
 
-async def test_what_asks_for_nothing_is_no_error() -> None:
+async def test_fields_without_effect_are_no_error() -> None:
     idle = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "n": None, "user": "me"}
     assert (await World().chat(**idle, best_of=1, store=False, stop=None, temperature=None)).status_code == 200
 

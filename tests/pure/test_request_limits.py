@@ -1,4 +1,4 @@
-"""What one request may hold, and what the server spends on it before it refuses."""
+"""Limits on one request, and the work that the server does before it refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_json_of_too_many_values_is_refused_before_they_are_made(content: 
     assert codes == ["too-many-items"] and all(value in message for value in values)
 
 
-def test_what_is_in_texts_is_no_structure() -> None:
+def test_brackets_in_texts_are_no_structure() -> None:
     check_structure(json.dumps({"prompt": r'[{,"\[' * 50_000, "stop": ["\\"]}).encode(), 10)
 
 
@@ -116,7 +116,7 @@ async def test_tokenize_and_detokenize_are_bounded() -> None:
     assert (await world.post("/tokenize", {"prompt": "a" * 100_000})).json()["count"] == 100_001
 
 
-async def test_what_goes_to_the_engine_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_to_the_engine_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "LIMITS", RequestLimits(prompt_tokens=0, sampling_ids=40))
     world = World(max_body_bytes=10_000)
     ids = [65] * 40

@@ -50,7 +50,7 @@ def fails(path: Path, code: str, *values: str) -> None:
         read(path)
 
 
-def test_it_is_what_the_library_reads(path: Path) -> None:
+def test_tensors_are_those_that_the_library_reads(path: Path) -> None:
     ours = safetensors.read_safetensors(path)
     content = path.read_bytes()
     with safe_open(path, "np") as theirs:
@@ -130,7 +130,7 @@ def test_the_wording_of_damaged_headers(tmp_path: Path, golden: Callable[[str, s
     golden("safetensors.txt", refusals(open_header, [header for header, *_ in DAMAGED], tmp_path))
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_tensor(tmp_path: Path) -> None:
     fails(tmp_path / "no.safetensors", "cannot-read-model", "no.safetensors", "No such file")
     fails(tmp_path, "no-weights")
     (tmp_path / "pytorch_model.bin").touch()

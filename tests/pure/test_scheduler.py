@@ -119,7 +119,7 @@ def test_a_lone_request_ends_where_the_cache_does() -> None:
     assert len(engine.tokens("a")) == 7 and engine.outputs["a"][-1].finish_reason == "length"
 
 
-def test_what_is_aborted_says_no_more() -> None:
+def test_an_aborted_request_has_no_more_outputs() -> None:
     engine = Engine(LIMITS | {"max_num_seqs": 2})
     for id in "abc":
         engine.scheduler.add(request(id, [1, 2, 3, 4, 5], max_tokens=5))
@@ -171,7 +171,9 @@ def test_the_queue_is_bounded() -> None:
         ([1] * 40, {"num_blocks": 10}, "prompt-exceeds-cache", [40, 11, 10]),
     ],
 )
-def test_what_can_never_run_is_refused(prompt: list[int], change: dict[str, Any], code: str, values: list[int]) -> None:
+def test_a_request_that_can_never_run_is_refused(
+    prompt: list[int], change: dict[str, Any], code: str, values: list[int]
+) -> None:
     engine = Engine(LIMITS | change)
     with refuses(RequestError, code) as refused:
         engine.scheduler.add(request("a", prompt))
@@ -241,7 +243,7 @@ def test_what_is_not_prepared_counts_in_the_queue_and_can_be_aborted() -> None:
 
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
-def test_who_is_preempted(policy: str, victim: str) -> None:
+def test_the_order_of_preemption(policy: str, victim: str) -> None:
     """Two need a fourth block each, and there are seven."""
     engine = Engine(LIMITS | {"num_blocks": 7, "policy": policy, "prefix_caching": False})
     requests = [request("a", [1] * 11, priority=1, max_tokens=4), request("b", [2] * 11, priority=0, max_tokens=4)]
@@ -290,7 +292,7 @@ def test_a_token_on_its_way_survives_preemption() -> None:
 
 
 def test_a_token_on_its_way_may_be_the_last() -> None:
-    """As before, and that token ends b while it waits to come back."""
+    """The same situation, and that token ends b while b waits to come back."""
     engine = Engine(LIMITS | {"num_blocks": 6, "prefix_caching": False, "stages": 2})
     engine.scheduler.add(request("a", [1] * 13, max_tokens=6))
     engine.scheduler.add(request("b", [2] * 4, max_tokens=4))
@@ -331,7 +333,7 @@ def test_blocks_that_a_prompt_still_needs_are_not_given_away() -> None:
     assert engine.scheduler.stats().preemptions == 0
 
 
-def test_what_is_computed_again_can_be_found_again() -> None:
+def test_blocks_that_are_computed_again_can_be_found_again() -> None:
     """b is preempted and a uses up its blocks; once b is through, its beginning is in the cache anew."""
     engine = Engine(LIMITS | {"num_blocks": 7})
     engine.run(request("a", [1] * 11, max_tokens=17), request("b", [2] * 11, max_tokens=4))
@@ -368,7 +370,7 @@ def test_the_step_after_an_end_that_nobody_foresaw_is_dropped() -> None:
     assert engine.scheduler.stats().generation_tokens == len(tokens)
 
 
-def test_who_remembers_its_tokens_waits_for_them() -> None:
+def test_a_request_that_needs_its_tokens_waits_for_them() -> None:
     engine = Engine(LIMITS | {"lookahead": True})
     engine.run(request("a", [1, 2, 3], max_tokens=4, repetition_penalty=1.1), depth=2)
     assert all(UNKNOWN not in msgspec.msgpack.decode(plan, type=StepPlan).tokens for plan in engine.plans)

@@ -60,7 +60,7 @@ def forced(model: str, hardware: str, tensor: int, stages: int, precision: str, 
 @pytest.mark.parametrize(
     ("model", "hardware"), [("SmolLM2-135M-Instruct", "8xA100"), ("Llama-3.2-1B", "4xA100"), ("gpt2", "8xH100")]
 )
-def test_what_is_small_for_one_gpu_is_replicated_not_split(model: str, hardware: str, engine: str) -> None:
+def test_a_model_that_is_small_for_one_gpu_is_replicated_not_split(model: str, hardware: str, engine: str) -> None:
     answer = plan(model, hardware, engine=engine)
     assert sizes(best(answer)) == (1, 1, len(answer.question.cluster.gpus))
 
@@ -75,7 +75,7 @@ def test_what_is_small_for_one_gpu_is_replicated_not_split(model: str, hardware:
         ("gpt2", "8xT4", "fp16"),
     ],
 )
-def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
+def test_a_model_that_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
     model: str, hardware: str, precision: str, engine: str
 ) -> None:
     """Replicas have the highest throughput. A split was once preferred only from 1.5 times that on, an assumption that
@@ -102,7 +102,7 @@ def test_what_fits_one_gpu_is_split_only_within_the_error_of_its_replicas(
         ("opt-13b", "4xRTX 3090", 4),
     ],
 )
-def test_what_fits_one_node_is_cut_by_tensors(model: str, hardware: str, ranks: int, engine: str) -> None:
+def test_a_model_that_fits_one_node_is_cut_by_tensors(model: str, hardware: str, ranks: int, engine: str) -> None:
     assert sizes(best(plan(model, hardware, engine=engine))) == (ranks, 1, 1)
 
 
@@ -115,7 +115,7 @@ def test_what_fits_one_node_is_cut_by_tensors(model: str, hardware: str, ranks: 
         ("Llama-3.1-405B-Instruct", "4x8xA100-40GB", (8, 4, 1)),
     ],
 )
-def test_what_needs_several_nodes_is_cut_by_tensors_inside_and_layers_between(
+def test_a_model_over_several_nodes_is_cut_by_tensors_inside_and_layers_between(
     model: str, hardware: str, cut: tuple[int, int, int], engine: str
 ) -> None:
     found = best(plan(model, hardware, engine=engine))
@@ -146,7 +146,7 @@ def test_a_split_of_what_fits_one_gpu_is_taken_if_it_is_faster() -> None:
 
 
 @pytest.mark.parametrize(("model", "hardware"), [("Llama-3.1-70B-Instruct", "3xH100"), ("gpt2", "5xRTX 3090")])
-def test_what_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
+def test_a_model_that_does_not_divide_evenly_is_cut_by_layers(model: str, hardware: str) -> None:
     """vLLM cuts heads evenly or not at all."""
     answer = plan(model, hardware, constraints=LayoutConstraints(data_parallel=1))
     count = len(answer.question.cluster.gpus)
@@ -303,7 +303,7 @@ def test_more_bandwidth_is_never_slower(model: str, gpu: GpuSpec, count: int, en
 
 
 @pytest.mark.parametrize(("one", "other"), [("RTX4080", "RTX4090"), ("RTX4090", "A6000")])
-def test_who_samples_is_not_the_user_s_to_know(one: str, other: str) -> None:
+def test_no_answer_depends_on_the_rank_that_samples(one: str, other: str) -> None:
     """The first rank of a stage holds the logits too: on the smaller of two unlike GPUs they would cost KV cache."""
     there, back = (
         best(plan("Qwen3-14B", f"1x{a}+1x{b}", engine="weft", constraints=LayoutConstraints(tensor_parallel=2)))
@@ -370,7 +370,7 @@ def test_every_draft_is_drawn_once() -> None:
         (LayoutConstraints(data_parallel=8), [(1, 1, 8)]),
     ],
 )
-def test_what_the_user_decides_stays(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
+def test_settings_of_the_user_stay(constraints: LayoutConstraints, cuts: list[tuple[int, int, int]]) -> None:
     asked = question("Llama-3.1-8B-Instruct", parse_gpus("8xH100"), constraints=constraints)
     found = [(d.cut.tensor_parallel, d.cut.pipeline_parallel, d.cut.data_parallel) for d in candidate_layouts(asked)]
     assert found == cuts
@@ -409,7 +409,7 @@ def test_precisions_are_compared() -> None:
         ("1xH100", "int4", "llama.cpp", "only_gguf"),
     ],
 )
-def test_what_a_gpu_or_an_engine_cannot_do(hardware: str, precision: str, engine: str, code: str) -> None:
+def test_features_that_a_gpu_or_an_engine_lacks(hardware: str, precision: str, engine: str, code: str) -> None:
     answer = plan("Llama-3.1-8B-Instruct", hardware, precision, engine)
     assert answer.best is None
     reason = answer.rejected[0].reason
@@ -514,8 +514,8 @@ def test_replicas_that_share_their_experts_get_no_bonus_for_fitting_one_gpu() ->
         assert best(answer).predicted.saturated_tok_s == pytest.approx(most, rel=0.01)
 
 
-def test_those_for_whom_there_is_no_room_wait() -> None:
-    """Of eight requests a layout with room for two is not the quicker one for being less busy."""
+def test_requests_without_room_wait() -> None:
+    """With eight requests, a layout with room for two is not faster because it is less busy."""
     work = Workload(input_len=1024, output_len=1024, concurrency=8)
     three, four = (
         best(plan("Qwen3-30B-A3B", f"{count}xRTX4090", engine="weft", workload=work, objective="latency"))
@@ -535,7 +535,7 @@ def test_more_replicas_than_requests_answer_no_more_requests() -> None:
     assert best(plan("Llama-3.1-8B", "4xH100", engine="weft", workload=work)).layout.replica_size > 1
 
 
-def test_what_was_dictated_is_not_credited_to_more_hardware() -> None:
+def test_the_gain_of_a_free_layout_is_not_credited_to_more_hardware() -> None:
     forced = LayoutConstraints(tensor_parallel=1, pipeline_parallel=1, data_parallel=1)
     told = advice(plan("Llama-3.1-8B", "4xH100", engine="weft", constraints=forced))
     (free,) = [change for change in told if change.code == "free_layout"]

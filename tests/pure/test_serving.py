@@ -1,4 +1,4 @@
-"""What the HTTP application answers: chats, completions, tokens and names."""
+"""Answers of the HTTP application: chats, completions, tokens and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a model, for every architecture that the planner knows, and what that weighs."""
+"""Share of a model that a rank holds, and its bytes, for every architecture that the planner knows."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def read(fill: Fill, dims: tuple[int, ...], count: np.ndarray) -> None:
 
 @given(planned_layouts())
 def test_the_replicas_of_a_stage_read_everything(layout: Layout) -> None:
-    """What may be cut is read once per stage and replica, or once by all replicas for dealt-out experts; what
-    may not by every rank; KV heads by their crews."""
+    """A parameter that may be cut is read once per stage and replica, or once by all replicas for whole experts;
+    any other by every rank; KV heads by the ranks that share them.
+    """
     shape, tensor, stages, group = layout
     dims = dict(expected_tensors(shape))
     replicas = group[1] if group else 1

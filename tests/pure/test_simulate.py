@@ -92,7 +92,7 @@ def test_every_token_is_written_once(
     assert found.tally.gap_count == gaps
 
 
-def test_what_no_replica_can_hold_and_what_the_queue_cannot_is_counted() -> None:
+def test_requests_that_no_replica_or_no_queue_can_hold_are_counted() -> None:
     trace = tuple(TraceRow(0.0, SimulatedRequest(length, 8)) for length in (9000, 500, 500, 500))
     found = run([spec(max_num_seqs=1, max_num_queued=1)], load(trace=trace), warmup_s=0.0, end_s=60.0)
     assert (len(found.tally.ttft), len(found.tally.refused), found.tally.too_long) == (2, 1, 1)
@@ -314,7 +314,7 @@ def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
 
 @pytest.mark.parametrize(("blocks", "asked"), [(128, 1024), (128, 512), (256, 512)])
 def test_a_small_cache_holds_whole_requests(blocks: int, asked: int) -> None:
-    """Of two that need all of it one waits, however little of it they have on average."""
+    """If two requests both need all of the cache, one waits, however little of it they have on average."""
     shape, cluster, weft = find("Llama-3.1-8B").shape, parse_gpus("1xH100"), load_profile("weft")
     layout, work = cut(shape, [0]), Workload(input_len=asked, output_len=asked)
     memory = footprint(shape, layout, cluster, weft, work)
@@ -388,7 +388,7 @@ def test_blocks_that_are_counted_are_as_blocks_that_are_known() -> None:
 
 
 def test_stretches_with_windows_are_as_step_by_step() -> None:
-    """What a window bounds grows up to it only."""
+    """KV that a window bounds grows up to the window only."""
     costs = steps("gemma-3-27b-it", "1xH200")
     asked = load(UniformLength(10, 1500), UniformLength(100, 800), rate=1.0)
     close(*(told([spec(costs)], asked, end_s=80.0, stretches=it) for it in (True, False)), 0.02)
@@ -410,8 +410,9 @@ def test_stretches_are_what_makes_it_fast() -> None:
     ids=["equal", "bursts", "users"],
 )
 def test_sampled_replicas_are_as_all_of_them(asked: Any, simulated: int) -> None:
-    """Where requests are equal, those that end together are followed by others that begin together: in a large
-    deployment at once, in a small one not. A sample that is only a smaller deployment waits 3 % less."""
+    """Equal requests that end together are followed by others that begin together: in a large deployment at once, in a
+    small one not. A sample that is only a smaller deployment waits 3 % less.
+    """
     whole = told([spec()] * 48, asked, warmup_s=5.0, end_s=30.0)
     sampled = told(
         [spec()] * simulated, asked, unsimulated=48 - simulated, warmup_s=5.0, end_s=5.0 + 25.0 * 48 / simulated
@@ -469,8 +470,8 @@ def test_a_policy_that_balances_waits_less() -> None:
     asked = load(FixedLength(1024), LogNormalLength(300, 600), rate=40.0)
     found = []
     for policy in (LeastConnections(), RoundRobin()):
-        it = simulate(
+        simulated = simulate(
             [spec(max_num_seqs=16)] * 6, asked.source(), policy, warmup_s=10.0, end_s=30.0, prefix_caching=False
         )
-        found.append(sorted(it.tally.ttft)[int(0.95 * len(it.tally.ttft))])
+        found.append(sorted(simulated.tally.ttft)[int(0.95 * len(simulated.tally.ttft))])
     assert found[0] < found[1]

@@ -199,7 +199,7 @@ def test_a_search_is_drawn_with_promise_answer_and_saturation(drawn: list[tuple[
     assert lines_of(panels[1], upright=False) == {}
 
 
-def test_what_is_slow_is_watched_for_longer() -> None:
+def test_slow_answers_are_simulated_for_longer() -> None:
     """Ten minutes of one request in twenty minutes would measure nothing."""
     slow = "Llama-3.1-70B --gpus 1xH200 --rate 0.01 --output-len 8 --input-len 8"
     _, seldom = told(slow)
@@ -231,7 +231,7 @@ def test_policies_are_those_of_the_gateway() -> None:
 
 
 def test_requests_at_once_take_memory() -> None:
-    """As they do of an engine: their logits, and steps that have room for all of them."""
+    """They take it in an engine too: for their logits, and for steps that have room for all of them."""
     few, many = (told(f"{HERE} --rate 4 --max-num-seqs {count}")[1]["runs"][0] for count in (16, 2048))
     assert many["kv_utilisation"] > few["kv_utilisation"]
     status, out, err = run(f"{HERE} --rate 4 --max-num-seqs 1000000000000")
@@ -249,6 +249,6 @@ def test_a_bad_line_of_a_trace_is_named(tmp_path: Path) -> None:
     refused_line(line, 1, "trace-without-duration", str(path))
 
 
-def test_what_does_not_fit_says_what_it_lacks() -> None:
+def test_a_model_that_does_not_fit_is_told_with_the_missing_memory() -> None:
     status, out, err = run("Llama-3.1-70B --gpus 1xH100 --rate 1")
     assert (status, out) == (3, "") and "143.3 GB" in err and err.count("\n") == 1

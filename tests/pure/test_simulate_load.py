@@ -1,4 +1,4 @@
-"""What is asked of a simulation and what it says: lengths, traces, arrivals, objectives, percentiles, searches."""
+"""Questions to a simulation and its answers: lengths, traces, arrivals, objectives, percentiles, searches."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_moments_are_those_of_what_is_drawn(lengths: Lengths, most: int) -> None
     assert lengths.moments(most) == pytest.approx(want, rel=0.02)
 
 
-def test_how_far_answers_differ_is_known_of_a_trace_too() -> None:
+def test_the_spread_of_answers_is_known_for_a_trace_too() -> None:
     drawn = RequestDistribution(input_len=FixedLength(10), output_len=UniformLength(1, 3), most=100)
     assert drawn.output_spread == pytest.approx(sqrt(2 / 3) / 2)
     rows = tuple(TraceRow(at, SimulatedRequest(5, answer)) for at, answer in enumerate((1, 2, 3)))
-    for it in (SimulatedLoad(distribution=drawn, trace=rows), msgspec.structs.replace(drawn, rows=rows)):
-        assert it.output_spread == pytest.approx(sqrt(2 / 3) / 2) and it.mean == (5, 2)
+    for each_load in (SimulatedLoad(distribution=drawn, trace=rows), msgspec.structs.replace(drawn, rows=rows)):
+        assert each_load.output_spread == pytest.approx(sqrt(2 / 3) / 2) and each_load.mean == (5, 2)
 
 
 # Traces
@@ -205,7 +205,7 @@ def test_numbers_beyond_all_measure_are_refused(tmp_path: Path, values: tuple[st
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
-def test_what_json_itself_does_not_read_is_refused(tmp_path: Path, value: str) -> None:
+def test_values_outside_of_json_are_refused(tmp_path: Path, value: str) -> None:
     with refuses(ConfigError, "trace-line-not-json"):
         read_trace(written(tmp_path, f'{{"time": {value}, "input_len": 1, "output_len": 1}}\n'))
 
@@ -217,7 +217,7 @@ def test_the_wording_of_bad_lines(tmp_path: Path, golden: Callable[[str, str], N
     )
 
 
-def test_what_is_no_file_or_no_text_is_said(tmp_path: Path) -> None:
+def test_a_trace_that_is_no_file_or_no_text_is_refused(tmp_path: Path) -> None:
     with refuses(ConfigError, "cannot-read-trace"):
         read_trace(str(tmp_path / "none.csv"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
@@ -342,7 +342,7 @@ def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     assert [found.p50, found.p90, found.p95, found.p99] == pytest.approx(np.percentile(values, [50, 90, 95, 99]))
 
 
-def test_what_never_came_takes_for_ever() -> None:
+def test_a_token_that_never_came_takes_for_ever() -> None:
     values = [1.0, 2.0, 3.0, inf]
     assert percentile(values, 50) == 2.5
     assert percentile(values, 90) == inf
@@ -384,7 +384,7 @@ def test_goodput_is_what_keeps_the_promise() -> None:
     assert kept.met is True
 
 
-def test_who_is_refused_waits_for_ever() -> None:
+def test_a_refused_request_waits_for_ever() -> None:
     asked = load(FixedLength(1024), FixedLength(100), rate=30.0)
     found = told(
         [spec(max_num_seqs=2, max_num_queued=0)], asked, Objective((LatencyTarget("ttft", 95, 1.0),)), end_s=30.0
@@ -428,7 +428,7 @@ def test_the_highest_rate_is_found(most: float, guess: float) -> None:
     assert found.report is not None and found.report.rate == found.value
 
 
-def test_what_no_number_meets_is_said() -> None:
+def test_a_promise_that_no_number_keeps_is_told() -> None:
     found = find_replicas(judged(lambda count: False), 3)
     assert found.value is None and found.reason.startswith("192 replicas still have a ttft_p95 of")
     rate = find_rate(judged(lambda rate: False), 10.0)

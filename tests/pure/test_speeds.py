@@ -1,4 +1,4 @@
-"""What was measured: kept by the machine's fingerprint, and measured anew where the file is of no use."""
+"""Stored measurements: kept by the machine's fingerprint, and measured again if the file is of no use."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_another_machine_has_another_fingerprint(changed: dict[str, Any]) -> Non
     assert fingerprint(msgspec.structs.replace(HOST, **changed)) != fingerprint(HOST)
 
 
-def test_what_changes_from_minute_to_minute_does_not_count() -> None:
+def test_facts_that_change_from_minute_to_minute_do_not_count() -> None:
     gpus = (msgspec.structs.replace(CARD, free_bytes=1, index=0),)
     other = msgspec.structs.replace(HOST, memory_free_bytes=1, cores=(4, 5), gpus=gpus, environment={"A": "b"})
     assert fingerprint(other) == fingerprint(HOST)
@@ -90,7 +90,9 @@ def test_a_busy_machine_is_measured_again_when_it_is_not(measured: list[Host], m
     assert known_cpu_speed(HOST).bandwidth_Bps == 1e9 + 1
 
 
-def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speeds_are_measured_again_once_the_kernels_are_built(
+    measured: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def built(path: str | None) -> float:
         monkeypatch.setattr(library, "built_library", lambda: path)
         return known_cpu_speed(HOST).bandwidth_Bps
@@ -105,7 +107,7 @@ def test_it_is_measured_again_once_the_kernels_are_built(measured: list[Host], m
     assert built("/cache/bfloat16-2.so") == 1e9 + 2
 
 
-def test_it_is_measured_again_where_the_kernels_come_or_go(
+def test_speeds_are_measured_again_if_the_kernels_come_or_go(
     measured: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def anew(kept: CpuSpeed, found: str | None) -> bool:
@@ -130,7 +132,7 @@ def test_gpus_stay_known_when_the_cpu_is_measured(measured: list[Host]) -> None:
     assert found.pair("GPU-2", "GPU-1") == pair and found.pair("GPU-1", "GPU-3") is None
 
 
-def test_what_others_found_meanwhile_stays(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_that_others_stored_meanwhile_stay(measured: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GpuSpeed(gpu="GPU-1", copy_Bps=1.0, from_host_Bps=1.0, to_host_Bps=1.0)
 
     def slowly(host: Host) -> CpuSpeed:

@@ -81,7 +81,7 @@ def test_sequential_fills_the_first_devices_first(load: ModelBytes, rooms: list[
 
 @given(SMALL, FEW)
 def test_balanced_has_the_room_and_the_least_on_the_fullest(load: ModelBytes, rooms: list[float]) -> None:
-    """Of all ways that use every device, where there are any."""
+    """Compared with all ways that use every device, if there are any."""
     found, fair = balanced(load, rooms), [way for way in possible(load, rooms) if all(way)]
     if fair:
         bare = ModelBytes(weights=load.weights, sizes=load.weights, first=load.first, last=load.last, both=load.both)
@@ -90,7 +90,7 @@ def test_balanced_has_the_room_and_the_least_on_the_fullest(load: ModelBytes, ro
 
 
 @given(SMALL, FEW, MODES)
-def test_what_has_the_room_on_one_device_gets_it(load: ModelBytes, rooms: list[float], mode: str) -> None:
+def test_a_model_with_room_on_one_device_gets_that_device(load: ModelBytes, rooms: list[float], mode: str) -> None:
     """However small the others are."""
     whole = sum(load.sizes) + load.both + load.sampling
     rooms = [0.0, *rooms, whole]

@@ -54,7 +54,7 @@ class Keyed:
             self.scheduler.apply(self.flight.popleft())
 
     def state(self) -> Any:
-        """What is to be the same, however it came to be."""
+        """State that must be equal on both ways."""
         scheduler = self.scheduler
         rows = [
             (row.request.id, row.tokens, row.computed, row.room, row.freed, row.outstanding, row.pending)
@@ -108,15 +108,15 @@ def test_rounds_at_once_are_as_one_after_the_other(
             if not waiting:
                 break
             number, (key, shared, own, answer, priority) = waiting.popleft()
-            for it in (fast, slow):
+            for side in (fast, slow):
                 params = SamplingParams(max_tokens=answer, ignore_eos=True)
                 prompt = [0] * shared + [key] * own
-                it.scheduler.add(
+                side.scheduler.add(
                     Request(id=str(number), prompt=TokenIds.pack(prompt), params=params, key=key, priority=priority)
                 )
         if turn in aborts:
-            for it in (fast, slow):
-                it.scheduler.abort([str(aborts[turn])])
+            for side in (fast, slow):
+                side.scheduler.abort([str(aborts[turn])])
         turn += 1
         steady = fast.scheduler.steady() if len(fast.flight) < fast.depth else None
         if steady and (rounds := round(part * steady.rounds)):
@@ -173,5 +173,5 @@ def test_contexts_are_those_of_the_first_round() -> None:
     ],
     ids=["drafts", "end tokens"],
 )
-def test_what_only_single_steps_can_tell_is_not_steady(change: dict[str, Any], params: dict[str, Any]) -> None:
+def test_a_state_that_needs_single_steps_is_not_steady(change: dict[str, Any], params: dict[str, Any]) -> None:
     assert steady_after_prompt(change, max_tokens=20, **params) is None

@@ -86,7 +86,7 @@ async def test_requests_are_waited_for_until_they_end() -> None:
 
 
 @pytest.mark.parametrize(("stall_s", "limit_s", "told"), [(0.1, 60.0, True), (60.0, 0.1, False)])
-async def test_what_cannot_end_is_not_waited_for(
+async def test_a_thread_that_cannot_end_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stall_s: float, limit_s: float, told: bool
 ) -> None:
     monkeypatch.setattr(stopping, "STALL_S", stall_s)

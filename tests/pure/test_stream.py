@@ -72,7 +72,7 @@ def test_any_ids_give_what_decode_gives(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_what_was_given_stands(kind: str, data: st.DataObject) -> None:
+def test_text_that_was_given_stands(kind: str, data: st.DataObject) -> None:
     this = tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, this.vocab_size - 1), max_size=20))
     text = TextStream(this, SamplingParams())
@@ -230,7 +230,7 @@ def test_half_a_character_at_the_end_is_text_too(minimum: int) -> None:
     assert text.finish() == ("" if minimum == 2 else "\ufffd")
 
 
-def test_what_looked_like_a_stop_string_comes_with_the_end() -> None:
+def test_text_like_a_stop_string_comes_with_the_end() -> None:
     this = tokenizer("byte-level")
     text = TextStream(this, SamplingParams(stop="weft!"))
     assert text.push(this.encode("a we", add_special_tokens=False)) == "a "

@@ -1,4 +1,4 @@
-"""What runs in the event loop, and when memory goes back to the system."""
+"""Work in the event loop, and the return of memory to the system."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_chat_template_of_a_folder(folder: Path, files: dict[str, Any], expected
     assert load_tokenizer(str(folder)).chat_template == expected
 
 
-def test_what_is_missing_or_damaged_is_said_in_one_line(tmp_path: Path, folder: Path) -> None:
+def test_missing_and_damaged_files_are_told_in_one_line(tmp_path: Path, folder: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     names = ("tokenizer.json", "tokenizer.model", "*.tiktoken")

@@ -1,4 +1,4 @@
-"""What NVML tells of GPUs and how they are joined, on made-up machines."""
+"""NVML's facts about GPUs and the links between them, on fake machines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Look = Callable[..., DriverReport]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Look:
-    """What is seen of a machine, below a root without the kernel's files."""
+    """Facts about a machine, below a root without the kernel's files."""
 
     def see(machine: FakeNvml, visible: str | None = None, root: Path = tmp_path) -> DriverReport:
         machine.install(monkeypatch)

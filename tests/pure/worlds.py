@@ -13,9 +13,15 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.letters import END, frontend, output
+from tests.pure.shapes import SMOLLM2
 from weft.client.frontend import TextTools
+from weft.core.commands import Command, Done, RankReport, RankStats, Replies, Reply, ResetPrefixCache, level_after
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError
+from weft.executors.base import Ready
+from weft.plan.memory import Capacity
+from weft.plan.places import cut_places
+from weft.plan.plan import Plan, named_devices
 from weft.serving import errors
 from weft.serving.app import create_app
 from weft.serving.errors import describe_error
@@ -44,8 +50,45 @@ def saying(text: str) -> Script:
 HELLO = saying("hello")
 
 
+PLAN = Plan(
+    model="tiny",
+    checkpoint="",
+    load_format="dummy",
+    shape=SMOLLM2,
+    dtype="bfloat16",
+    places=tuple(cut_places(SMOLLM2, [2, 1], [30])),
+    devices=named_devices("cpu", "cpu"),
+    cores=((0,), (1,)),
+    max_model_len=64,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    block_size=16,
+)
+READY = Ready(
+    num_blocks=10,
+    ranks=[
+        Capacity(
+            rank=rank,
+            host="here",
+            device="cpu",
+            weight_bytes=0,
+            activation_bytes=0,
+            free_bytes=0,
+            block_bytes=PLAN.block_bytes(rank),
+            load_s=0.0,
+        )
+        for rank in range(2)
+    ],
+)
+
+
 class FakeEngine:
-    """Says its script, and then ends its stream; or breaks; or, where a request has not ended, waits for ever."""
+    """Engine of two ranks that outputs its script, unless it sleeps.
+
+    Afterwards it ends the stream, or breaks; while a request has not ended, it waits.
+    """
+
+    plan, ready = PLAN, READY
 
     def __init__(self, script: Script = HELLO) -> None:
         self.script = script
@@ -57,6 +100,10 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.open: set[str] = set()
         self.left = asyncio.Event()
+        self.called: list[Command | ResetPrefixCache] = []
+        self.reply: Reply = Done()  # of every rank to a command, except RankStats
+        self.awake = asyncio.Event()
+        self.awake.set()
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         if self.full:
@@ -72,7 +119,22 @@ class FakeEngine:
         self.open.difference_update(ids)
         self.left.set()
 
+    async def call(self, command: Command | ResetPrefixCache) -> Replies:
+        self.stats.sleep_level = level_after(command, self.stats.sleep_level)
+        self.called.append(command)
+        if self.stats.sleep_level:
+            self.awake.clear()
+        else:
+            self.awake.set()
+        if isinstance(command, RankStats):
+            return [
+                RankReport(steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, allocated_bytes=1000 + rank)
+                for rank in range(2)
+            ]
+        return [self.reply] * 2
+
     async def _run(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
+        await self.awake.wait()
         for step in zip(*(self.script(request) for request in requests), strict=True):
             await asyncio.sleep(0)
             for made in step:
@@ -209,7 +271,7 @@ class Wire:
 
     @property
     def whole(self) -> bool:
-        """Whether the body was brought to its end."""
+        """True if the body was sent to its end."""
         return any(m["type"] == "http.response.body" and not m.get("more_body") for m in self.sent)
 
 

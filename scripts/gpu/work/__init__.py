@@ -17,7 +17,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured, in `unit`, beside the best that the hardware allows. `ok` is the verdict of a check."""
+    """A measurement in `unit`, beside the best value that the hardware allows. `ok` is the verdict of a check."""
 
     name: str
     value: float | None

@@ -49,7 +49,7 @@ class Load:
 
 
 def loads(shape: Shape, number: int, *, rehearse: bool) -> list[Load]:
-    """What is asked in round `number`, other tokens in each."""
+    """Requests of round `number`, with other tokens in each round."""
     random = Random(f"peers {number}")
 
     def ids(length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What decode steps consist of: the GPU's idle share, and its time by class of kernel, from torch's profiler."""
+"""Composition of decode steps: the GPU's idle share, and its time by class of kernel, from torch's profiler."""
 
 from __future__ import annotations
 

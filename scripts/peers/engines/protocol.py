@@ -1,4 +1,4 @@
-"""What every engine script speaks: one JSON object a line on standard input and output.
+"""Protocol of the engine scripts: one JSON object per line on standard input and output.
 
     python ENGINE.py MODEL [OPTION ...]
     out: {"ready": first token's time, "threads": n}

@@ -25,6 +25,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     layer: str = "model.layers.{layer}."
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = ""
     attention_post_norm: str = ""
@@ -63,6 +65,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     - `local_rope`: the field that gives layers with a window a rotary base of their own; "" if all layers share one.
     - `stretched`: `max_position_embeddings` is the length after rotary scaling, not the one before.
     - `query_scale`: the field s if attention's scale is s^-0.5 instead of head_dim^-0.5.
+    - `norm_eps_field`: the field with the epsilon of all norms; "" if it is always `norm_eps`, the default.
     - `normalised`: the weights of a token's chosen experts are scaled to a sum of 1: "always", or if the config's
       `norm_topk_prob` says so.
     - `keys`: this architecture's name of a field -> the usual name.
@@ -87,6 +90,8 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     stretched: bool = False
     query_scale: str = ""
     norm: Literal["rms", "layer"] = "rms"
+    norm_eps_field: str = "rms_norm_eps"
+    norm_eps: float = 1e-6
     norm_offset: float = 0.0
     activation: Activation = "silu"
     scaled_embedding: bool = False  # the embedding's rows are multiplied by the square root of the hidden size

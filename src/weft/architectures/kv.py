@@ -30,7 +30,7 @@ def number_bytes(dtype: str) -> int:
 
 
 class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a layer remembers of a text.
+    """Memory of a layer for a text.
 
     - `kind`: "heads": a key and a value of each KV head for every token; "latent": one vector for every token, which
       all heads share; "state": as much for any number of tokens, `bytes_per_sequence`.
@@ -94,7 +94,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """How our engine keeps the KV of a model: in blocks of `block_size` tokens, one block table for each group.
+    """Layout of a model's KV in our engine: in blocks of `block_size` tokens, one block table for each group.
 
     All groups take their blocks from one pool. A block has room for `block_size` tokens in as many layers as the
     largest group has on a rank: the memory of a group's i-th layer is that of every group's i-th layer. So a block that

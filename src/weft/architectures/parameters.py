@@ -151,8 +151,8 @@ class _LayerTable:
         yield from self.linear("attention.qkv", qkv, Axis.HIDDEN, bias=spec.bias)
         if spec.qk_norm != "none":
             q, k = (Axis.HEAD_DIM, Axis.HEAD_DIM) if spec.qk_norm == "head" else (Axis.Q, Axis.KV)
-            yield from self.norm("attention.q_norm", "self_attn.q_norm", q)
-            yield from self.norm("attention.k_norm", "self_attn.k_norm", k)
+            yield from self.norm("attention.q_norm", names.q_norm, q)
+            yield from self.norm("attention.k_norm", names.k_norm, k)
         if spec.sinks:
             yield from self.vector("attention.sinks", names.sinks, Axis.HEADS)
         yield from self.linear("attention.out", [(names.out, Axis.HIDDEN)], Axis.Q, bias=spec.out_bias)

@@ -175,6 +175,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     def has_experts(self) -> bool:
         return isinstance(self.ffn, Experts)
 
+    @property
+    def sums(self) -> int:
+        """Number of sums over the ranks of a stage: one for each part that is added to the residual."""
+        return 2
+
 
 class Norm(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Kind of a model's norms: RMS norm or layer norm, which has a mean and a bias as well.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.export.infernet_config import ConfiguredServer, NodeConfig
     from weft.export.target import ExportTarget
     from weft.planner.deployment import DeploymentLayout
+    from weft.planner.note import Note
 
 logger = logging.getLogger("weft.cli")
 
@@ -68,7 +69,7 @@ def main(arguments: Namespace) -> int:
     except NothingFits as error:
         return dispatch.fail(str(error), plan.NOTHING_FITS)
     deployment = named_deployment(arguments, target, model, config, choice)
-    warnings = list(deployment.gaps)
+    warnings = [str(gap) for gap in deployment.gaps]
     if config:
         gpus = [(gpu.name, gpu.memory_bytes) for gpu in dict.fromkeys(question.cluster.gpus)]
         warnings += infernet.config_warnings(config, model.name, gpus)
@@ -178,12 +179,12 @@ def visible_gpu_names(arguments: Namespace) -> list[str]:
     return [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
 
 
-def mig_gap(choice: ExportChoice, names: Sequence[str]) -> tuple[str, ...]:
-    """A note for MIG slices on other machines, whose names are not known here; empty if `names` has them."""
+def mig_gap(choice: ExportChoice, names: Sequence[str]) -> tuple[Note, ...]:
+    """Note on MIG slices of other machines, whose names are not known here; empty if `names` has them."""
+    from weft.planner.note import create_note
+
     gpus = choice.question.cluster.gpus
     slice_name = next((gpus[index].name for index in choice.candidate.layout.gpus if gpus[index].is_mig_slice), None)
     if slice_name is None or names:
         return ()
-    return (
-        f"{slice_name} is a MIG slice, which has no number: write its UUID from nvidia-smi -L in place of a number",
-    )
+    return (create_note("mig_slice_unnamed", slice=slice_name),)

@@ -7,6 +7,7 @@ from weft.cli.plan_picture import LINKS
 from weft.formatting import format_bytes, format_counts
 
 REJECTED = 4  # rejected layouts that are listed
+TIMES = {1: "once", 2: "twice"}
 
 
 def model_line(plan: PlanJson) -> str:
@@ -49,7 +50,8 @@ def traffic(plan: PlanJson) -> list[str]:
     lines = []
     if links["tensor"]:
         devices = "ranks" if "cpu" in kinds else "GPUs"
-        lines.append(f"The {devices} exchange partial results over {LINKS[links['tensor']]} twice per layer")
+        times = TIMES[plan["model"]["sums_per_layer"]]
+        lines.append(f"The {devices} exchange partial results over {LINKS[links['tensor']]} {times} per layer")
     cargo = {"pipeline": "activations from stage to stage", "experts": "tokens to their experts"}
     for kind, link in LINKS.items():
         carried = [load for use, load in cargo.items() if links[use] == kind]

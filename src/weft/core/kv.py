@@ -31,7 +31,7 @@ class TableGroup(NamedTuple):
     is_state: bool
 
     def entries(self, entries: list[int]) -> list[int]:
-        """Those of these entries of a table that are blocks or states of the pool."""
+        """Entries of a table, without those that are no blocks or states of the pool."""
         return [entry for entry in entries if entry != NO_STATE] if self.is_state else entries
 
 

@@ -11,6 +11,7 @@ from weft.errors import PlanError
 from weft.export import engines
 from weft.export.header import describe_plan, is_uneven
 from weft.export.target import ExportTarget, cut_distance
+from weft.planner.note import Note, create_note
 from weft.planner.objections import unsupported_reasons
 from weft.planner.question import LayoutConstraints, Question
 from weft.planner.ranking import Candidate
@@ -22,11 +23,11 @@ class NothingFits(PlanError):
 
 
 class ExportChoice(msgspec.Struct, frozen=True):
-    """A plan for a target's engine; each of `gaps` is a sentence on a deviation and its replacement."""
+    """A plan for a target's engine. `gaps` are its differences from the plan that the user asked for."""
 
     question: Question
     candidate: Candidate
-    gaps: tuple[str, ...]
+    gaps: tuple[Note, ...]
 
 
 def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
@@ -51,9 +52,13 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
         )
     problem = problem or rejection_reason(answer, wanted)
     rule, (own_question, chosen) = _alternative(answer, target, wanted, problem)
-    gap = (
-        f"{target.title} cannot do {describe_plan(wanted)}: {problem}; "
-        f"the {rule} that it can do is {describe_plan(chosen)}"
+    gap = create_note(
+        "plan_replaced",
+        target=target.title,
+        wanted=describe_plan(wanted),
+        reason=problem,
+        rule=rule,
+        chosen=describe_plan(chosen),
     )
     return ExportChoice(own_question, chosen, (*gaps, gap, *not_run_yet(own_question, chosen)))
 
@@ -65,7 +70,7 @@ def _alternative(
     possible = [plan for plan in alternatives(answer) if not target.unsupported(plan[0], plan[1].layout)]
     if not possible:
         raise NothingFits(
-            f"{target.title} cannot do {describe_plan(wanted)}: {problem}; no other plan for it fits either",
+            f"{target.title} cannot run {describe_plan(wanted)}: {problem}; no other plan for it fits either",
             code="target-cannot-run-plan",
         )
     if answer.question.constraints == LayoutConstraints():
@@ -73,21 +78,26 @@ def _alternative(
     return "nearest", min(possible, key=lambda plan: cut_distance(wanted.cut, plan[1].cut))
 
 
-def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[str]]:
-    """The question for the target's engine, in precisions that it reads, and the deviations in words."""
+def translate_question(question: Question, target: ExportTarget) -> tuple[Question, list[Note]]:
+    """The question for the target's engine, in precisions that it reads, and the differences from `question`."""
     engine = question.engine if question.engine in target.engines else target.engines[0]
     precisions = tuple(dict.fromkeys(target.substitutes.get(name, name) for name in question.precisions))
     gaps = [
-        f"{target.title} does not run {precision}; this is {target.substitutes[precision]}"
+        create_note(
+            "precision_substituted",
+            target=target.title,
+            precision=precision,
+            substitute=target.substitutes[precision],
+        )
         for precision in question.precisions
         if precision in target.substitutes
     ]
     translated = msgspec.structs.replace(question, engine=engine, precisions=precisions)
     if question.kv_dtype and number_bytes(question.kv_dtype) < 2 and not engines.narrow_cache(translated):
-        gaps.append(f"{target.title} has no {question.kv_dtype} KV cache here; this plan has one in 16 bits")
+        gaps.append(create_note("kv_cache_widened", target=target.title, kv_dtype=question.kv_dtype))
         translated = msgspec.structs.replace(translated, kv_dtype=None)
     if question.speculation and engine != "weft":
-        gaps.append(f"speculative decoding is planned for Weft's engine only: this plan for {engine} is without it")
+        gaps.append(create_note("speculation_left_out", engine=engine))
         translated = msgspec.structs.replace(translated, speculation=None)
     return translated, gaps
 
@@ -108,19 +118,19 @@ def rejection_reason(answer: SearchResult, wanted: Candidate | None) -> str:
     return str(nearest.reason) if nearest else "these GPUs allow no such layout"
 
 
-def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[str]:
-    """A sentence on Weft's own plan for these GPUs, if it is an uneven cut, which the target's engine does not have."""
+def uneven_plan_of_weft(question: Question, target: ExportTarget) -> list[Note]:
+    """Note on Weft's own plan for these GPUs if its cut is uneven, which the target's engine does not have."""
     if "weft" in target.engines or len(question.cluster.gpus) == 1:
         return []
     ours = search(msgspec.structs.replace(question, engine="weft")).best
     if ours is None or not is_uneven(ours.layout):
         return []
-    return [f"Weft itself would run {describe_plan(ours)}, a cut that {target.title} does not have"]
+    return [create_note("uneven_cut_left_out", cut=describe_plan(ours), target=target.title)]
 
 
-def not_run_yet(question: Question, chosen: Candidate) -> list[str]:
-    """Sentences on what Weft's own engine lacks to run its plan."""
+def not_run_yet(question: Question, chosen: Candidate) -> list[Note]:
+    """Notes on the features that Weft's own engine lacks to run its plan."""
     if question.engine != "weft":
         return []
-    lacks = unsupported_reasons(question.shape, chosen.layout.precision)
-    return [f"Weft plans this but does not run it yet: {lack}" for lack in lacks]
+    missing = unsupported_reasons(question.shape, chosen.layout.precision)
+    return [create_note("planned_only", missing=str(feature)) for feature in missing]

@@ -11,6 +11,7 @@ from weft.hardware.gpus import GpuSpec
 from weft.hardware.topology import DRIVER_BYTES
 from weft.planner.domains import cluster_devices
 from weft.planner.footprint import EngineMemory, RankMemory
+from weft.planner.note import Note
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
 from weft.planner.search import engine_profile
@@ -51,15 +52,15 @@ class ReplicaServer(msgspec.Struct, frozen=True):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a target's files are made of. `names` are the model's names in the API; `gaps` are sentences on what the
-    target cannot do of the plan that the user asked for."""
+    """Content of a target's files. `names` are the model's names in the API; `gaps` are the differences from the plan
+    that the user asked for."""
 
     question: Question
     candidate: Candidate
     checkpoint: Checkpoint
     names: tuple[str, ...]
     servers: tuple[ReplicaServer, ...]
-    gaps: tuple[str, ...] = ()
+    gaps: tuple[Note, ...] = ()
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ def header_comment(target: str, deployment: Deployment, remarks: TargetRemarks) 
         prediction_paragraph(deployment),
         f"Written by weft {__version__}: weft plan --emit {target}",
     ]
-    omitted = [*deployment.gaps, *map(str, notes(deployment.question, deployment.candidate)), *remarks.omitted]
+    differences = (*deployment.gaps, *notes(deployment.question, deployment.candidate))
+    omitted = [*map(str, differences), *remarks.omitted]
     lines = [line for paragraph in paragraphs for line in _wrapped(paragraph)]
     lines += _listed("Different from the plan, or left out:", omitted)
     lines += _listed("To be set before use:", [f"{item.name}: {item.meaning}" for item in remarks.placeholders])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.architectures.architecture import Architecture
+from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
 from weft.architectures.shape import Activation, DType, ModelShape, Norm
 from weft.errors import ModelError, error_reason
@@ -18,7 +18,6 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
-NORM_EPS = 1e-6
 # Names of each activation in config.json.
 ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -124,9 +123,7 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
         hidden=hidden,
         vocab=config.integer("vocab_size"),
         max_positions=layers[0].mixer.rope.reach(max_positions),
-        norm=Norm(
-            kind=default.norm, eps=config.number_or("rms_norm_eps", None) or NORM_EPS, offset=default.norm_offset
-        ),
+        norm=Norm(kind=default.norm, eps=_norm_eps(config, default), offset=default.norm_offset),
         embedding_scale=hidden**0.5 if default.scaled_embedding else 1.0,
         tied=config.flag("tie_word_embeddings", default.tied),
         dtype=dtype(config) or own,
@@ -137,6 +134,12 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
         return shape
     return packed.with_config_types(shape, quantised)
+
+
+def _norm_eps(config: Fields, default: ConfigFields) -> float:
+    """The epsilon of all norms: the config's, or the architecture's default."""
+    given = config.number_or(default.norm_eps_field, None) if default.norm_eps_field else None
+    return given or default.norm_eps
 
 
 def quantization(config: Fields) -> Fields | None:

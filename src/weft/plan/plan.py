@@ -151,7 +151,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """How the KV cache is kept: its groups, and the blocks that a text takes."""
+        """Layout of the KV cache: its groups, and the blocks that a text takes."""
         frees = self.window_cache and not (self.speculation and self.speculation.draft)
         chunk = self.max_num_batched_tokens
         return kv_layout(self.shape, block_size=self.block_size, chunk=chunk, window_cache=frees)

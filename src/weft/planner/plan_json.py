@@ -125,6 +125,7 @@ def model_json(question: Question, model: Model, precision: str) -> dict[str, An
         "weight_bytes_by_precision": {name: weight_bytes(shape, name) for name in question.precisions},
         "stored_bytes": model.stored_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(shape, question.kv_dtype or "bf16"),
+        "sums_per_layer": max(layer.sums for layer in shape.distinct_layers),
         "source": model.source,
     }
 

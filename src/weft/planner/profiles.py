@@ -253,8 +253,8 @@ def calibrated(profile: Profile, gpus: Sequence[GpuSpec]) -> Profile:
     slowest = max((one for _, one in known.values()), key=lambda one: one.step_us.value + one.layer_us.value)
     names = ("step_us", "sequence_us", "layer_us", "overlap", "runtime_MiB")
     figures = {name: Constant(getattr(slowest, name).value, slowest.source) for name in names}
-    plain = Constant(1.0, f"{slowest.source}: as the kernels are")
-    error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the fit's")
+    plain = Constant(1.0, f"{slowest.source}: kernels, unscaled")
+    error = Constant(max(LEAST_ERROR, ERRORS * slowest.error), f"{slowest.source}: {ERRORS} times the error of the fit")
     measured = tuple(_kernels(gpu, one) for gpu, one in known.values())
     profile = msgspec.structs.replace(
         profile, **figures, matmul_scale=plain, attention_scale=plain, error=error, measured=measured

@@ -70,11 +70,11 @@ class Stage:
         self.key = (tuple((id(rank), id(work)) for rank, work in ranks), sums, exchange, send_on)
 
     def links_s(self, work: RankWork, tokens: float, routed: float, logits: float) -> float:
-        """Two all-reduces per layer, the gather of the logits, the exchange with the experts, and the send to the next
+        """The sums of the layers, the gather of the logits, the exchange with the experts, and the send to the next
         stage."""
         size = work.hidden * HIDDEN_BYTES
-        layers = sum(layer.count for layer in work.layers)
-        total = 2 * layers * self.sums.seconds(tokens * size)
+        reductions = sum(layer.count * layer.sums for layer in work.layers)
+        total = reductions * self.sums.seconds(tokens * size)
         if self.exchange:
             experts = sum(layer.count for layer in work.layers if layer.experts)
             # To the experts and back carries the bytes of an all-reduce, in two calls.

@@ -51,9 +51,10 @@ class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` layers that do equal work."""
+    """`count` layers that do equal work, each with `sums` sums over the ranks of its stage."""
 
     count: int
+    sums: int
     products: tuple[MatrixProduct, ...]
     experts: ExpertWork | None
     attention: AttentionWork
@@ -101,7 +102,7 @@ def _work(
     for (window, layer), count in kinds:
         products, experts = _layer(shape, precision, share, layer)
         attention = _attention(shape, kv_dtype, share, window)
-        one = LayerWork(count=0, products=products, experts=experts, attention=attention)
+        one = LayerWork(count=0, sums=shape.layers[layer].sums, products=products, experts=experts, attention=attention)
         layers[one] = layers.get(one, 0) + count
     *_, head = outer_parameters(shape)
     return RankWork(

@@ -15,8 +15,9 @@ OPT = Architecture(
         tied=True,
         norm="layer",
         activation="relu",
+        norm_eps_field="",
+        norm_eps=1e-5,
         keys={"ffn_dim": "intermediate_size"},
-        values={"rms_norm_eps": 1e-5},
     ),
     names=Names(
         embed="model.decoder.embed_tokens",
@@ -49,9 +50,9 @@ GPT2 = Architecture(
             "n_head": "num_attention_heads",
             "n_inner": "intermediate_size",
             "n_positions": "max_position_embeddings",
-            "layer_norm_epsilon": "rms_norm_eps",
         },
-        values={"rms_norm_eps": 1e-5},
+        norm_eps_field="layer_norm_epsilon",
+        norm_eps=1e-5,
     ),
     names=Names(
         embed="wte",
@@ -79,7 +80,8 @@ GPT_OSS = Architecture(
         bias="all",
         window=2,
         keys={"experts_per_token": "num_experts_per_tok"},
-        values={"sliding_window": 128, "rms_norm_eps": 1e-5},
+        norm_eps=1e-5,
+        values={"sliding_window": 128},
     ),
     names=Names(
         sinks="self_attn.sinks",

@@ -11,7 +11,8 @@ QWEN = Architecture(
         max_positions=8192,
         bias="qkv",
         ffn_parts=2,
-        keys={"kv_channels": "head_dim", "seq_length": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps"},
+        norm_eps_field="layer_norm_epsilon",
+        keys={"kv_channels": "head_dim", "seq_length": "max_position_embeddings"},
     ),
     names=Names(
         embed="transformer.wte",
