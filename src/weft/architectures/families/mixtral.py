@@ -23,9 +23,16 @@ MIXTRAL = Architecture(
         eos=(2,),
         bias="none",
         window="all",
-        values={"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        values={
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
     ),
     names=NAMES,
+    runs=True,
     modules=MODULES,
 )
 MINIMAX_M2 = Architecture(
