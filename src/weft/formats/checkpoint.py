@@ -83,7 +83,7 @@ def resolve(
     if dummy:
         format, quantised = "dummy", packed.stored_types(shape)
     else:
-        tensors = _select_tensors(index, shape, str(path))
+        tensors = _select_tensors(index, shape, str(path), format)
         if find_architecture(shape.architecture).config.inner:
             unread = len(index) - len(tensors)
             logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
@@ -235,17 +235,19 @@ def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str
     if format == "dummy":
         return {}
     if format == "gguf":
-        return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path)
-    return _select_tensors(_translate_layout(safetensors.read_directory(Path(path)), shape), shape, path)
+        return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path, format)
+    return _select_tensors(_translate_layout(safetensors.read_directory(Path(path)), shape), shape, path, format)
 
 
-def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
+def _select_tensors(
+    index: Mapping[str, TensorInfo], shape: ModelShape, path: str, format: FileFormat
+) -> dict[str, TensorInfo]:
     """The tensors of `index` that the shape needs. Raises ModelError as `locate_tensors` does."""
     tensors, expected = {}, dict(expected_tensors(shape))
     for name, dims in expected.items():
         info = index.get(name)
         if info is None:
-            raise _missing_tensor(index, *(stacks.stack_of(name, shape, expected) or (name, dims)), path)
+            raise _missing_tensor(index, *_stored_name(name, dims, shape, format), path)
         _check_tensor(info, name, dims)
         tensors[name] = info
     count = len(shape.layers)
@@ -257,6 +259,16 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
             code="more-layers-than-config",
         )
     return tensors
+
+
+def _stored_name(
+    name: str, dims: tuple[int, ...], shape: ModelShape, format: FileFormat
+) -> tuple[str, tuple[int, ...]]:
+    """Name and dims, in a file of this format, of the tensor or the stack that holds a parameter."""
+    if format == "safetensors":
+        return stacks.stack_of(name, shape, dims) or (name, dims)
+    own = gguf_names.ggml_name(name, find_architecture(shape.architecture).names, len(shape.layers))
+    return own, (shape.experts.count, *dims) if shape.experts and "_exps." in own else dims
 
 
 def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
@@ -283,6 +295,8 @@ def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[i
 def _packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
     """Name of the tensor with the packed numbers of the matrix `name`; None if the index has none."""
     layer = name.removesuffix("weight")
+    if name + packed.MXFP4_PARTS[0] in index:
+        return name + packed.MXFP4_PARTS[0]
     return next((layer + names[0] for names in packed.PART_NAMES.values() if layer + names[0] in index), None)
 
 
@@ -304,7 +318,7 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0
-            index |= stacks.unstack_one(name, info, count, expected.get(name.format(expert=0), ()))
+            index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))
         elif info.dims == expected.get(name, ())[1:] and len(info.dims) == 1:
             # The converter drops the first dim of a matrix of one row.
             index[name] = msgspec.structs.replace(info, dims=expected[name])

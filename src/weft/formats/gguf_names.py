@@ -79,6 +79,21 @@ def hugging_face(name: str, names: Names) -> str | None:
     return prefix + known if module in PARAMETERS else f"{prefix}{known}.{kind}"
 
 
+def ggml_name(name: str, names: Names, layers: int) -> str:
+    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; of an expert's tensor,
+    that of the stack of all experts."""
+    module, _, kind = name.rpartition(".")
+    outer = {theirs: own for own, theirs in outer_modules(names).items()}
+    if module in outer:
+        return f"{outer[module]}.{kind}"
+    for layer in range(layers):
+        for own, theirs in layer_modules(names).items():
+            pattern = re.escape(names.layer.format(layer=layer) + theirs).replace(r"\{expert\}", r"\d+")
+            if re.fullmatch(pattern, name if own in PARAMETERS else module):
+                return f"blk.{layer}.{own}.{'weight' if own in PARAMETERS else kind}"
+    return name
+
+
 def is_interleaved(name: str) -> bool:
     """Return True if llama.cpp reorders the rows of this tensor in INTERLEAVED_ARCHITECTURES."""
     return _layer_module(name) in INTERLEAVED

@@ -10,6 +10,7 @@ from weft.architectures.architecture import Names, Stack
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError
+from weft.formats.packed import Packed
 from weft.formats.tensor import DENSE, TensorInfo
 
 
@@ -32,20 +33,22 @@ def unstack(
     return divided
 
 
-def unstack_one(name: str, info: TensorInfo, count: int, dims: Sequence[int]) -> Iterator[tuple[str, TensorInfo]]:
+def unstack_one(
+    own: str, name: str, info: TensorInfo, count: int, dims: Sequence[int]
+) -> Iterator[tuple[str, TensorInfo]]:
     """Yield (name, tensor) of each of the `count` experts in a stack of tensors of these dims.
 
-    `name` has {expert} for the expert's number. Raises ModelError for a stack of other dims.
+    `name` has {expert} for the expert's number; the file names the stack `own`. Raises ModelError for a stack of other
+    dims.
     """
-    check_dims(info, name, (count, *dims))
+    check_dims(info, own, (count, *dims))
     for expert, block in enumerate(_blocks(info)):
         yield name.format(expert=expert), block
 
 
-def stack_of(
-    name: str, shape: ModelShape, expected: Mapping[str, tuple[int, ...]]
-) -> tuple[str, tuple[int, ...]] | None:
-    """Name and dims of the stack in which a checkpoint that is not quantised stores a parameter of an expert.
+def stack_of(name: str, shape: ModelShape, dims: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+    """Name and dims of the stack in which a checkpoint that is not quantised stores a parameter, of these dims, of an
+    expert.
 
     None if the parameter has a tensor of its own.
     """
@@ -53,8 +56,7 @@ def stack_of(
     for layer in range(len(shape.layers)):
         for stack in names.stacks:
             if any(name in _members(names, stack, layer, expert) for expert in range(_count(shape))):
-                dims = _stack_dims(stack, None, _count(shape), expected[name])
-                return names.layer.format(layer=layer) + stack.name, dims
+                return names.layer.format(layer=layer) + stack.name, _stack_dims(stack, None, _count(shape), dims)
     return None
 
 
@@ -99,6 +101,11 @@ def _views(stack: Stack, info: TensorInfo, members: Sequence[Sequence[str]]) -> 
 def _blocks(info: TensorInfo) -> Iterator[TensorInfo]:
     """Yield each block of a stack [experts, ...], whose blocks lie one after the other in the file."""
     count, *dims = info.dims
+    if isinstance(info, Packed):
+        for values, scales in zip(_blocks(info.values), _blocks(info.scales), strict=True):
+            nbytes = values.nbytes + scales.nbytes
+            yield replace(info, dims=tuple(dims), offset=values.offset, nbytes=nbytes, values=values, scales=scales)
+        return
     nbytes = info.nbytes // count
     for index in range(count):
         yield replace(info, dims=tuple(dims), offset=info.offset + index * nbytes, nbytes=nbytes)

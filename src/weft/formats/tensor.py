@@ -33,6 +33,7 @@ ENCODINGS: dict[str, Encoding] = {
     "Q6_K": Encoding(256, 210),
     "IQ4_NL": Encoding(32, 18),
     "IQ4_XS": Encoding(256, 136),
+    "MXFP4": Encoding(32, 17),
 }
 
 

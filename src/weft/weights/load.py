@@ -23,6 +23,7 @@ from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.derive import derive_parameters
 from weft.weights.dummy import DummyWeights
+from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
 from weft.weights.stored import StoredWeights
@@ -92,7 +93,10 @@ def open_source(plan: Plan) -> WeightSource:
     if plan.load_format == "dummy":
         return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
-    return PackedWeights(infos) if plan.shape.published else StoredWeights(infos)
+    published = plan.shape.published
+    if published is None:
+        return StoredWeights(infos)
+    return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
 
 
 def load_weights(

@@ -51,7 +51,7 @@ class StoredWeights:
     def holds(self, source: str, scheme: str) -> bool:
         """Return True if the tensor is quantised in a scheme, or in a type that the scheme can represent."""
         stored = self.tensors[source].type
-        return stored in GGUF_SCHEMES and ALL_SCHEMES[scheme].holds(GGUF_SCHEMES[stored])
+        return stored == scheme or (stored in GGUF_SCHEMES and ALL_SCHEMES[scheme].holds(GGUF_SCHEMES[stored]))
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """Copy source[rows, cols] to `into` and return True if `holds` says so for the scheme of `into`, else return

@@ -13,6 +13,7 @@ from weft.kernels.held import HeldMatrices
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
+from weft.quant.expanding import ExpandingProduct
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -55,11 +56,15 @@ class NativeMatrices(HeldMatrices):
         super().__init__()
         self._entries = entries
 
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
+    def matrix(
+        self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = ""
+    ) -> NativeMatrix | ExpandingProduct:
+        if isinstance(weight, QuantisedWeight) and weight.scheme.lowest not in LOWEST_KINDS:
+            return self._hold(name, ExpandingProduct(weight, bias))
         return self._hold(name, pack_matrix(self._entries, weight, bias))
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
-        return self.matrix(weight, None, name)
+        return self._hold(name, pack_matrix(self._entries, weight, None))
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()

@@ -9,6 +9,7 @@ import torch
 
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
+from weft.formats.schemes import FLOAT_SCHEMES
 from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.kernels.held import HeldMatrices
@@ -21,6 +22,7 @@ from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
 from weft.quant.dense_embedding import DenseEmbedding
+from weft.quant.expanding import ExpandingProduct
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -69,6 +71,8 @@ class TritonMatrices(HeldMatrices):
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
+            if weight.scheme in FLOAT_SCHEMES.values():
+                return self._hold(name, ExpandingProduct(weight, bias))
             return self._hold(name, self._quantised_matrix(weight, bias))
         return self._hold(name, create_product(weight, bias))
 
