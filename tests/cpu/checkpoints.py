@@ -114,12 +114,13 @@ RECIPES = {
         "Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig", vision=True
     ),
 }
-# As GGUF files can describe them: experts in every layer, and five layers with a window to one without.
+# As other files can describe them: experts in every layer, and five layers with a window to one without.
 GGUF_RECIPES = {
     "qwen3-moe-gguf": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True}),
     "qwen2-moe-gguf": Recipe("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 64}),
     # llama.cpp knows no other limit than 7.
     "gpt-oss-gguf": Recipe("GptOss", FEW | {"sliding_window": 9} | rope("yarn", **YARN)),
+    "gpt-oss-mxfp4": Recipe("GptOss", FEW | {"hidden_size": 64, "sliding_window": 9} | rope("yarn", **YARN)),
     "gemma3-gguf": Recipe(
         "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
     ),
