@@ -101,12 +101,12 @@ ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES
 ONLINE_QUANTIZATIONS = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
 # vLLM's --quantization values for published checkpoints. Weft uses its own kernels for all of them.
 METHODS: dict[str, Method] = {
-    "mxfp4": "mxfp4",
     "gptq": "gptq",
     "awq": "awq",
     "compressed-tensors": "compressed-tensors",
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
+    "mxfp4": "mxfp4",
 }
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
