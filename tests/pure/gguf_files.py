@@ -71,7 +71,7 @@ def stacked(tensors: Sequence[tuple[str, np.ndarray | Stored]]) -> dict[str, np.
     groups: dict[str, list[np.ndarray | Stored]] = {}
     for name, value in tensors:
         groups.setdefault(name, []).append(value)
-    return {name: stack(values) if "_exps." in name else values[0] for name, values in groups.items()}
+    return {name: stack(values) if "_exps." in name else values[-1] for name, values in groups.items()}
 
 
 def stack(values: Sequence[np.ndarray | Stored]) -> np.ndarray | Stored:
