@@ -319,7 +319,7 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
         if "{expert}" in name:
             count = shape.experts.count if shape.experts else 0
             index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))
-        elif info.dims == expected.get(name, ())[1:] and len(info.dims) == 1:
+        elif expected.get(name) == (1, *info.dims):
             # The converter drops the first dim of a matrix of one row.
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
