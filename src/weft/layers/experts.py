@@ -7,37 +7,19 @@ import torch
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
 from weft.kernels.batch import Batch
-from weft.layers.mlp import multiply_by_gate
 from weft.layers.weights import LayerWeights
 
 
 class ExpertsBlock:
-    """A mixture of experts in torch: tokens are sorted by expert, and each expert computes its own in one product."""
+    """A mixture of experts: the kernels compute a rank's experts at once."""
 
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
         assert not spec.shared, f"not computed: {spec}"
         self.spec, self.kernels = spec, weights.kernels
-        self.router = weights.column_linear("router")
-        self.gate_up = weights.grouped_column_linear("experts.gate_up", len(place.experts))
-        self.down = weights.grouped_row_linear("experts.down", len(place.experts))
+        self.router = weights.router("router")
+        self.experts = weights.experts("experts", spec, place.experts)
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        chosen, shares = choose_experts(self.router(x, batch), self.spec)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.spec.count)
-        offsets = [0, *counts.cumsum(0).tolist()]
-        up = self.gate_up(x[order // self.spec.top_k], offsets)
-        sorted_parts = self.down(multiply_by_gate(up, self.spec.activation, self.kernels), offsets)
-        parts = torch.empty_like(sorted_parts)
-        parts[order] = sorted_parts
-        # A token's experts are added in the order of their shares, whatever other tokens are in the batch.
-        return (parts.view(len(x), self.spec.top_k, -1) * shares[..., None]).sum(dim=1)
-
-
-def choose_experts(scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token by the router's scores [T, experts]: their numbers and shares, [T, top_k]."""
-    shares, chosen = scores.softmax(dim=-1, dtype=torch.float32).topk(spec.top_k, dim=-1)
-    if spec.normalised:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    return chosen, shares.to(scores.dtype)
+        chosen, shares = self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec)
+        return self.experts(x, chosen, shares)
