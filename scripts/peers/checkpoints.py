@@ -6,7 +6,17 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 
 def small(source: Path, target: Path) -> None:
@@ -36,9 +46,7 @@ def small(source: Path, target: Path) -> None:
 
 
 def large(source: Path, target: Path) -> None:
-    """1.1 billion random weights (seed 0) under the small one's tokeniser."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    """1.1 billion random weights under the small one's tokeniser."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=2048,
@@ -56,7 +64,40 @@ def large(source: Path, target: Path) -> None:
         rope_parameters={"rope_theta": 100000.0, "rope_type": "default"},
         dtype="bfloat16",
     )
-    model = LlamaForCausalLM(config)
+    random_weights(LlamaForCausalLM, config, source, target)
+
+
+def mixture(source: Path, target: Path) -> None:
+    """1.4 billion random weights in 32 experts, of which a token meets 4, under the small one's tokeniser."""
+    config = Qwen3MoeConfig(
+        vocab_size=49152,
+        hidden_size=1024,
+        intermediate_size=2048,
+        moe_intermediate_size=512,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_theta": 1000000.0, "rope_type": "default"},
+        dtype="bfloat16",
+    )
+    random_weights(Qwen3MoeForCausalLM, config, source, target)
+
+
+def random_weights(kind: type[PreTrainedModel], config: PretrainedConfig, source: Path, target: Path) -> None:
+    """A model with random weights (seed 0), and the tokeniser of another one."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    model = kind(config)
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
     model.save_pretrained(target, max_shard_size="8GB")
     for path in [*source.glob("tokenizer*"), *source.glob("chat_template*")]:
@@ -73,4 +114,5 @@ def text(source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     what, source, target = sys.argv[1:]
-    {"SmolLM2-135M": small, "Llama-1.1B-random": large, "text": text}[what](Path(source), Path(target))
+    recipes = {"SmolLM2-135M": small, "Llama-1.1B-random": large, "Qwen3-MoE-1.4B-random": mixture, "text": text}
+    recipes[what](Path(source), Path(target))

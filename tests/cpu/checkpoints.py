@@ -55,6 +55,8 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "tie_word_embeddings": False}
+FEW = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96, "tie_word_embeddings": False}
+YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 32, "truncate": False}
 FULL, SLIDING = "full_attention", ["sliding_attention"] * 2
 GEMMA3 = {"sliding_window": 9, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
 RECIPES = {
@@ -88,6 +90,17 @@ RECIPES = {
     "qwen3-biased": Recipe("Qwen3", {"attention_bias": True, "tie_word_embeddings": False}, style=4),
     "qwen3-moe": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1, 3]}),
     "qwen3-moe-biased": Recipe("Qwen3Moe", MIXTURE | {"attention_bias": True, "decoder_sparse_step": 2}, style=4),
+    "mixtral": Recipe("Mixtral", FEW),
+    "mixtral-window": Recipe("Mixtral", FEW | {"sliding_window": 11, "num_local_experts": 5}, style=4),
+    "qwen2-moe": Recipe("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 64, "mlp_only_layers": [1, 3]}),
+    "qwen2-moe-normalised": Recipe(
+        "Qwen2Moe",
+        MIXTURE | {"shared_expert_intermediate_size": 160, "norm_topk_prob": True, "decoder_sparse_step": 2},
+        style=4,
+    ),
+    # With limits that some of these small numbers reach.
+    "gpt-oss": Recipe("GptOss", FEW | {"sliding_window": 9, "swiglu_limit": 0.7} | rope("yarn", **YARN)),
+    "gpt-oss-4": Recipe("GptOss", FEW | {"num_local_experts": 5, "sliding_window": 9} | rope("yarn", **YARN), style=4),
     "gemma3": Recipe("Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig"),
     "gemma3-scaled": Recipe(
         "Gemma3",
@@ -106,9 +119,13 @@ RECIPES = {
         "Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig", vision=True
     ),
 }
-# As GGUF files can describe them: experts in every layer, and five layers with a window to one without.
+# As other files can describe them: experts in every layer, and five layers with a window to one without.
 GGUF_RECIPES = {
     "qwen3-moe-gguf": Recipe("Qwen3Moe", MIXTURE | {"norm_topk_prob": True}),
+    "qwen2-moe-gguf": Recipe("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 64}),
+    # llama.cpp knows no other limit than 7.
+    "gpt-oss-gguf": Recipe("GptOss", FEW | {"sliding_window": 9} | rope("yarn", **YARN)),
+    "gpt-oss-mxfp4": Recipe("GptOss", FEW | {"hidden_size": 64, "sliding_window": 9} | rope("yarn", **YARN)),
     "gemma3-gguf": Recipe(
         "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
     ),
@@ -119,7 +136,7 @@ def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
     recipe = (RECIPES | GGUF_RECIPES)[name]
     values = {**SIZES, **HEADS, **recipe.config}
-    if recipe.model == "Qwen2":
+    if recipe.model in ("Qwen2", "Qwen2Moe"):
         values.pop("head_dim")
         values["hidden_size"] = 96
     torch.manual_seed(len(name))
@@ -128,6 +145,8 @@ def make(name: str, folder: Path) -> Path:
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 1)
             elif "norm" in key:
                 parameter.uniform_(0.5, 1.5)
             else:

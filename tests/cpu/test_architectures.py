@@ -59,7 +59,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("GPT2LMHeadModel", GPT2 | {"n_inner": 99}),
 ]
 # Modules whose parameters lie in checkpoints as they are in the model: dims and names are compared one by one.
-PLAIN = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM", "GptOssForCausalLM")
+PLAIN = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM")
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["as saved", "as given"])

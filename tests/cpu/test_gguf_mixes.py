@@ -4,6 +4,7 @@ is stored."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from tests.cpu.layouts import logits_of, plan_for
 from tests.cpu.test_weights import SHAPE
 from tests.pure.gguf_files import write_model
-from tests.pure.shapes import repeated, with_attention, with_ffn
+from tests.pure.shapes import repeated, with_attention, with_experts, with_ffn
 from weft import LLM, SamplingParams
 from weft.architectures.parameters import model_parameters
-from weft.architectures.shape import ModelShape
+from weft.architectures.registry import find_architecture
+from weft.architectures.shape import Experts, ModelShape
 from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.gguf_types import gguf_type
 from weft.formats.precision import held_precision, sum_by_kind
@@ -34,11 +36,30 @@ LAYOUTS = {
 }
 
 
+def mixture(shape: ModelShape, architecture: str, **fields: Any) -> ModelShape:
+    """The shape with experts in each layer, of this architecture."""
+    known = find_architecture(architecture)
+    experts = Experts(count=5, top_k=2, width=512, shared_gate=known.config.shared_gate, **fields)
+    shape = with_attention(shape, bias=known.config.bias != "none", out_bias=known.config.bias == "all")
+    return msgspec.structs.replace(with_experts(shape, experts), architecture=architecture)
+
+
+MIXTURES = {
+    "mixtral": mixture(WIDE, "MixtralForCausalLM"),
+    "qwen2-moe": mixture(WIDE, "Qwen2MoeForCausalLM", shared=1, shared_width=256, normalised=False),
+    "gpt-oss": mixture(
+        with_attention(WIDE, sinks=True), "GptOssForCausalLM", bias=True, gain=1.702, limit=7.0, up_offset=1.0
+    ),
+}
+
+
 def types_of(shape: ModelShape, mix: str) -> dict[str, str]:
+    experts = range(shape.experts.count) if shape.experts else (None,)
     return {
-        part.source.format(layer=layer): gguf_type(shape, mix, parameter, part, layer or 0)
+        part.source.format(layer=layer, expert=expert): gguf_type(shape, mix, parameter, part, layer or 0)
         for parameter, layer in model_parameters(shape)
         for part in parameter.parts
+        for expert in (experts if parameter.role == "expert" else (None,))
     }
 
 
@@ -79,6 +100,29 @@ def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: Model
         # Activations are rounded to bf16, and to 8 bits.
         assert (got - want).abs().mean() <= 0.06 * want.std(), name
         assert (got - want).abs().max() <= 0.5 * want.std(), name
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+@pytest.mark.parametrize("mix", ["q4_0", "q8_0", "q4_k_m", "q6_k", "mxfp4_moe"])
+def test_experts_are_held_as_they_are_stored(folder: Path, model: str, mix: str) -> None:
+    shape, path = MIXTURES[model], folder / f"{mix}-{model}.gguf"
+    write_model(path, shape, "F32", others=types_of(shape, mix), std=0.06)
+    want = logits_of(plan_for(path, "whole", quantization="none", dtype="float32"), PROMPT)
+    assert want.isfinite().all()
+    matrices = {
+        part.source.format(layer=layer, expert=0)
+        for parameter, layer in model_parameters(shape)
+        for part in parameter.parts
+        if part.cols is not None and parameter.role != "router"
+    }
+    for name in ("whole", "tp 3:1", "pp 1,2, tp 2:1"):
+        plan = plan_for(path, "whole", **LAYOUTS[name])
+        assert plan.quantization == "gguf" and set(plan.schemes) == matrices
+        for place in plan.places:
+            assert plan.weight_bytes(place.rank) == sum_by_kind(shape, held_precision(mix), place).total
+        got = logits_of(plan, PROMPT)
+        # Where rounding changes the choice of an expert, a position differs by far more than the others.
+        assert (got - want).abs().median() <= 0.06 * want.std(), name
 
 
 def test_an_engine_answers_with_them(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,21 @@ def test_planned_bytes_are_the_allocated_ones(
     agree(str(tiny.write(tmp_path / "tiny")), cut, dtype, quantization, precision)
 
 
-@pytest.mark.parametrize("recipe", ["qwen3-moe", "qwen3-moe-biased", "gemma3", "gemma3-vision"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["qwen3-moe", "qwen3-moe-biased", "mixtral", "qwen2-moe", "gpt-oss", "gpt-oss-4", "gemma3", "gemma3-vision"],
+)
 @pytest.mark.parametrize("cut", LAYOUTS)
 def test_planned_bytes_of_mixed_layers_are_the_allocated_ones(tmp_path: Path, cut: str, recipe: str) -> None:
     agree(str(checkpoints.make(recipe, tmp_path)), cut, "bfloat16", "none", "bf16")
+
+
+@pytest.mark.parametrize("cut", LAYOUTS)
+def test_planned_bytes_of_experts_in_mxfp4_are_the_allocated_ones(tmp_path: Path, cut: str) -> None:
+    folder = checkpoints.make("gpt-oss-mxfp4", tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    agree(str(folder), cut, "bfloat16", "auto", "mxfp4")
 
 
 def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) -> None:
@@ -86,7 +98,7 @@ def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) ->
         **LAYOUTS[cut],
     )
     checkpoint = resolve(path, load_format="dummy")
-    if cut == "tp3" and quantization != "none":
+    if cut == "tp3" and quantization not in ("none", "auto"):
         # Heads of 16: two ranks would share what is multiplied at once.
         with refuses(PlanError, "quantised-columns-off-grid", "columns 0 to 16", "32"):
             build_plan(config, checkpoint, host.probe_host())

@@ -20,8 +20,9 @@ from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
-from weft.formats.schemes import GGUF_SCHEMES, SCHEMES, UNIT, scheme_for_types
+from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
+from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.plain import create_plain_kernels
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
@@ -53,6 +54,18 @@ def test_rounding_loses_little(type: str) -> None:
     error = (made.dequantise() - w).norm() / w.norm()
     assert error < {4: 0.095, 8: 0.009}[made.scheme.bits]
     assert error > {4: 0.05, 8: 0.003}[made.scheme.bits]
+
+
+def test_rounding_to_mxfp4_takes_the_nearest_value() -> None:
+    w = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 8)[:, None]
+    into = QuantisedWeight.empty("MXFP4", 8, Span(0, 96), torch.float32, CPU)
+    NativeRounding(torch.float32)(w, into)
+    scale = torch.exp2(into.scales.float() - 127).repeat_interleave(32, dim=1)
+    values = torch.tensor(MXFP4_VALUES)
+    nearest = values[((w / scale)[..., None] - values).abs().argmin(-1)] * scale
+    assert torch.equal(into.dequantise(), nearest)
+    assert ((w / scale).unflatten(1, (-1, 32)).abs().amax(-1) >= 4).all()  # the scale is not larger than needed
+    assert (w / scale).abs().max() < 8
 
 
 @pytest.mark.parametrize("type", KINDS)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import numpy as np
 from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import ModelShape
 from weft.formats.checkpoint import expected_tensors
-from weft.formats.gguf_names import layer_modules, outer_modules
+from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES, layer_modules, outer_modules
 from weft.formats.tensor import ENCODINGS
 
-GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}
-LLAMA_NAMES = find_architecture("LlamaForCausalLM").names
-OWN_NAMES = {theirs: own for own, theirs in (outer_modules(LLAMA_NAMES) | layer_modules(LLAMA_NAMES)).items()}
+GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf} | {"MixtralForCausalLM": "llama"}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 
 class Stored:
@@ -54,13 +55,28 @@ def write(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[s
     return path
 
 
-def ggml_name(name: str) -> str:
-    """ggml's name of one of Hugging Face's tensors."""
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("model.layers."):
-        return f"{OWN_NAMES[module]}.{kind}"
-    _, _, layer, module = module.split(".", 3)
-    return f"blk.{layer}.{OWN_NAMES[module]}.{kind}"
+def ggml_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
+    """ggml's name of one of Hugging Face's tensors; of a parameter of an expert, that of the stack of all experts."""
+    names = find_architecture(architecture).names
+    own = {theirs: ours for ours, theirs in (outer_modules(names) | layer_modules(names)).items()}
+    if name.endswith(names.sinks or "no sinks"):
+        name += ".weight"
+    module, kind = EXPERT.sub("{expert}", name).rsplit(".", 1)
+    layer = LAYER.fullmatch(module)
+    return f"blk.{layer[1]}.{own[layer[2]]}.{kind}" if layer else f"{own[module]}.{kind}"
+
+
+def stacked(tensors: Sequence[tuple[str, np.ndarray | Stored]]) -> dict[str, np.ndarray | Stored]:
+    """Tensors by name, with those of one name, the experts', stacked in their order."""
+    groups: dict[str, list[np.ndarray | Stored]] = {}
+    for name, value in tensors:
+        groups.setdefault(name, []).append(value)
+    return {name: stack(values) if "_exps." in name else values[-1] for name, values in groups.items()}
+
+
+def stack(values: Sequence[np.ndarray | Stored]) -> np.ndarray | Stored:
+    blocks = [value.data if isinstance(value, Stored) else value for value in values]
+    return Stored(np.stack(blocks), values[0].type) if isinstance(values[0], Stored) else np.stack(blocks)
 
 
 def metadata_of(shape: ModelShape) -> dict[str, Any]:
@@ -70,7 +86,7 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         "block_count": len(shape.layers),
         "context_length": shape.max_positions,
         "embedding_length": shape.hidden,
-        "feed_forward_length": shape.ffn,
+        "feed_forward_length": shape.ffn or (shape.experts.width if shape.experts else 0),
         "attention.head_count": shape.q_heads,
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
@@ -79,6 +95,24 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         "rope.freq_base": shape.mixer.rope.theta,
         "rope.dimension_count": shape.head_dim,
     }
+    if shape.experts:
+        values |= {
+            "expert_count": shape.experts.count,
+            "expert_used_count": shape.experts.top_k,
+            "expert_feed_forward_length": shape.experts.width,
+        }
+        if shape.experts.shared_gate:
+            values["expert_shared_feed_forward_length"] = shape.experts.shared_width
+    window = next((layer.window for layer in shape.layers if layer.window), None)
+    if window:
+        values["attention.sliding_window"] = window
+    rope = shape.mixer.rope
+    if rope.kind == "yarn":
+        values |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope.factor,
+            "rope.scaling.original_context_length": rope.original_max_positions,
+        }
     return {f"{arch}.{key}": value for key, value in values.items()} | {
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(shape.vocab)]
     }
@@ -99,6 +133,8 @@ HALVES |= {"Q6_K": (208,)}
 
 def random_blocks(rng: np.random.Generator, rows: int, cols: int, type: str) -> np.ndarray:
     """Random bytes of a quantised type, its scales neither NaN nor infinite."""
+    if type == "MXFP4":
+        return mxfp4_blocks(rng, rows, cols)
     encoding = ENCODINGS[type]
     blocks = rng.integers(0, 256, (rows, cols // encoding.elements, encoding.nbytes), dtype=np.uint8)
     for at in HALVES.get(type, (0,)):
@@ -106,8 +142,17 @@ def random_blocks(rng: np.random.Generator, rows: int, cols: int, type: str) -> 
     return blocks.reshape(rows, -1)
 
 
+def mxfp4_blocks(rng: np.random.Generator, rows: int, cols: int) -> np.ndarray:
+    """Random bytes of MXFP4, with scales from 2^-6 to 2^-4: numbers of a standard deviation of 0.1."""
+    blocks = rng.integers(0, 256, (rows, cols // 32, 17), dtype=np.uint8)
+    blocks[..., 0] = 121 + blocks[..., 0] % 3
+    return blocks.reshape(rows, -1)
+
+
 def weight_blocks(rng: np.random.Generator, rows: int, cols: int, type: str, std: float) -> np.ndarray:
     """The same of numbers as weights are: around zero, with this standard deviation."""
+    if type == "MXFP4":
+        return mxfp4_blocks(rng, rows, cols)
     encoding, blocks = ENCODINGS[type], random_blocks(rng, rows, cols, type)
     # Of types with minima these are what lies in the middle of q, of which types of blocks in K take away.
     middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}.get(type, 0.0)
@@ -131,12 +176,12 @@ def write_model(
     """A whole model with matrices of `type`, but for `others` by the last part of their names or the whole of it, with
     random bytes or made for a standard deviation; its values as float32 under Hugging Face's names, in their order."""
     rng = np.random.default_rng(seed)
-    usual, truth, stored = type, {}, {}
+    usual, truth, stored = type, {}, list[tuple[str, np.ndarray | Stored]]()
     for name, dims in expected_tensors(shape):
         others = others or {}
         type = others.get(name) or others.get(name.split(".")[-2], usual)
         ggml_type = gguf.GGMLQuantizationType[type]
-        moved = shape.architecture == "LlamaForCausalLM" and (".q_proj." in name or ".k_proj." in name)
+        moved = shape.architecture in INTERLEAVED_ARCHITECTURES and (".q_proj." in name or ".k_proj." in name)
         values = rng.standard_normal(dims, dtype=np.float32) * np.float32(std or 1)
         data: np.ndarray | Stored = interleave(values, shape.head_dim) if moved else values
         if len(dims) == 2 and type != "F32":
@@ -147,6 +192,7 @@ def write_model(
                 packed = gguf.quants.quantize(values, ggml_type)
             values = gguf.quants.dequantize(packed, ggml_type)
             data = Stored(interleave(packed, shape.head_dim) if moved else packed, type)
-        truth[name], stored[ggml_name(name)] = values, data
-    write(path, GGML[shape.architecture], metadata_of(shape), stored)
+        truth[name] = values
+        stored.append((ggml_name(name, shape.architecture), data))
+    write(path, GGML[shape.architecture], metadata_of(shape), stacked(stored))
     return truth

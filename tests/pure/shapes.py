@@ -151,7 +151,13 @@ def layouts(draw: st.DrawFn) -> tuple[ModelShape, tuple[float, ...], tuple[int, 
     return shape, tuple(weights), tuple(stages)
 
 
-MIXED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "MiniMaxM2ForCausalLM", "GptOssForCausalLM")
+MIXED = (
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "GptOssForCausalLM",
+)
 LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 
@@ -167,7 +173,9 @@ def planned_shapes(draw: st.DrawFn) -> ModelShape:
     dense = replace(dense, gated=known.names.gated)
     experts, dense_layers = None, set[int]()
     if architecture in (*MIXED, *LATENT):
-        experts = draw(mixtures(has_shared=architecture in LATENT))
+        experts = draw(mixtures(has_shared=architecture in LATENT or known.config.shared_gate))
+        gated = known.config.shared_gate and experts.shared > 0
+        experts = replace(experts, shared_gate=gated, bias=bool(known.names.stacks))
         dense_layers = draw(st.sets(st.integers(0, len(shape.layers) - 1), max_size=3))
     norms = known.norms
     layer = LayerSpec(

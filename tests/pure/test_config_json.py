@@ -270,8 +270,9 @@ LATENT = LLAMA | {
 
 
 def test_an_architecture_that_is_only_planned_for() -> None:
-    assert planned(MIXTRAL).experts == Experts(count=8, top_k=2, width=96)
-    fails(MIXTRAL, "architecture-not-run", "MixtralForCausalLM", "Llama")
+    planned_only = LLAMA | {"architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert planned(planned_only).experts == Experts(count=8, top_k=2, width=96)
+    fails(planned_only, "architecture-not-run", "MiniMaxM2ForCausalLM", "Llama")
     assert planned(LATENT).latent
     fails(LATENT, "architecture-not-run", "DeepseekV2ForCausalLM", "Llama")
     assert planned(LLAMA) == shape(LLAMA)

@@ -174,7 +174,6 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         ({"quant_method": "awq", "version": "gemv"}, "awq in the format gemv"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"bits": 4}, "an unknown method"),
         (compressed(format="float-quantized"), "compressed-tensors in the format float-quantized"),
         (compressed(group={"format": "nvfp4-pack-quantized"}), "the format nvfp4-pack-quantized"),

@@ -29,14 +29,11 @@ Layout = tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] |
 
 def read(fill: Fill, dims: tuple[int, ...], count: np.ndarray) -> None:
     """Count what the fill reads of a source of these dims."""
-    part = count if fill.index is None else count[fill.index]
     rows = slice(fill.rows.start, fill.rows.stop)
     if fill.cols is None:
-        part[rows] += 1
-    elif fill.transposed:
-        part[fill.cols.start : fill.cols.stop, rows] += 1
+        count[rows] += 1
     else:
-        part[rows, fill.cols.start : fill.cols.stop] += 1
+        count[rows, fill.cols.start : fill.cols.stop] += 1
 
 
 @given(planned_layouts())

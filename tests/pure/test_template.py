@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,92 @@ def test_whitespace_loops_and_filters_are_those_of_transformers() -> None:
 
 def test_the_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).startswith("20")
+
+
+# What gpt-oss's template uses of Jinja: macros that call themselves, with defaults; names that are set within one;
+# namespaces; tests of types; slices of the messages by the loop's own index.
+HARMONY = """\
+{%- macro kind(spec, wanted, is_nullable=false) -%}
+    {%- if spec.type == "array" -%}
+        {%- set inner = kind(spec['items'], wanted) -%}
+        {{- inner + "[]" if inner|length < 50 else "any[]" }}
+    {%- elif spec.type is iterable and spec.type is not string and spec.type is not mapping and spec.type[0] -%}
+        {{- spec.type | join(" | ") }}
+    {%- elif spec.type == "object" -%}
+        {%- for name, part in spec.properties.items() -%}
+            {{- name }}{{ "?" if name not in (wanted or []) }}: {{ kind(part, spec.required or []) }}
+            {%- if not loop.last %}, {% endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- '"' + spec.enum|join('" | "') + '"' if spec.enum else spec.type }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro system() -%}
+    {%- if model_identity is not defined %}{% set model_identity = "You are a model." %}{% endif %}
+    {{- model_identity + " " + strftime_now("%Y-%m-%d") + " " }}
+    {{- reasoning_effort if reasoning_effort is defined else "medium" }}
+{%- endmacro -%}
+{{- "<|start|>system<|message|>" }}{{ system() }}{{ "<|end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set instructions, loop_messages = messages[0].content, messages[1:] %}
+{%- else %}
+    {%- set instructions, loop_messages = "", messages %}
+{%- endif %}
+{%- if instructions or tools %}
+    {{- "<|start|>developer<|message|>" + instructions }}
+    {%- for tool in tools or [] %}{{ tool.function.name + "(" }}{{ kind(tool.function.parameters, []) }}){% endfor %}
+    {{- "<|end|>" }}
+{%- endif %}
+{%- set last_call = namespace(name=none) %}
+{%- for message in loop_messages -%}
+    {%- if "tool_calls" in message %}
+        {%- set later = namespace(found=false) %}
+        {%- for other in loop_messages[loop.index:] %}
+            {%- if other.role == "assistant" and "tool_calls" not in other %}{% set later.found = true %}{% endif %}
+        {%- endfor %}
+        {%- set call = message.tool_calls[0].function %}
+        {%- if message.thinking and not later.found %}{{ "<|channel|>analysis" + message.thinking }}{% endif %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|message|>" }}{{ call.arguments|tojson }}<|call|>
+        {%- set last_call.name = call.name %}
+    {%- elif message.role == "tool" %}
+        {%- if last_call.name is none %}{{ raise_exception("no call before this") }}{% endif %}
+        {{- "<|start|>functions." + last_call.name + "<|message|>" + message.content|tojson + "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<|start|>assistant" }}{% endif %}"""
+
+
+def test_what_the_harmony_format_asks_of_a_template() -> None:
+    template = ChatTemplate(HARMONY)
+    text = template.render([{"role": "system", "content": "Be brief."}, USER], reasoning_effort="high")
+    date = datetime.now().strftime("%Y-%m-%d")
+    assert text == (
+        f"<|start|>system<|message|>You are a model. {date} high<|end|><|start|>developer<|message|>Be brief.<|end|>"
+        "<|start|>user<|message|>hi<|end|><|start|>assistant"
+    )
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Ulm", "Bonn"]},
+            "days": {"type": "array", "items": {"type": ["integer", "null"]}},
+        },
+        "required": ["city"],
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    told = [
+        USER,
+        {"role": "assistant", "content": "", "thinking": "Look.", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+    ]
+    text = template.render(told, tools=[tool])
+    assert 'weather(city?: "Ulm" | "Bonn", days?: integer | null[])' in text
+    assert '<|channel|>analysisLook.<|start|>assistant to=functions.weather<|message|>{"city": "Ulm"}<|call|>' in text
+    assert text.endswith('<|start|>functions.weather<|message|>"sunny"<|end|><|start|>assistant')
+    with refuses(RequestError, "chat-template-refused", "no call before this"):
+        template.render(told[2:])
 
 
 def test_a_template_that_refuses_says_why() -> None:

@@ -368,6 +368,16 @@ def test_a_word_that_is_a_token_whatever_the_merges_say(tmp_path: Path, pre: str
     assert (this.encode(" the") == [this.id("\u0120the")]) == (pre == "llama-bpe")
 
 
+def test_harmony_ends_with_a_reply_or_a_call(tmp_path: Path) -> None:
+    """The end of a message is not the end of a reply, whatever the file says."""
+    fields = byte_level_fields(byte_level(), "gpt-4o")
+    fields["tokens"] += ["<|return|>", "<|end|>", "<|call|>"]
+    fields["token_type"] += [3, 3, 3]
+    fields |= {"bos_token_id": 1, "eos_token_id": 600, "eot_token_id": 601}
+    this = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", **fields)))
+    assert {this.token_text(id) for id in this.end_ids} == {"<|return|>", "<|call|>", "<|im_end|>", "<|endoftext|>"}
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_gguf_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     model = sentencepiece_model(add_dummy_prefix=prefix)

@@ -10,6 +10,20 @@ import msgspec
 from weft.architectures.shape import Activation, Norms
 
 
+class Stack(msgspec.Struct, frozen=True, cache_hash=True):
+    """A tensor of a checkpoint with some parameters of all experts of a layer: [experts, outputs, inputs], or
+    [experts, outputs] for biases.
+
+    - `name`: its name, relative to the layer.
+    - `parameters`: an expert's parameters in it, such as "up_proj.weight"; their outputs take turns.
+    - `transposed`: it is stored as [experts, inputs, outputs], unless it is quantised.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    transposed: bool = False
+
+
 class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Module names of one architecture in Hugging Face checkpoints; "" for a module that it does not have.
 
@@ -17,7 +31,9 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     layer's modules are relative to `layer`, names of an expert's modules to `expert`.
 
     - `transposed`: matrices are stored as [inputs, outputs].
-    - `expert_pairs`: one tensor holds gate and up of all experts, gate and up rows alternating.
+    - `stacks`: tensors that hold the parameters of all experts, which are named here as if each had its own.
+    - `shared_gate`: the projection that weighs the result of the shared experts.
+    - `gguf_mlp_norm`: llama.cpp's name of `mlp_norm`.
     """
 
     embed: str = "model.embed_tokens"
@@ -38,13 +54,14 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     head: str = "lm_head"
     transposed: bool = False
     router: str = "mlp.gate"
-    router_bias: bool = False
     correction: str = ""  # added to the router's scores to balance the experts
     expert: str = "mlp.experts.{expert}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
-    expert_pairs: bool = False
+    stacks: tuple[Stack, ...] = ()
     shared: str = "mlp.shared_experts."
+    shared_gate: str = ""
+    gguf_mlp_norm: str = "ffn_norm"
 
     @property
     def gated(self) -> bool:
@@ -68,6 +85,8 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     - `norm_eps_field`: the field with the epsilon of all norms; "" if it is always `norm_eps`, the default.
     - `normalised`: the weights of a token's chosen experts are scaled to a sum of 1: "always", or if the config's
       `norm_topk_prob` says so.
+    - `gain`, `limit`, `up_offset`: of the experts, see `Experts`; a config's `swiglu_alpha` and `swiglu_limit` count.
+    - `shared_gate`: the shared experts have one, and their width together is `shared_expert_intermediate_size`.
     - `keys`: this architecture's name of a field -> the usual name.
     - `values`: the usual name of a field -> its value if the field is missing.
     - `ffn_of_hidden`: MLP width as a multiple of the hidden size, if the width is not given.
@@ -96,6 +115,10 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     activation: Activation = "silu"
     scaled_embedding: bool = False  # the embedding's rows are multiplied by the square root of the hidden size
     normalised: Literal["always", "config"] = "always"
+    gain: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    shared_gate: bool = False
     keys: Mapping[str, str] = {}
     values: Mapping[str, object] = {}
     ffn_of_hidden: int = 0

@@ -23,8 +23,8 @@ class Axis(Enum):
     POSITIONS = "positions"  # learned position embeddings
     EXPERTS = "experts"  # the router's rows: every rank has all of them
     EXPERT_FFN = "expert_ffn"  # of one expert
-    EXPERT_PAIRS = "expert_pairs"  # gate and up of one expert, alternating
     SHARED_FFN = "shared_ffn"  # of the shared experts together
+    SHARED_GATE = "shared_gate"  # the weight of their result: one row
     Q_RANK = "q_rank"  # this and all below: multi-head latent attention
     KV_RANK = "kv_rank"
     LATENT = "latent"  # the cached vector: compressed keys and values, and the rotary part
@@ -42,7 +42,6 @@ CUT_BY = {
     Axis.FFN: "ffn",
     Axis.VOCAB: "vocab",
     Axis.EXPERT_FFN: "expert_ffn",
-    Axis.EXPERT_PAIRS: "expert_ffn",
     Axis.SHARED_FFN: "shared_ffn",
 }
 # Length of each span of CUT_BY in the whole model, in indices.
@@ -60,6 +59,7 @@ _WHOLE_LENGTHS: dict[Axis, Callable[[ModelShape], int]] = {
     Axis.HEAD_DIM: lambda shape: shape.head_dim,
     Axis.POSITIONS: lambda shape: shape.max_positions + find_architecture(shape.architecture).positions_before,
     Axis.EXPERTS: lambda shape: shape.experts.count if shape.experts else 0,
+    Axis.SHARED_GATE: lambda shape: 1,
     Axis.Q_RANK: lambda shape: (shape.latent.q_lora_rank or 0) if shape.latent else 0,
     Axis.KV_RANK: lambda shape: shape.latent.kv_lora_rank if shape.latent else 0,
     Axis.LATENT: lambda shape: shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0,
@@ -75,8 +75,6 @@ def per_unit(shape: ModelShape, axis: Axis) -> int:
             return shape.latent.nope_dim + shape.latent.v_dim
         case Axis.VALUE if shape.latent:
             return shape.latent.v_dim
-        case Axis.EXPERT_PAIRS:
-            return 2
     return 1
 
 

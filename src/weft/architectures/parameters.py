@@ -28,14 +28,12 @@ class Part(msgspec.Struct, frozen=True, cache_hash=True):
 
     - `source`: name in the checkpoint, with `{layer}` and `{expert}` for their numbers.
     - `after`: axes whose rows precede this part's rows, if several parts share the tensor.
-    - `transposed`: the file stores the matrix as [cols, rows].
     """
 
     source: str
     rows: Axis
     cols: Axis | None = None
     after: tuple[Axis, ...] = ()
-    transposed: bool = False
 
 
 class Parameter(msgspec.Struct, frozen=True, cache_hash=True):
@@ -122,13 +120,10 @@ class _LayerTable:
     ) -> Iterator[Parameter]:
         """Yield a matrix and its bias. `sources` are the modules stacked in the matrix, with the axes of their rows."""
         weights, biases, before = [], [], dict[str, tuple[Axis, ...]]()
-        # The experts of gpt-oss are parameters, not modules.
-        endings = ("", "_bias") if role == "expert" and self.names.expert_pairs else (".weight", ".bias")
-        transposed = self.names.transposed or (role == "expert" and self.names.expert_pairs)
         for source, rows in sources:
             path, after = self.names.layer + source, before.get(source, ())
-            weights.append(Part(path + endings[0], rows, cols, after, transposed))
-            biases.append(Part(path + endings[1], rows, None, after))
+            weights.append(Part(path + ".weight", rows, cols, after))
+            biases.append(Part(path + ".bias", rows, None, after))
             before[source] = (*after, rows)
         yield Parameter(f"layers.{{layer}}.{name}.weight", "layer", tuple(weights), role)
         if bias:
@@ -178,11 +173,10 @@ class _LayerTable:
     def experts(self, spec: Experts) -> Iterator[Parameter]:
         names = self.names
         router = [(names.router, Axis.EXPERTS)]
-        yield from self.linear("router", router, Axis.HIDDEN, bias=names.router_bias, role="router")
+        yield from self.linear("router", router, Axis.HIDDEN, bias=spec.bias, role="router")
         if names.correction:
             yield from self.vector("router.correction", names.correction, Axis.EXPERTS)
-        width = Axis.EXPERT_PAIRS if names.expert_pairs else Axis.EXPERT_FFN
-        up = [(names.expert + source, width) for source in names.expert_gate_up]
+        up = [(names.expert + source, Axis.EXPERT_FFN) for source in names.expert_gate_up]
         down = [(names.expert + names.expert_down, Axis.HIDDEN)]
         yield from self.linear("experts.gate_up", up, Axis.HIDDEN, bias=spec.bias, role="expert")
         yield from self.linear("experts.down", down, Axis.EXPERT_FFN, bias=spec.bias, role="expert")
@@ -191,6 +185,9 @@ class _LayerTable:
             down = [(names.shared + "down_proj", Axis.HIDDEN)]
             yield from self.linear("shared.gate_up", up, Axis.HIDDEN)
             yield from self.linear("shared.down", down, Axis.SHARED_FFN)
+        if spec.shared_gate:
+            gate = [(names.shared_gate, Axis.SHARED_GATE)]
+            yield from self.linear("shared.gate", gate, Axis.HIDDEN, role="router")
 
 
 def parameter_count(shape: ModelShape) -> int:

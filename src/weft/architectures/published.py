@@ -1,4 +1,4 @@
-"""Published quantisation: the storage format of a GPTQ, AWQ or compressed-tensors checkpoint."""
+"""Published quantisation: the storage format of a GPTQ, AWQ, compressed-tensors or MXFP4 checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Method = Literal["gptq", "awq", "compressed-tensors"]
+Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4"]
 
 ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
 ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
@@ -16,7 +16,7 @@ ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group;
 class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Storage format of the quantised weights of one checkpoint.
 
-    The matrices of attention, MLPs and experts are in `scheme`; the head is not quantised.
+    The matrices of attention, MLPs and experts are in `scheme`, of MXFP4 those of experts; the head is not quantised.
 
     - `group`: columns that share a scale; ROW for one scale per row.
     - `ordered`: columns were quantised in the order of their activations (desc_act), so a group's columns lie apart.
@@ -35,16 +35,18 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     @property
     def scheme(self) -> str:
         """Name of the scheme of the matrices; a key of `formats.schemes` if there are kernels for it."""
+        if self.method == "mxfp4":
+            return "MXFP4"
         return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
 
     @property
     def precision(self) -> str:
-        """Name in `formats.precision`: int4 or int8."""
-        return f"int{self.bits}"
+        """Name in `formats.precision`: int4, int8 or mxfp4."""
+        return "mxfp4" if self.method == "mxfp4" else f"int{self.bits}"
 
     def stored_as(self, tensor: str, role: str) -> str:
         """Scheme of a matrix, given its tensor name and its parameter's role; "" if it is not quantised."""
-        default = self.scheme if role in ("linear", "expert") else ""
+        default = self.scheme if role == "expert" or (role == "linear" and self.method != "mxfp4") else ""
         return _exceptions(self).get(tensor, default)
 
 

@@ -14,7 +14,7 @@ from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors
+from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors, stacks
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
@@ -78,12 +78,12 @@ def resolve(
     else:
         index = {} if dummy else safetensors.read_directory(path)
         shape, generation = config_json.read_shape(path, main_dtype(index)), config_json.recommended_sampling(path)
-        index = _join_packed(index, shape)
+        index = _translate_layout(index, shape)
     _check_shape(shape, str(path))
     if dummy:
         format, quantised = "dummy", packed.stored_types(shape)
     else:
-        tensors = _select_tensors(index, shape, str(path))
+        tensors = _select_tensors(index, shape, str(path), format)
         if find_architecture(shape.architecture).config.inner:
             unread = len(index) - len(tensors)
             logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
@@ -100,12 +100,31 @@ def _is_quantised(info: TensorInfo) -> bool:
 
 def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelShape:
     """Correct the shape's published quantisation by the tensors of safetensors files, as far as they are there."""
-    return packed.with_stored_types(shape, _join_packed(index, shape))
+    return packed.with_stored_types(shape, _translate_layout(index, shape))
 
 
-def _join_packed(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
-    """Tensors of safetensors files, with the tensors of each packed matrix joined into one."""
-    return index if shape.published is None else packed.join_packed(index, shape.published)
+def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
+    """Tensors of safetensors files as the table of parameters names them.
+
+    The tensors of each packed matrix are joined into one, stacks of experts are divided, and matrices that are stored
+    as [inputs, outputs] are turned.
+    """
+    if shape.published is not None:
+        index = packed.join_packed(index, shape.published)
+    names = find_architecture(shape.architecture).names
+    if names.transposed:
+        index = _turn_matrices(index, shape)
+    return stacks.unstack(index, shape, dict(expected_tensors(shape))) if names.stacks else index
+
+
+def _turn_matrices(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
+    """Give the matrices of the layers their dims [outputs, inputs]."""
+    turned = {
+        name: msgspec.structs.replace(index[name], dims=index[name].dims[::-1], transposed=True)
+        for name, parameter in packed.matrices(shape)
+        if parameter.role == "linear" and name in index
+    }
+    return index | turned
 
 
 def _locate(model: str, revision: str | None, token: str | None, folder: str | None, *, weights: bool) -> Path:
@@ -190,33 +209,21 @@ def _check_shape(shape: ModelShape, where: str) -> None:
 
 
 def expected_tensors(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (Hugging Face's name, dims) of each tensor that a checkpoint of this shape has."""
+    """Yield (Hugging Face's name, dims) of each tensor that a checkpoint of this shape has, stacks divided."""
     for parameter, layer in model_parameters(shape):
         # Parts that share a tensor come one after the other: the last one has the rows of all parts before it.
         last = {part.source: part for part in parameter.parts}
         count = shape.experts.count if parameter.role == "expert" and shape.experts else None
         for source, part in last.items():
-            yield from _source_tensors(source, layer, count, _tensor_dims(shape, part))
-
-
-def _source_tensors(
-    source: str, layer: int | None, experts: int | None, dims: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of one source name in one layer: one, a stack of experts, or one per expert."""
-    if experts is None:
-        yield source.format(layer=layer), dims
-    elif "{expert}" not in source:
-        yield source.format(layer=layer), (experts, *dims)
-    else:
-        for expert in range(experts):
-            yield source.format(layer=layer, expert=expert), dims
+            dims = _tensor_dims(shape, part)
+            for expert in (None,) if count is None else range(count):
+                yield source.format(layer=layer, expert=expert), dims
 
 
 def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
-    """Dims of the tensor whose last part this is, as the file stores them."""
+    """Dims of the tensor whose last part this is."""
     rows = sum(axis_length(shape, axis) for axis in (*part.after, part.rows))
-    dims = (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
-    return dims[::-1] if part.transposed else dims
+    return (rows,) if part.cols is None else (rows, axis_length(shape, part.cols))
 
 
 def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
@@ -228,17 +235,19 @@ def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str
     if format == "dummy":
         return {}
     if format == "gguf":
-        return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path)
-    return _select_tensors(_join_packed(safetensors.read_directory(Path(path)), shape), shape, path)
+        return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path, format)
+    return _select_tensors(_translate_layout(safetensors.read_directory(Path(path)), shape), shape, path, format)
 
 
-def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: str) -> dict[str, TensorInfo]:
+def _select_tensors(
+    index: Mapping[str, TensorInfo], shape: ModelShape, path: str, format: FileFormat
+) -> dict[str, TensorInfo]:
     """The tensors of `index` that the shape needs. Raises ModelError as `locate_tensors` does."""
-    tensors = {}
-    for name, dims in expected_tensors(shape):
+    tensors, expected = {}, dict(expected_tensors(shape))
+    for name, dims in expected.items():
         info = index.get(name)
         if info is None:
-            raise _missing_tensor(index, name, dims, path)
+            raise _missing_tensor(index, *_stored_name(name, dims, shape, format), path)
         _check_tensor(info, name, dims)
         tensors[name] = info
     count = len(shape.layers)
@@ -252,12 +261,18 @@ def _select_tensors(index: Mapping[str, TensorInfo], shape: ModelShape, path: st
     return tensors
 
 
+def _stored_name(
+    name: str, dims: tuple[int, ...], shape: ModelShape, format: FileFormat
+) -> tuple[str, tuple[int, ...]]:
+    """Name and dims, in a file of this format, of the tensor or the stack that holds a parameter."""
+    if format == "safetensors":
+        return stacks.stack_of(name, shape, dims) or (name, dims)
+    own = gguf_names.ggml_name(name, find_architecture(shape.architecture).names, len(shape.layers))
+    return own, (shape.experts.count, *dims) if shape.experts and "_exps." in own else dims
+
+
 def _check_tensor(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
-    if info.dims != dims:
-        raise ModelError(
-            f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}",
-            code="tensor-of-other-dims",
-        )
+    stacks.check_dims(info, name, dims)
     if info.type not in ENCODINGS and not isinstance(info, packed.Packed):
         raise ModelError(
             f"{info.file}: tensor {name} is {info.type}; Weft reads {', '.join(ENCODINGS)}", code="tensor-type-not-read"
@@ -280,6 +295,8 @@ def _missing_tensor(index: Mapping[str, TensorInfo], name: str, dims: Sequence[i
 def _packed_name(index: Mapping[str, TensorInfo], name: str) -> str | None:
     """Name of the tensor with the packed numbers of the matrix `name`; None if the index has none."""
     layer = name.removesuffix("weight")
+    if name + packed.MXFP4_PARTS[0] in index:
+        return name + packed.MXFP4_PARTS[0]
     return next((layer + names[0] for names in packed.PART_NAMES.values() if layer + names[0] in index), None)
 
 
@@ -287,6 +304,7 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
     """A GGUF file's tensors by Hugging Face's names, with their `interleaved` set. Raises ModelError for others."""
     reordered = shape.architecture in gguf_names.INTERLEAVED_ARCHITECTURES
     names, index = find_architecture(shape.architecture).names, dict[str, TensorInfo]()
+    expected = dict(expected_tensors(shape))
     for ggml_name, info in header.tensors.items():
         name = gguf_names.hugging_face(ggml_name, names)
         if name is None:
@@ -299,25 +317,11 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
             )
         interleaved = shape.head_dim if reordered and gguf_names.is_interleaved(ggml_name) else 0
         if "{expert}" in name:
-            index |= _unstack(name, info)
+            count = shape.experts.count if shape.experts else 0
+            index |= stacks.unstack_one(ggml_name, name, info, count, expected.get(name.format(expert=0), ()))
+        elif expected.get(name) == (1, *info.dims):
+            # The converter drops the first dim of a matrix of one row.
+            index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
     return index
-
-
-def _unstack(name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield (name, tensor) of each expert in a stack [experts, rows, cols], whose experts lie one after the other."""
-    if len(info.dims) < 2:
-        raise ModelError(
-            f"{info.file}: {name} is {list(info.dims)}; a stack of experts has three dims", code="experts-not-stacked"
-        )
-    for expert, block in enumerate(split_stack(info)):
-        yield name.format(expert=expert), block
-
-
-def split_stack(info: TensorInfo) -> Iterator[TensorInfo]:
-    """Yield each block of a stack [experts, ...], whose blocks lie one after the other in the file."""
-    count, *dims = info.dims
-    nbytes = info.nbytes // count
-    for index in range(count):
-        yield msgspec.structs.replace(info, dims=tuple(dims), offset=info.offset + index * nbytes, nbytes=nbytes)

@@ -105,7 +105,7 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
     if key is None:
         return None
     width = config.integer_or("moe_intermediate_size", mlp_width) or mlp_width
-    shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
+    shared, shared_width = _shared_experts(config, default, width)
     count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
     if top_k > count:
         raise config.wrong_value("num_experts_per_tok", f"at most the {count} experts")
@@ -114,11 +114,23 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
         top_k=top_k,
         width=width,
         shared=shared,
-        shared_width=shared * width,
+        shared_width=shared_width,
+        shared_gate=default.shared_gate,
         normalised=default.normalised == "always" or config.flag("norm_topk_prob"),
         activation=default.activation,
+        gain=config.number_or("swiglu_alpha", default.gain) or 1.0,
+        limit=config.number_or("swiglu_limit", default.limit),
+        up_offset=default.up_offset,
         bias=bias,
     )
+
+
+def _shared_experts(config: Fields, default: ConfigFields, width: int) -> tuple[int, int]:
+    """Number of shared experts, and their columns together; `width` is that of a routed expert."""
+    if default.shared_gate:
+        return 1, config.integer("shared_expert_intermediate_size")
+    shared = config.integer_or("n_shared_experts", 0, minimum=0) or 0
+    return shared, shared * width
 
 
 def _dense_layers(config: Fields) -> set[int]:

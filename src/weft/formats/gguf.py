@@ -28,7 +28,7 @@ SMALLEST_FILE = 4 + 4 + 8 + 8
 
 # Tensor types by number: those that Weft reads, and others of which the planner needs the sizes.
 TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
-TYPES |= {13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16"}
+TYPES |= {13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
 OTHER_TYPES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
 OTHER_TYPES |= {
     24: "I8",
@@ -39,7 +39,6 @@ OTHER_TYPES |= {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 SIZES = ENCODINGS | {
     "Q8_1": Encoding(32, 40),
@@ -58,7 +57,6 @@ SIZES = ENCODINGS | {
     "IQ1_M": Encoding(256, 56),
     "TQ1_0": Encoding(256, 54),
     "TQ2_0": Encoding(256, 66),
-    "MXFP4": Encoding(32, 17),
 }
 
 # Metadata types by number.

@@ -12,11 +12,13 @@ from weft.architectures.architecture import Names
 
 # Modules whose rows llama.cpp reorders, so that rotary pairs lie side by side; only in INTERLEAVED_ARCHITECTURES.
 INTERLEAVED = ("attn_q", "attn_k")
-INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM",)
+INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM", "MixtralForCausalLM")
 UNUSED = ("attn_rot_embd",)  # rotary frequencies that old converters wrote; engines compute them
 ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the rotary frequencies: part of the shape, not a weight
 
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+PARAMETERS = ("attn_sinks",)  # parameters of their own, whose names end in .weight only in GGUF files
+
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(?:\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 
 
 @lru_cache(maxsize=32)
@@ -37,8 +39,9 @@ def layer_modules(names: Names) -> dict[str, str]:
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
         "attn_output": names.out,
+        "attn_sinks": names.sinks,
         "post_attention_norm": names.attention_post_norm,
-        "ffn_norm": names.mlp_norm,
+        names.gguf_mlp_norm: names.mlp_norm,
         "ffn_gate": gate_up[0] if names.gated else "",
         "ffn_up": gate_up[-1],
         "ffn_down": names.down,
@@ -47,21 +50,48 @@ def layer_modules(names: Names) -> dict[str, str]:
         "ffn_gate_exps": expert + names.expert_gate_up[0],
         "ffn_up_exps": expert + names.expert_gate_up[-1],
         "ffn_down_exps": expert + names.expert_down,
+        "ffn_gate_inp_shexp": names.shared_gate,
+        "ffn_gate_shexp": names.shared + "gate_proj",
+        "ffn_up_shexp": names.shared + "up_proj",
+        "ffn_down_shexp": names.shared + "down_proj",
     }
     return {own: name for own, name in modules.items() if name}
 
 
 def hugging_face(name: str, names: Names) -> str | None:
-    """Hugging Face's name for ggml's name of a tensor; None for a tensor that the architecture does not have."""
+    """Hugging Face's name for ggml's name of a tensor; None for a tensor that the architecture does not have.
+
+    The name of a stack of experts has {expert} for the expert's number. Older files have a tensor per expert.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    layer, module, kind = match.group("layer", "module", "kind")
-    known = (outer_modules(names) if layer is None else layer_modules(names)).get(module)
+    layer, module, expert, kind = match.group("layer", "module", "expert", "kind")
+    if layer is None:
+        known = outer_modules(names).get(module) if expert is None else None
+        return known and f"{known}.{kind}"
+    known = layer_modules(names).get(module if expert is None else f"{module}_exps")
     if known is None:
         return None
-    prefix = "" if layer is None else names.layer.format(layer=layer)
-    return f"{prefix}{known}.{kind}"
+    prefix = names.layer.format(layer=layer)
+    if expert is not None:
+        known = known.format(expert=expert)
+    return prefix + known if module in PARAMETERS else f"{prefix}{known}.{kind}"
+
+
+def ggml_name(name: str, names: Names, layers: int) -> str:
+    """ggml's name for Hugging Face's name of a tensor of a model with this number of layers; of an expert's tensor,
+    that of the stack of all experts."""
+    module, _, kind = name.rpartition(".")
+    outer = {theirs: own for own, theirs in outer_modules(names).items()}
+    if module in outer:
+        return f"{outer[module]}.{kind}"
+    for layer in range(layers):
+        for own, theirs in layer_modules(names).items():
+            pattern = re.escape(names.layer.format(layer=layer) + theirs).replace(r"\{expert\}", r"\d+")
+            if re.fullmatch(pattern, name if own in PARAMETERS else module):
+                return f"blk.{layer}.{own}.{'weight' if own in PARAMETERS else kind}"
+    return name
 
 
 def is_interleaved(name: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from math import isfinite, log
 
+from msgspec.structs import replace
+
 from weft.architectures.architecture import Architecture
 from weft.architectures.compose import compose_layers
 from weft.architectures.registry import ARCHITECTURES, find_architecture
@@ -56,7 +58,12 @@ REFUSED = (
     "final_logit_softcapping",
     "rope.scaling.yarn_log_multiplier",
 )
-ALLOWED = {"Qwen3MoeForCausalLM": ("expert_count",)}  # keys of REFUSED that an architecture computes
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
+ALLOWED = dict.fromkeys(MIXTURES, ("expert_count",))  # keys of REFUSED that an architecture computes
+# Architectures that llama.cpp knows to leave the weights of a token's experts as they are, and to begin and end YaRN's
+# ramp between whole dims. The files do not say so.
+NOT_NORMALISED = ("Qwen2MoeForCausalLM",)
+NOT_TRUNCATED = ("GptOssForCausalLM",)
 LAYERS_OF_GEMMA3_27B = 62
 GEMMA3_LOCAL_BASE = 1e4  # of the rotary embedding in layers with a window, which older files do not give
 
@@ -78,7 +85,7 @@ def architecture(gguf: Gguf, *, run: bool = True) -> str:
             f"{', '.join(RUNNABLE)}",
             code="architecture-not-run",
         )
-    if name == "llama" and gguf.metadata.get("llama.expert_count") and not run:
+    if name == "llama" and gguf.metadata.get("llama.expert_count"):
         return "MixtralForCausalLM"
     if name == "deepseek2" and any(tensor.endswith(CORRECTION) for tensor in gguf.tensors):
         return "DeepseekV3ForCausalLM"
@@ -145,6 +152,8 @@ def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) ->
     if run:
         _check_head_dim(fields, head_dim)
         rotary = rope(gguf, fields, head_dim)
+        if known.name in NOT_TRUNCATED:
+            rotary = replace(rotary, truncate=False)
     if known.config.stretched:
         rotary = with_original(rotary, fields.integer("context_length"))
     return Attention(
@@ -224,21 +233,29 @@ def latent_attention(fields: Fields) -> LatentAttention | None:
 
 
 def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) -> Experts | None:
-    """The mixture of experts, if the file has one; `mlp_width` is the default width of an expert.
-
-    The files do not say whether the weights of the chosen experts are scaled to a sum of 1: llama.cpp does so.
-    """
+    """The mixture of experts, if the file has one; `mlp_width` is the default width of an expert."""
     if not fields.integer_or("expert_count", 0, minimum=0):
         return None
+    count, top_k = fields.integer("expert_count", maximum=limits.EXPERTS), fields.integer("expert_used_count")
+    if top_k > count:
+        raise fields.wrong_value("expert_used_count", f"at most the {count} experts")
     width = fields.integer_or("expert_feed_forward_length", mlp_width) or mlp_width
-    shared = fields.integer_or("expert_shared_count", 0, minimum=0) or 0
+    default, shared = known.config, fields.integer_or("expert_shared_count", 0, minimum=0) or 0
+    shared_width = shared * width
+    if default.shared_gate:
+        shared, shared_width = 1, fields.integer("expert_shared_feed_forward_length")
     return Experts(
-        count=fields.integer("expert_count"),
-        top_k=fields.integer("expert_used_count"),
+        count=count,
+        top_k=top_k,
         width=width,
         shared=shared,
-        shared_width=shared * width,
-        activation=known.config.activation,
+        shared_width=shared_width,
+        shared_gate=default.shared_gate,
+        normalised=known.name not in NOT_NORMALISED,
+        activation=default.activation,
+        gain=default.gain,
+        limit=default.limit,
+        up_offset=default.up_offset,
         bias=bias,
     )
 

@@ -16,8 +16,8 @@ BLOCK = 32  # in all other types
 # Types in place of those with super-blocks, if the rows are no multiple of one. Older llama.cpp has IQ4_NL for 2 and 3
 # bits.
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# Each mix, and the type of most of its tensors. In a mix that ends in +q8_0 the matrix of the head is in Q8_0, as with
-# llama.cpp's --output-tensor-type.
+# Each mix, and the type of most of its tensors; in mxfp4_moe experts are in MXFP4. In a mix that ends in +q8_0 the
+# matrix of the head is in Q8_0, as with llama.cpp's --output-tensor-type.
 MIXES = {
     "q2_k": "Q2_K",
     "q3_k_s": "Q3_K",
@@ -37,6 +37,7 @@ MIXES = {
     "q5_k_m": "Q5_K",
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
+    "mxfp4_moe": "Q8_0",
 }
 # Suffix of a precision's name: its tensors as Weft's engine holds them (formats.schemes).
 HELD_SUFFIX = " held"
@@ -65,6 +66,7 @@ FILE_TYPES = {
     25: "iq4_nl",
     30: "iq4_xs",
     32: "bf16",
+    38: "mxfp4_moe",
 }
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 # Bits per number of each type, with its scales.
@@ -88,6 +90,8 @@ def _mix_type(shape: ModelShape, mix: str, parameter: Parameter, part: Part, lay
     base, layers = MIXES[mix], len(shape.layers)
     name = parameter.name.removeprefix("layers.{layer}.").removesuffix(".weight")
     is_tied_head = parameter.role == "embedding" and shape.tied and name == "embed"
+    if mix == "mxfp4_moe":
+        return "MXFP4" if parameter.role == "expert" else base
     if parameter.role == "head" or is_tied_head:
         return "Q8_0" if mix.endswith("q8_0") else "Q6_K"
     if name == "attention.qkv":

@@ -1,4 +1,4 @@
-"""Packed matrices: the tensors in which GPTQ, AWQ and compressed-tensors store one matrix.
+"""Packed matrices: the tensors in which GPTQ, AWQ, compressed-tensors and MXFP4 store one matrix.
 
 The matrix is [rows, cols]; its rows are output features. Each int32 holds 32 / bits numbers, the lowest bits first.
 
@@ -9,6 +9,10 @@ The matrix is [rows, cols]; its rows are output features. Each int32 holds 32 / 
 - compressed-tensors: weight_packed [rows, cols packed], weight_scale [rows, groups], weight_zero_point [rows packed,
   groups] and weight_g_idx [cols]. Numbers and zero points are signed and stored with half their range added. Source:
   compressors/pack_quantized.
+
+MXFP4 (gpt-oss) stores the matrices of all experts together: NAME_blocks [experts, rows, groups, 16] uint8, two numbers
+in each byte, the lower bits first, and NAME_scales [experts, rows, groups] uint8. Source: Transformers,
+integrations/mxfp4.
 """
 
 from __future__ import annotations
@@ -35,13 +39,15 @@ PART_NAMES = {
     "awq": ("qweight", "scales", "qzeros", ""),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
 }
+MXFP4_PARTS = ("_blocks", "_scales")  # suffixes to the name of the experts' tensor
+MXFP4_BLOCK = (32, 16)  # numbers that share a scale, and their bytes
 UNSET = b"\xff"  # each byte of a -1
 SCALE_TYPES = ("F16", "BF16", "F32")
 QUANTISABLE = ("linear", "expert", "head")  # roles of parameters that may be quantised
 
 
 class Packed(TensorInfo, frozen=True, kw_only=True):
-    """A matrix stored in several tensors.
+    """A matrix stored in several tensors, or the matrices of all experts.
 
     - `dims`: [rows, cols] of numbers of `bits` bits each. `type`: a scheme's name; no kernel multiplies with some.
     - `group`: columns that share a scale, unless `order` gives each column's group.
@@ -74,12 +80,45 @@ def join_packed(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
     That is the matrix' name in a checkpoint that is not quantised. Raises ModelError, naming the tensor, if the tensors
     of a matrix do not fit together.
     """
+    if published.method == "mxfp4":
+        return _join_mxfp4(index, published)
     ends = tuple("." + name for name in PART_NAMES[published.method] if name)
     joined = {name: info for name, info in index.items() if not name.endswith(ends)}
     for name, info in index.items():
         if name.endswith(ends[0]):
             layer = name.removesuffix(ends[0])
             joined[layer + ".weight"] = _pack(index, layer, info, published)
+    return joined
+
+
+def _join_mxfp4(index: Mapping[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
+    """Replace each pair of NAME_blocks and NAME_scales by one `Packed` NAME of dims [experts, rows, cols]."""
+    joined = {name: info for name, info in index.items() if not name.endswith(MXFP4_PARTS)}
+    elements, nbytes = MXFP4_BLOCK
+    for name, values in index.items():
+        if not name.endswith(MXFP4_PARTS[0]):
+            continue
+        stack = name.removesuffix(MXFP4_PARTS[0])
+        scales = index.get(stack + MXFP4_PARTS[1])
+        if scales is None:
+            raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} beside it", code="matrix-without-scales")
+        _check_part(scales, stack, ("U8",))
+        _check_part(values, stack, ("U8",), (*scales.dims, nbytes))
+        joined[stack] = Packed(
+            file=values.file,
+            type="MXFP4",
+            dims=(*scales.dims[:-1], scales.dims[-1] * elements),
+            offset=values.offset,
+            nbytes=values.nbytes + scales.nbytes,
+            published=published,
+            bits=4,
+            group=elements,
+            symmetric=True,
+            values=values,
+            scales=scales,
+            zeros=None,
+            order=None,
+        )
     return joined
 
 
@@ -236,7 +275,7 @@ def _layout(method: Method, bits: int, values: TensorInfo, scales: TensorInfo) -
     return _Layout(rows, cols, groups, (-(-cols // per_word), rows), zeros)
 
 
-def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tuple[int, int] | None = None) -> None:
+def _check_part(info: TensorInfo, layer: str, types: tuple[str, ...], dims: tuple[int, ...] | None = None) -> None:
     """Raise ModelError unless a tensor is of one of `types`, and of these dims if any are given."""
     if info.type not in types or (dims is not None and info.dims != dims):
         expected = f"{' or '.join(types)}{f' of {list(dims)}' if dims else ''}"

@@ -183,6 +183,8 @@ def _published_format(published: PublishedQuantization, parameter: Parameter, pa
     if name not in ALL_SCHEMES:
         return BF16
     scheme = ALL_SCHEMES[name]
+    if scheme.lowest == "mxfp4":
+        return MXFP4
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
     return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
 

@@ -1,4 +1,4 @@
-"""quantization_config: how GPTQ, AWQ and compressed-tensors describe quantised weights in a config.json.
+"""quantization_config: how GPTQ, AWQ, compressed-tensors and MXFP4 describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
 writes them into `quantization_config`. `formats.packed` reads the tensors themselves.
@@ -19,7 +19,7 @@ GROUP = 128  # default of GPTQ and AWQ
 ORDERS = ("group", "dynamic", True)  # compressed-tensors' values of `actorder` for groups in order of activations
 # The packings of each method that Weft reads.
 PACKINGS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
-READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits"
+READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, and MXFP4"
 
 
 def unsupported_quantization(config: Fields) -> str | None:
@@ -27,6 +27,8 @@ def unsupported_quantization(config: Fields) -> str | None:
     method = config.text_or("quant_method", None)
     if method == "compressed-tensors":
         return next(_unsupported_features(config), None)
+    if method == "mxfp4":
+        return None
     packings = PACKINGS.get(method or "")
     if packings is None:
         return method or "an unknown method (there is no quant_method)"
@@ -41,6 +43,8 @@ def unsupported_quantization(config: Fields) -> str | None:
 def parse_quantization(config: Fields) -> PublishedQuantization:
     """Parse a quantization_config that Weft reads (`unsupported_quantization` is None), without its exceptions."""
     method = config.text_or("quant_method", None)
+    if method == "mxfp4":
+        return PublishedQuantization(method="mxfp4", bits=4, group=32, symmetric=True)
     if method == "compressed-tensors":
         weights = _group_weights(next(_config_groups(config)))
         return PublishedQuantization(
@@ -75,8 +79,6 @@ def _float_precision(config: Fields) -> str | None:
     """fp8, mxfp4 or nvfp4, by the method's or the algorithm's name; None for another one."""
     method = config.text_or("quant_method", None)
     algorithm = (config.text_or("quant_algo", None) or config.text_or("format", None) or "").lower()
-    if method == "mxfp4":
-        return method
     if method in ("fp8", "fbgemm_fp8"):
         return "fp8"
     if "fp4" in algorithm:
@@ -99,6 +101,8 @@ def _integer_precision(config: Fields) -> str | None:
 def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
     """Return a function that tells by the name of a linear layer if the config describes it as quantised."""
     method = config.text_or("quant_method", None)
+    if method == "mxfp4":
+        return lambda name: ".experts." in name
     if method == "awq":
         return _awq_predicate(config)
     if method == "compressed-tensors":

@@ -27,16 +27,19 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     """Quantised numbers w = scale * q + lowest; q has `bits` bits, no sign; each `group` columns share a 16-bit scale.
 
     `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
-    scale * -2^(bits - 1), not stored.
+    scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
+    2^(byte - 127), of which the byte is stored.
     """
 
     bits: int
     group: int
-    lowest: Literal["middle", "zero", "minimum"]
+    lowest: Literal["middle", "zero", "minimum", "mxfp4"]
 
     @property
     def group_bits(self) -> int:
         """Bits of a group beside its numbers: scale, and minimum or zero point."""
+        if self.lowest == "mxfp4":
+            return 8
         return 16 + {"middle": 0, "zero": 8, "minimum": 16}[self.lowest]
 
     def nbytes(self, rows: int, cols: Span) -> int:
@@ -76,6 +79,11 @@ GGUF_SCHEMES = {
     "IQ4_NL": SCHEMES["Q8_0"],
     "IQ4_XS": SCHEMES["Q8_0"],
 }
+# Values of MXFP4's numbers: 4-bit floating-point numbers (E2M1), the sign in the highest bit. Source: OCP Microscaling
+# Formats (MX) Specification 1.0, 5.3.3.
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The scheme of MXFP4, in GGUF files and as published with gpt-oss. No other scheme holds it, and it holds no other.
+FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
@@ -86,7 +94,7 @@ PUBLISHED_SCHEMES = {
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES
+ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES
 # --quantization values for any checkpoint: weights are quantised as they are loaded, to this precision of
 # formats.precision. GPTQ and AWQ choose their groups of 128 with calibration data; groups of 128 are too coarse for
 # weights rounded without. A head rounded to 4 bits costs more quality than its bytes are worth.
@@ -98,6 +106,7 @@ METHODS: dict[str, Method] = {
     "compressed-tensors": "compressed-tensors",
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
+    "mxfp4": "mxfp4",
 }
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
@@ -120,7 +129,7 @@ def scheme_for_types(types: Iterable[str]) -> str | None:
 
 @cache
 def _scheme_for_types(types: frozenset[str]) -> str | None:
-    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys():
+    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys() | FLOAT_SCHEMES.keys():
         return min(types)
     if not types <= GGUF_SCHEMES.keys():
         return None

@@ -33,15 +33,22 @@ ENCODINGS: dict[str, Encoding] = {
     "Q6_K": Encoding(256, 210),
     "IQ4_NL": Encoding(32, 18),
     "IQ4_XS": Encoding(256, 136),
+    "MXFP4": Encoding(32, 17),
 }
+
+
+DENSE = ("F32", "F16", "BF16")  # types of tensors that are not quantised
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor in a file. `dims` are row-major, the last one contiguous; `offset` and `nbytes` are bytes of `file`.
 
+    Rows may be some of those that lie there: row r is number `first` + r * `step` of them.
+
     - `type`: a key of ENCODINGS, or another type, which a model's weights must not have.
     - `interleaved`: head_dim if each head's rows alternate between the two halves of its rotary pairs (ggml's order for
       Llama); 0 if one half follows the other (all other files).
+    - `transposed`: a matrix [rows, cols] that lies in the file as [cols, rows].
     """
 
     file: str
@@ -50,6 +57,9 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     nbytes: int
     interleaved: int = 0
+    transposed: bool = False
+    first: int = 0
+    step: int = 1
 
 
 def check_bounds(tensors: Mapping[str, TensorInfo], file: str, size: int) -> None:

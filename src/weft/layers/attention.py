@@ -6,7 +6,7 @@ import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Attention
-from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.base import HeadNorm, KVCache, apply_sinks
 from weft.kernels.batch import Batch
 from weft.layers.rope import RopeTable
 from weft.layers.weights import LayerWeights
@@ -16,7 +16,7 @@ class AttentionBlock:
     """Grouped-query attention. `rope` is the table of angles that layers with the same rotary embedding share."""
 
     def __init__(self, spec: Attention, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
-        assert spec.qk_norm in ("none", "head") and not spec.sinks, f"not computed: {spec}"
+        assert spec.qk_norm in ("none", "head"), f"not computed: {spec}"
         self.spec, self.kernels, self.rope = spec, weights.kernels, rope
         self.q_heads = len(place.q_heads)
         self.qkv = weights.column_linear("attention.qkv")
@@ -24,6 +24,8 @@ class AttentionBlock:
         if spec.qk_norm == "head":
             query, key = weights.norm("attention.q_norm"), weights.norm("attention.k_norm")
             self.head_norm = HeadNorm(query.weight, key.weight, query.eps)
+        # In float32, as the logarithms of sums that they are compared with.
+        self.sinks = weights.vector("attention.sinks").float() if spec.sinks else None
         self.out = weights.row_linear("attention.out")
 
     def __call__(self, x: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
@@ -31,4 +33,8 @@ class AttentionBlock:
         attention, pointwise = self.kernels.attention, self.kernels.pointwise
         qkv = self.qkv(x, batch)
         q = pointwise.rotate_and_store(qkv, self.q_heads, self.rope.angles, cache, batch, self.head_norm)
-        return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)
+        if self.sinks is None:
+            return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        mixed = attention.attend(q, cache, batch, self.spec.scale, self.spec.window, lse)
+        return self.out(apply_sinks(mixed, lse, self.sinks), batch)

@@ -1,4 +1,5 @@
-"""Mixture of experts: a router, and the experts' MLPs with a rank's share of their columns."""
+"""Mixture of experts: a router, the experts' MLPs with a rank's share of their columns, and experts that see every
+token."""
 
 from __future__ import annotations
 
@@ -12,32 +13,30 @@ from weft.layers.weights import LayerWeights
 
 
 class ExpertsBlock:
-    """A mixture of experts in torch: tokens are sorted by expert, and each expert computes its own in one product."""
+    """A mixture of experts: the kernels compute a rank's experts at once."""
 
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
-        assert not spec.shared, f"not computed: {spec}"
         self.spec, self.kernels = spec, weights.kernels
-        self.router = weights.column_linear("router")
-        self.gate_up = weights.grouped_column_linear("experts.gate_up", len(place.experts))
-        self.down = weights.grouped_row_linear("experts.down", len(place.experts))
+        self.router = weights.router("router")
+        self.experts = weights.experts("experts", spec, place.experts)
+        self.shared = SharedExperts(spec, weights) if spec.shared else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        chosen, shares = choose_experts(self.router(x, batch), self.spec)
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.spec.count)
-        offsets = [0, *counts.cumsum(0).tolist()]
-        up = self.gate_up(x[order // self.spec.top_k], offsets)
-        sorted_parts = self.down(multiply_by_gate(up, self.spec.activation, self.kernels), offsets)
-        parts = torch.empty_like(sorted_parts)
-        parts[order] = sorted_parts
-        # A token's experts are added in the order of their shares, whatever other tokens are in the batch.
-        return (parts.view(len(x), self.spec.top_k, -1) * shares[..., None]).sum(dim=1)
+        chosen, shares = self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec)
+        routed = self.experts(x, chosen, shares)
+        return routed if self.shared is None else routed + self.shared(x, batch)
 
 
-def choose_experts(scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token by the router's scores [T, experts]: their numbers and shares, [T, top_k]."""
-    shares, chosen = scores.softmax(dim=-1, dtype=torch.float32).topk(spec.top_k, dim=-1)
-    if spec.normalised:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    return chosen, shares.to(scores.dtype)
+class SharedExperts:
+    """The experts that see every token, together one MLP."""
+
+    def __init__(self, spec: Experts, weights: LayerWeights) -> None:
+        self.spec, self.kernels = spec, weights.kernels
+        self.gate_up, self.down = weights.column_linear("shared.gate_up"), weights.row_linear("shared.down")
+        self.gate = weights.column_linear("shared.gate") if spec.shared_gate else None
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
+        out = self.down(multiply_by_gate(self.gate_up(x, batch), self.spec.activation, self.kernels), batch)
+        return out if self.gate is None else out * self.gate(x, batch).sigmoid()

@@ -17,9 +17,7 @@ from weft.formats.schemes import ALL_SCHEMES
 class Fill(msgspec.Struct, frozen=True):
     """One copy: source[rows, cols] to parameter `param`, from its row `at` on; cols None: one-dimensional.
 
-    - `expert`: block of a parameter with several experts to copy to.
-    - `index`: block of the source to copy from, if the source is a stack of experts itself.
-    - `transposed`: the source is stored as [cols, rows].
+    `expert` is the block to copy to of a parameter with several experts.
     """
 
     param: str
@@ -28,23 +26,11 @@ class Fill(msgspec.Struct, frozen=True):
     cols: Span | None
     at: int
     expert: int | None = None
-    index: int | None = None
-    transposed: bool = False
-
-    @property
-    def tensor(self) -> str:
-        """Name of the source; of one block of a stack, with the block's index behind it."""
-        return self.source if self.index is None else block_name(self.source, self.index)
 
     @property
     def weight(self) -> str:
         """Name of the parameter; of one expert's block of it, with the expert's index on this rank behind it."""
         return self.param if self.expert is None else f"{self.param}.{self.expert}"
-
-
-def block_name(source: str, index: int) -> str:
-    """Name of one block of a stack of experts."""
-    return f"{source}[{index}]"
 
 
 def rank_fills(shape: ModelShape, place: Place) -> Iterator[Fill]:
@@ -63,7 +49,6 @@ def _part_fill(
     shape: ModelShape, place: Place, name: str, part: Part, layer: int | None, expert: int | None, rows: Span, at: int
 ) -> Fill:
     before = sum(axis_length(shape, axis) for axis in part.after)
-    tensor_per_expert = "{expert}" in part.source
     return Fill(
         name,
         part.source.format(layer=layer, expert=expert),
@@ -71,8 +56,6 @@ def _part_fill(
         None if part.cols is None else owned(shape, place, part.cols),
         at,
         expert=None if expert is None else expert - place.experts.start,
-        index=None if tensor_per_expert else expert,
-        transposed=part.transposed,
     )
 
 

@@ -16,7 +16,14 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.gguf_types import MIXES, gguf_type
 from weft.formats.precision import BF16, OF_DTYPE, held_precision, part_format
-from weft.formats.schemes import METHODS, ONLINE_QUANTIZATIONS, UNIT, scheme_for_parameter, scheme_for_types
+from weft.formats.schemes import (
+    FLOAT_SCHEMES,
+    METHODS,
+    ONLINE_QUANTIZATIONS,
+    UNIT,
+    scheme_for_parameter,
+    scheme_for_types,
+)
 from weft.plan.backends import kernel_family
 
 if TYPE_CHECKING:
@@ -139,7 +146,7 @@ def _dequantised_reason(type: str, uneven: bool) -> str:
         return "since there are no kernels for columns of a group that lie apart (desc_act)"
     if uneven:
         return f"since kernels need columns in multiples of {UNIT}"
-    if scheme_for_types([type]):
+    if scheme_for_types([type]) and type not in FLOAT_SCHEMES:
         return "like the tensors that they are multiplied together with"
     return "for lack of kernels"
 
@@ -273,13 +280,16 @@ def _online_schemes(shape: ModelShape, quantization: str) -> dict[str, str]:
 
 
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
-    """Scheme of each tensor that can be held quantised, given the stored types; one scheme for all of a parameter."""
+    """Scheme of each tensor that can be held quantised, given the stored types; one scheme for all of a parameter.
+
+    Matrices of experts alone are held in floating-point schemes.
+    """
     schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
         if not _is_even(shape, matrix.parameter):
             continue
         scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
-        if scheme is not None:
+        if scheme is not None and (scheme not in FLOAT_SCHEMES or matrix.parameter.role == "expert"):
             schemes |= dict.fromkeys(matrix.sources, scheme)
     return schemes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL_SCHEMES, UNIT, Scheme
+from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, UNIT, Scheme
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class QuantisedWeight:
     """A quantised matrix [rows, cols], stored row by row, or a stack of them [experts, rows, cols].
 
     Of one matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
-    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16. `lowest` is as
-    many minima (float16) or zero points (uint8), or None for symmetric schemes. The first group lacks `lacking`
-    columns. `dtype` is that of activations.
+    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4.
+    `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. The first group lacks
+    `lacking` columns. `dtype` is that of activations.
     """
 
     type: str
@@ -37,13 +37,14 @@ class QuantisedWeight:
         """
         scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
-        if scheme.lowest != "middle":
+        scale_dtype = torch.uint8 if scheme.lowest == "mxfp4" else torch.float16
+        if scheme.lowest in ("zero", "minimum"):
             kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
             lowest = torch.empty(*experts, rows, groups, dtype=kind, device=device)
         return cls(
             type,
             torch.empty(*experts, rows, len(cols) * scheme.bits // 8, dtype=torch.uint8, device=device),
-            torch.empty(*experts, rows, groups, dtype=torch.float16, device=device),
+            torch.empty(*experts, rows, groups, dtype=scale_dtype, device=device),
             lowest,
             cols.start % scheme.group,
             dtype,
@@ -90,6 +91,9 @@ class QuantisedWeight:
         """The weights that the numbers stand for: [rows, cols], computed in float32."""
         cols = torch.arange(self.shape[1], device=self.device)
         group = (cols + self.lacking) // self.scheme.group
+        if self.scheme.lowest == "mxfp4":
+            values = torch.tensor(MXFP4_VALUES, device=self.device).take(self.numbers().long())
+            return values.mul_(torch.exp2(self.scales.float() - 127)[:, group]).to(dtype)
         w, scale = self.numbers().float(), self.scales.float()[:, group]
         if self.lowest is None:
             w = w.sub_(2 ** (self.scheme.bits - 1)).mul_(scale)
@@ -98,6 +102,11 @@ class QuantisedWeight:
         else:
             w = w.mul_(scale).add_(self.lowest.float()[:, group])
         return w.to(dtype)
+
+
+def stack_size(stack: torch.Tensor | QuantisedWeight) -> int:
+    """Number of matrices of a stack."""
+    return (stack.values if isinstance(stack, QuantisedWeight) else stack).shape[0]
 
 
 def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:

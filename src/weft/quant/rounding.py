@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from weft.formats.schemes import Scheme
+from weft.formats.schemes import MXFP4_VALUES, Scheme
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 
 # Rounds a weight [rows, cols], of any float dtype, into a quantised matrix of those rows. The weight's first column
@@ -27,6 +27,7 @@ CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 SHARES = (1.0, 0.9, 0.8)
 # The same if a group has a minimum: shares of the range below its middle, and above.
 BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
+LARGEST_MXFP4_EXPONENT = 2  # of the largest value, 6
 TINY = 1e-7  # the smallest scale: half of one step of subnormal float16
 
 
@@ -116,11 +117,23 @@ def _zero(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return q.to(torch.uint8), scale, zero
 
 
+def _mxfp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    """Round to the nearest of MXFP4's values, with the scale of the specification (OCP MX 1.0, 6.3): the largest number
+    gets the largest exponent. The scale is its stored byte."""
+    peak = w.abs().amax(dim=2, keepdim=True).clamp_(min=TINY)
+    exponent = peak.log2().floor_().sub_(LARGEST_MXFP4_EXPONENT)
+    magnitudes = (w * torch.exp2(-exponent)).abs_()
+    values = torch.tensor(MXFP4_VALUES[:8], device=w.device)
+    q = torch.bucketize(magnitudes, (values[1:] + values[:-1]) / 2)
+    return (q + 8 * w.signbit()).to(torch.uint8), exponent.add_(127), None
+
+
 # Functions that round w [rows, groups, group] with weights of squared errors [groups, group] to a number of bits.
 ROUND: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Rounded]] = {
     "minimum": _minimum,
     "middle": _middle,
     "zero": _zero,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -20,6 +20,9 @@ from weft.text.settings import TokenizerSettings
 # loop. Without this setting they also start a thread per core, even for a batch of one.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Tokens of gpt-oss's harmony format.
+HARMONY_ENDS, HARMONY_MESSAGE_END = ("<|return|>", "<|call|>"), "<|end|>"
+
 
 def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
     """Load the tokenizer in a Hugging Face directory, a GGUF file, or a tokenizer's own file.
@@ -58,12 +61,23 @@ class Tokenizer:
         self.special_ids = self.pieces.special
         self.bos_id = self.id(settings.tokens.get("bos_token", ""))
         self.eos_id = self.id(settings.tokens.get("eos_token", ""))
-        self.end_ids = settings.end_ids
+        self.end_ids = self._end_ids(settings.end_ids)
         self.chat_template = settings.chat_template
         # Both None: the vocabulary's post-processor adds BOS and EOS.
         self._has_post_processor = settings.add_bos is None and settings.add_eos is None
         self._add_bos = bool(settings.add_bos) and self.bos_id is not None
         self._add_eos = bool(settings.add_eos) and self.eos_id is not None
+
+    def _end_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids that end a completion, given those that the tokenizer's files name.
+
+        In the harmony format a call of a tool ends a reply too, and the end of a message does not.
+        """
+        ends = [self.id(token) for token in HARMONY_ENDS]
+        if None in ends:
+            return tuple(ids)
+        ids = [id for id in (*ids, *ends) if id is not None and id != self.id(HARMONY_MESSAGE_END)]
+        return tuple(dict.fromkeys(ids))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.

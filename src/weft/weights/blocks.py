@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.formats.schemes import GGUF_SCHEMES
+from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES
 from weft.formats.tensor import ENCODINGS
 
 # (q, scale, lowest): q [blocks, groups, group] uint8, the others [blocks, groups, 1] float32. A weight is
@@ -18,6 +18,7 @@ from weft.formats.tensor import ENCODINGS
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 # The 16 values of types that begin with IQ4, each plus 128. Source: kvalues_iq4nl of ggml-common.h.
+MXFP4_ZERO = 12  # what is added to twice each of MXFP4_VALUES to give numbers without sign
 IQ4_VALUES = (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241)
 
 
@@ -28,6 +29,8 @@ def block_numbers(data: torch.Tensor, type: str) -> Numbers:
 
 def zero_point(type: str) -> int:
     """The q that means zero, in a type without minima."""
+    if type == "MXFP4":
+        return MXFP4_ZERO
     return 128 if type.startswith("IQ4") else 1 << (GGUF_SCHEMES[type].bits - 1)
 
 
@@ -131,6 +134,12 @@ def iq4_nl(b: torch.Tensor) -> Numbers:
     return _look_up_iq4(_fields(b[:, None, 2:], 4, 2).flatten(2)), _half(b[:, :2]), None
 
 
+def mxfp4(b: torch.Tensor) -> Numbers:
+    twice = torch.tensor([int(2 * value) + MXFP4_ZERO for value in MXFP4_VALUES], dtype=torch.uint8, device=b.device)
+    q = twice.take(_fields(b[:, None, 1:], 4, 2).flatten(2).long())
+    return q, torch.exp2(b[:, :1, None].float() - 128), None
+
+
 def iq4_xs(b: torch.Tensor) -> Numbers:
     low, high = _fields(b[:, 4:8].unsqueeze(2), 4, 2).flatten(1), _fields(b[:, 2:4].unsqueeze(2), 2, 4).flatten(1)
     scale = (low | high << 4).view(torch.int8) - 32
@@ -150,4 +159,5 @@ BLOCKS: dict[str, Callable[[torch.Tensor], Numbers]] = {
     "Q6_K": q6_k,
     "IQ4_NL": iq4_nl,
     "IQ4_XS": iq4_xs,
+    "MXFP4": mxfp4,
 }

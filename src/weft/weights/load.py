@@ -16,20 +16,20 @@ import torch
 from weft.architectures.axes import owned
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
-from weft.architectures.shape import ModelShape
-from weft.formats.checkpoint import expected_tensors, locate_tensors, split_stack
-from weft.plan.fills import Fill, block_name, checkpoint_scheme, rank_fills
+from weft.formats.checkpoint import expected_tensors, locate_tensors
+from weft.plan.fills import Fill, checkpoint_scheme, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.derive import derive_parameters
 from weft.weights.dummy import DummyWeights
+from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
 from weft.weights.stored import StoredWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
-KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert", "index", "transposed"})
+KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
 
 
 class WeightSource(Protocol):
@@ -91,12 +91,12 @@ def allocate_parameters(
 def open_source(plan: Plan) -> WeightSource:
     """Open the plan's checkpoint. Raises ModelError if it is not the checkpoint that the plan was made from."""
     if plan.load_format == "dummy":
-        return DummyWeights(tensor_dims(plan.shape), plan.seed)
+        return DummyWeights(dict(expected_tensors(plan.shape)), plan.seed)
     infos = locate_tensors(plan.checkpoint, plan.load_format, plan.shape)
-    for name, info in list(infos.items()):
-        if len(info.dims) == 3:
-            infos |= {block_name(name, index): block for index, block in enumerate(split_stack(info))}
-    return PackedWeights(infos) if plan.shape.published else StoredWeights(infos)
+    published = plan.shape.published
+    if published is None:
+        return StoredWeights(infos)
+    return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
 
 
 def load_weights(
@@ -112,18 +112,18 @@ def load_weights(
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
     it is known. Raises ModelError.
     """
-    source, dims = open_source(plan), tensor_dims(plan.shape)
+    source, dims = open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
     def load_fill(fill: Fill) -> None:
         check_fill(fill)
         into = fill_target(targets, fill)
         if isinstance(into, torch.Tensor):
-            read_fill(source, fill, fill.rows, fill.cols, into)
-        elif fill.cols is not None and not holds_blocks(source, fill, into):
-            rows_of, columns = partial(read_fill, source, fill), importance.get(fill.weight)
-            width, stored = dims[fill.tensor][0 if fill.transposed else -1], source.dtype(fill.tensor)
-            quantise(rows_of, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
+            source.read_range(fill.source, fill.rows, fill.cols, into)
+        elif fill.cols is not None and not source.read_blocks(fill.source, fill.rows, fill.cols, into):
+            read_range, columns = partial(source.read_range, fill.source), importance.get(fill.weight)
+            width, stored = dims[fill.source][-1], source.dtype(fill.source)
+            quantise(read_range, fill.rows, fill.cols, width, plan.shape.head_dim, into, stored, rounding, columns)
 
     with reader_threads() as pool:
         fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]
@@ -132,37 +132,12 @@ def load_weights(
     derive_parameters(plan.shape, targets)
 
 
-def tensor_dims(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Dims of every tensor of a checkpoint, and of every block of a stack of experts, by name."""
-    dims = dict(expected_tensors(shape))
-    stacks = {name: (count, block) for name, (count, *block) in dims.items() if len(block) == 2}
-    for name, (count, block) in stacks.items():
-        dims |= {block_name(name, index): tuple(block) for index in range(count)}
-    return dims
-
-
 def fill_target(targets: Mapping[str, torch.Tensor | QuantisedWeight], fill: Fill) -> torch.Tensor | QuantisedWeight:
     """The rows of a parameter that a fill is copied to, in its expert's block if it has several."""
     target = targets[fill.param]
     if fill.expert is not None:
         target = target.select(0, fill.expert)
     return target.narrow(0, fill.at, len(fill.rows))
-
-
-def read_fill(source: WeightSource, fill: Fill, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
-    """Copy some rows and columns of a fill's tensor to `into`."""
-    if not fill.transposed or cols is None:
-        source.read_range(fill.tensor, rows, cols, into)
-        return
-    stored = torch.empty(len(cols), len(rows), dtype=into.dtype, device=into.device)
-    source.read_range(fill.tensor, cols, rows, stored)
-    into.copy_(stored.t())
-
-
-def holds_blocks(source: WeightSource, fill: Fill, into: QuantisedWeight) -> bool:
-    """Fill `into` from blocks of its scheme and return True, if the tensor is stored in such blocks."""
-    assert fill.cols is not None
-    return not fill.transposed and source.read_blocks(fill.tensor, fill.rows, fill.cols, into)
 
 
 def check_fill(fill: Fill) -> None:

@@ -39,17 +39,19 @@ class StoredWeights:
         info = self.tensors[source]
         if len(info.dims) == 1:
             # A vector is read as one row, of which `rows` are the columns.
-            whole = Span(0, info.dims[0])
+            whole = Span(0, info.dims[0] * info.step)
             vector = torch.empty(1, len(whole), dtype=torch.float32)
             self._read_matrix(info, (1, len(whole)), Span(0, 1), whole, vector)
-            _copy_rows(vector[0, rows.start : rows.stop], into, info.interleaved)
+            _copy_rows(vector[0, info.first :: info.step][rows.start : rows.stop], into, info.interleaved)
+        elif info.transposed:
+            self._read_transposed(info, rows, cols or Span(0, info.dims[1]), into)
         else:
             self._read_matrix(info, info.dims, rows, cols or Span(0, info.dims[1]), into)
 
     def holds(self, source: str, scheme: str) -> bool:
         """Return True if the tensor is quantised in a scheme, or in a type that the scheme can represent."""
         stored = self.tensors[source].type
-        return stored in GGUF_SCHEMES and ALL_SCHEMES[scheme].holds(GGUF_SCHEMES[stored])
+        return stored == scheme or (stored in GGUF_SCHEMES and ALL_SCHEMES[scheme].holds(GGUF_SCHEMES[stored]))
 
     def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
         """Copy source[rows, cols] to `into` and return True if `holds` says so for the scheme of `into`, else return
@@ -84,6 +86,12 @@ class StoredWeights:
         first, last = cols.start // encoding.elements, -(-cols.stop // encoding.elements)
         data = data.view(len(rows), row_bytes)[:, first * encoding.nbytes : last * encoding.nbytes]
         return data, first, last
+
+    def _read_transposed(self, info: TensorInfo, rows: Span, cols: Span, into: torch.Tensor) -> None:
+        """Copy rows and columns of a matrix that lies in the file as [cols, rows] and is not quantised."""
+        within = Span(rows.start * info.step, rows.stop * info.step)
+        data, _, _ = self._row_bytes(info, (info.dims[1], info.dims[0] * info.step), cols, within)
+        into.copy_(view_bytes(data, DENSE[info.type])[:, info.first :: info.step].t())
 
     def _read_matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
         """Copy rows and columns of a tensor with these dims to `into`."""

@@ -28,7 +28,7 @@ from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.derive import derive_parameters
-from weft.weights.load import WeightSource, check_fill, fill_target, open_source, read_fill, reader_threads
+from weft.weights.load import WeightSource, check_fill, fill_target, open_source, reader_threads
 from weft.weights.quantised import row_bands
 
 TOKENS = 64
@@ -116,7 +116,7 @@ class StreamedMatrices(PlainMatrices):
             self._fills[fill.weight].append(fill)
             vector = fill_target(targets, fill)
             if isinstance(vector, torch.Tensor) and fill.cols is None:
-                read_fill(source, fill, fill.rows, None, vector)
+                source.read_range(fill.source, fill.rows, None, vector)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         is_rounded = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0
@@ -143,6 +143,9 @@ class StreamedMatrices(PlainMatrices):
 
         return product
 
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        return self.matrix(weight, bias, name)
+
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         (fill,) = self._fills[name]
         return StreamedTable(self._source, fill, weight, self.matrix(weight, None, name))
@@ -157,7 +160,7 @@ class StreamedMatrices(PlainMatrices):
         """Read some rows of a fill into the host's memory."""
         assert fill.cols is not None
         weight = torch.empty(len(rows), len(fill.cols), dtype=dtype)
-        read_fill(self._source, fill, rows, fill.cols, weight)
+        self._source.read_range(fill.source, rows, fill.cols, weight)
         return weight
 
     @staticmethod
@@ -180,7 +183,7 @@ class StreamedTable:
         out = torch.empty(len(numbers), self._width, dtype=self._dtype, device=numbers.device)
         for at, number in enumerate(numbers.tolist()):
             row = self._fill.rows.start + number
-            read_fill(self._source, self._fill, Span(row, row + 1), self._fill.cols, out[at : at + 1])
+            self._source.read_range(self._fill.source, Span(row, row + 1), self._fill.cols, out[at : at + 1])
         return out
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

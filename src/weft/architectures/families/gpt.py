@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.architectures.architecture import Architecture, ConfigFields, Names
+from weft.architectures.architecture import Architecture, ConfigFields, Names, Stack
 
 OPT = Architecture(
     name="OPTForCausalLM",
@@ -80,17 +80,35 @@ GPT_OSS = Architecture(
         bias="all",
         window=2,
         keys={"experts_per_token": "num_experts_per_tok"},
+        gain=1.702,
+        limit=7.0,
+        up_offset=1.0,
         norm_eps=1e-5,
-        values={"sliding_window": 128},
+        values={
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
     ),
     names=Names(
         sinks="self_attn.sinks",
         router="mlp.router",
-        router_bias=True,
-        expert="mlp.experts.",
-        expert_gate_up=("gate_up_proj",),
-        expert_pairs=True,
+        stacks=(
+            Stack("mlp.experts.gate_up_proj", ("gate_proj.weight", "up_proj.weight"), transposed=True),
+            Stack("mlp.experts.gate_up_proj_bias", ("gate_proj.bias", "up_proj.bias")),
+            Stack("mlp.experts.down_proj", ("down_proj.weight",), transposed=True),
+            Stack("mlp.experts.down_proj_bias", ("down_proj.bias",)),
+        ),
+        gguf_mlp_norm="post_attention_norm",
     ),
+    runs=True,
     gguf="gpt-oss",
 )
 FAMILY = (GPT_OSS, OPT, GPT2)

@@ -24,9 +24,10 @@ MIXTRAL = Architecture(
         bias="none",
         window="all",
         norm_eps=1e-5,
-        values={"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+        values={"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6},
     ),
     names=NAMES,
+    runs=True,
     modules=MODULES,
 )
 MINIMAX_M2 = Architecture(

@@ -1,4 +1,5 @@
-"""Qwen v1, 2, 3 and the mixture of experts of Qwen 3. Qwen 3 normalises each query and key head before the rotation."""
+"""Qwen v1, 2, 3 and the mixtures of experts of Qwen 2 and 3. Qwen 3 normalises each query and key head before the
+rotation."""
 
 from __future__ import annotations
 
@@ -55,4 +56,25 @@ QWEN3_MOE = Architecture(
     runs=True,
     gguf="qwen3moe",
 )
-FAMILY = (QWEN2, QWEN3, QWEN3_MOE, QWEN)
+QWEN2_MOE = Architecture(
+    name="Qwen2MoeForCausalLM",
+    config=ConfigFields(
+        model_type="qwen2_moe",
+        max_positions=32768,
+        kv_heads=16,
+        bias="qkv",
+        window="some",
+        normalised="config",
+        shared_gate=True,
+        values={
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    names=Names(shared="mlp.shared_expert.", shared_gate="mlp.shared_expert_gate"),
+    runs=True,
+    gguf="qwen2moe",
+)
+FAMILY = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN)

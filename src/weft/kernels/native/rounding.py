@@ -58,4 +58,9 @@ class NativeRounding:
 
 def supports_scheme(scheme: Scheme) -> bool:
     """Return True if the library rounds to the numbers of `scheme`."""
-    return scheme.bits in (4, 8) and scheme.group % UNIT == 0 and scheme.group <= LONGEST_GROUP
+    return (
+        scheme.lowest in LOWEST_KINDS
+        and scheme.bits in (4, 8)
+        and scheme.group % UNIT == 0
+        and scheme.group <= LONGEST_GROUP
+    )

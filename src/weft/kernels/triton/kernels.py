@@ -7,10 +7,13 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
+from weft.formats.schemes import FLOAT_SCHEMES
 from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.experts import choose_experts
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
@@ -21,6 +24,7 @@ from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
 from weft.quant.dense import create_product
 from weft.quant.dense_embedding import DenseEmbedding
+from weft.quant.expanding import ExpandingProduct
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -47,6 +51,9 @@ class TritonPointwise:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)
 
+    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(scores, spec)
+
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
@@ -69,6 +76,8 @@ class TritonMatrices(HeldMatrices):
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
+            if weight.scheme in FLOAT_SCHEMES.values():
+                return self._hold(name, ExpandingProduct(weight, bias))
             return self._hold(name, self._quantised_matrix(weight, bias))
         return self._hold(name, create_product(weight, bias))
 

@@ -167,7 +167,8 @@ def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.
 
 def has_kernel(scheme: Scheme) -> bool:
     """Return True if the kernel rounds to the numbers of `scheme`."""
-    return scheme.bits in (4, 8) and scheme.group <= LARGEST_GROUP and LARGEST_GROUP % scheme.group == 0
+    divides = scheme.group <= LARGEST_GROUP and LARGEST_GROUP % scheme.group == 0
+    return scheme.lowest != "mxfp4" and scheme.bits in (4, 8) and divides
 
 
 def tried_shares(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:
