@@ -53,8 +53,9 @@ def step_bytes(
     feed_forward = FFN_COPIES * len(place.ffn)
     if shape.experts:
         # Each token is copied to its experts, and their results are copied back into the order of the tokens.
+        # The ranks of all attention groups may bring as many tokens.
         routed = HIDDEN_COPIES * shape.hidden + FFN_COPIES * len(place.expert_ffn)
-        feed_forward = max(feed_forward, shape.experts.top_k * routed)
+        feed_forward = max(feed_forward, place.dp_size * shape.experts.top_k * routed)
     width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab

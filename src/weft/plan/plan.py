@@ -110,20 +110,46 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.places[0].stages
 
     @property
+    def data_parallel(self) -> int:
+        """Number of attention groups, each with a scheduler and a KV cache of its own, that share the experts."""
+        return self.places[0].dp_size
+
+    @property
     def output_rank(self) -> int:
-        """Number of the rank that samples: the first rank of the last stage."""
+        """Number of the rank that samples for the first attention group: the first rank of its last stage."""
         return (self.stages - 1) * self.tensor_parallel
 
     @property
+    def attention_groups(self) -> list[list[int]]:
+        """The ranks of each attention group."""
+        return self._ranks_with_equal("dp_rank")
+
+    @property
     def tensor_groups(self) -> list[list[int]]:
-        """The ranks of each stage, in the order of their tensor-parallel ranks."""
-        return [[place.rank for place in self.places if place.stage == stage] for stage in range(self.stages)]
+        """The ranks of each stage of an attention group, in the order of their tensor-parallel ranks."""
+        return self._ranks_with_equal("dp_rank", "stage")
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """The ranks of each tensor-parallel rank, in the order of their stages."""
-        tensor_ranks = range(self.tensor_parallel)
-        return [[place.rank for place in self.places if place.tp_rank == tp_rank] for tp_rank in tensor_ranks]
+        """The ranks of each tensor-parallel rank of an attention group, in the order of their stages."""
+        return self._ranks_with_equal("dp_rank", "tp_rank")
+
+    @property
+    def data_groups(self) -> list[list[int]]:
+        """The ranks with the same share of a stage, in the order of their attention groups."""
+        return self._ranks_with_equal("stage", "tp_rank")
+
+    @property
+    def expert_groups(self) -> list[list[int]]:
+        """The ranks of each stage of all attention groups, which share the stage's experts."""
+        return self._ranks_with_equal("stage")
+
+    def _ranks_with_equal(self, *fields: str) -> list[list[int]]:
+        """Partition of all ranks by these fields of their places."""
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for place in self.places:
+            parts.setdefault(tuple(getattr(place, name) for name in fields), []).append(place.rank)
+        return list(parts.values())
 
     @property
     def exclusive_gpus(self) -> bool:
