@@ -1,32 +1,22 @@
-"""Host: what a machine's CPUs did meanwhile: for the servers under abuse, for others, and for other machines."""
+"""CPU time of the host: for the servers under abuse, for other processes, and for other machines."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psutil
 
-STAT = "/proc/stat"
-STEAL = 8  # field of its first line
-
 
 def stolen_s() -> float:
     """CPU seconds, of all cores together, that the hypervisor gave to others since boot; 0 where that is unknown."""
-    try:
-        with open(STAT) as file:
-            fields = file.readline().split()
-        return int(fields[STEAL]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 @dataclass(frozen=True)
 class HostTimes:
-    """CPU seconds of all cores together, since boot: all of them, those stolen, those in use, and those of given
-    processes."""
+    """CPU seconds of all cores together: all since boot, those stolen, those in use, and those of our processes."""
 
     all_s: float
     stolen_s: float
@@ -35,12 +25,12 @@ class HostTimes:
 
     @classmethod
     def now(cls, processes: Iterable[psutil.Process]) -> HostTimes:
-        """The times of now. `processes` are ours; those that have ended count nothing."""
+        """Times of now. `processes` are ours; those that have ended count nothing."""
         times = psutil.cpu_times()
         idle_s = times.idle + getattr(times, "iowait", 0.0)
         # The kernel counts guests as user time too.
         all_s = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        stolen = getattr(times, "steal", 0.0)
+        stolen = float(getattr(times, "steal", 0.0))
         ours_s = 0.0
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

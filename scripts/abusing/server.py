@@ -80,20 +80,20 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_full_info().pss)
 
     def processes(self) -> list[psutil.Process]:
-        """The API's process and those that it has started."""
-        return [psutil.Process(self.process.pid), *self.family()]
+        """The API's process, and those that it has started."""
+        return [psutil.Process(self.process.pid), *self._family()]
 
     def ranks(self) -> list[psutil.Process]:
-        return [process for process in self.family() if "weft.worker" in " ".join(process.cmdline())]
+        return [process for process in self._family() if "weft.worker" in " ".join(process.cmdline())]
 
     def core(self) -> psutil.Process:
         """The process of the engine's core."""
-        (core,) = [process for process in self.family() if "weft.client" in " ".join(process.cmdline())]
+        (core,) = [process for process in self._family() if "weft.client" in " ".join(process.cmdline())]
         return core
 
     def terminate(self) -> float:
         """Seconds from SIGTERM until it has ended; END_S if it had to be killed."""
-        family, began = self.family(), time.monotonic()
+        family, began = self._family(), time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
@@ -104,12 +104,11 @@ class Server:
 
     def kill(self) -> None:
         """End it and all that it has started, at once."""
-        self._kill([*self.family(), psutil.Process(self.process.pid)] if self.process.poll() is None else [])
+        self._kill([*self._family(), psutil.Process(self.process.pid)] if self.process.poll() is None else [])
         self.process.wait()
         self._log.close()
 
-    def family(self) -> list[psutil.Process]:
-        """The processes that it has started."""
+    def _family(self) -> list[psutil.Process]:
         if self.process.poll() is not None:
             return []
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -143,7 +142,7 @@ class Stranger:
         )
 
     def processes(self) -> list[psutil.Process]:
-        """The server's process and those that it has started; none if it is another user's."""
+        """The server's process and those that it has started; none if another user's process listens."""
         if self.pid is None:
             return []
         process = psutil.Process(self.pid)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from scripts.abusing import host
-from scripts.abusing.host import HostTimes
+from scripts.abusing.host import HostTimes, stolen_s
 from scripts.abusing.neighbour import _Gaps
 from scripts.abusing.runner import Goals, Result, Runner
 
@@ -88,6 +88,6 @@ def test_the_stolen_time_is_that_of_the_worst_gap(monkeypatch: pytest.MonkeyPatc
     assert (lap.worst_stall_s, lap.stolen_s, lap.events) == pytest.approx((0.5, 0.3, 3))
 
 
-def test_a_system_without_the_file_has_no_stolen_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "STAT", "/nowhere")
-    assert host.stolen_s() == 0.0
+def test_a_system_that_does_not_count_stolen_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_times", lambda: SimpleNamespace(user=1.0))
+    assert stolen_s() == 0.0
