@@ -38,6 +38,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     after row r; if the row does not sample yet, the draft model only reads its tokens. `draft_requests` is empty
     without a draft model.
 
+    If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
+    each group's plan, and one without rows takes part with its experts. `graph_rows` is the number of rows that a CUDA
+    graph of every group must have room for, 0 if a group's rows are not all of one token.
+
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
     order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
     """
@@ -54,6 +58,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     draft_counts: list[int]
     draft_requests: list[int] = []
     masks: dict[int, bytes] = {}
+    group_tokens: list[int] = []
+    graph_rows: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

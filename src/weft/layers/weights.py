@@ -9,6 +9,7 @@ import torch
 from weft.architectures.shape import Norm
 from weft.comm import Group
 from weft.kernels.base import Kernels
+from weft.layers.exchange import TokenExchange
 from weft.layers.linear import GroupedLinear, Linear, create_grouped_linear, create_linear
 from weft.layers.norm import NormLayer
 from weft.quant.quantised import QuantisedWeight
@@ -21,9 +22,17 @@ Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 class LayerWeights:
     """Parameters of a rank whose names begin with `prefix`, such as "layers.3."."""
 
-    def __init__(self, tensors: Tensors, prefix: str, norm: Norm, comm: Group, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        prefix: str,
+        norm: Norm,
+        comm: Group,
+        kernels: Kernels,
+        exchange: TokenExchange | None = None,
+    ) -> None:
         self._tensors, self._prefix, self._norm = tensors, prefix, norm
-        self.comm, self.kernels = comm, kernels
+        self.comm, self.kernels, self.exchange = comm, kernels, exchange
 
     def vector(self, name: str) -> torch.Tensor:
         """Parameter that is never quantised: a norm's weight, a bias or the like."""
@@ -47,12 +56,12 @@ class LayerWeights:
         return self._linear(name, self._bias_of_one_rank(name))
 
     def grouped_column_linear(self, name: str, count: int) -> GroupedLinear:
-        """`column_linear` for the matrices of `count` experts."""
+        """Like `column_linear`, for the matrices of `count` experts."""
         return self._grouped_linear(name, self.vector_or_none(name + ".bias"), count)
 
-    def grouped_row_linear(self, name: str, count: int) -> GroupedLinear:
-        """`row_linear` for the matrices of `count` experts."""
-        return self._grouped_linear(name, self._bias_of_one_rank(name), count)
+    def grouped_row_linear(self, name: str, count: int, *, adds_bias: bool) -> GroupedLinear:
+        """Like `row_linear`, for the matrices of `count` experts; one of the ranks that have them adds their biases."""
+        return self._grouped_linear(name, self.vector_or_none(name + ".bias") if adds_bias else None, count)
 
     def _linear(self, name: str, bias: torch.Tensor | None) -> Linear:
         name = f"{self._prefix}{name}.weight"

@@ -11,6 +11,8 @@ from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
 from weft.plan.fills import rank_weight_bytes
 
+Exchange = Literal["gather", "dispatch"]
+
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     """A small model that drafts tokens for the large one, whole on the output rank. Fields as in `Plan`."""
@@ -143,6 +145,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def expert_groups(self) -> list[list[int]]:
         """The ranks of each stage of all attention groups, which share the stage's experts."""
         return self._ranks_with_equal("stage")
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The way in which tokens reach experts on the ranks of other attention groups; None with one group.
+
+        With more parts of experts than a token chooses, a token is sent to the few ranks that have its experts.
+        Otherwise nearly every rank has some: all groups gather all tokens, which takes fewer messages.
+        """
+        if self.data_parallel == 1 or self.shape.experts is None:
+            return None
+        parts = len({place.experts for place in self.places})
+        return "dispatch" if parts > self.shape.experts.top_k else "gather"
+
+    @property
+    def exchange_groups(self) -> list[list[int]]:
+        """The ranks that exchange tokens with each other; empty with one attention group."""
+        match self.exchange:
+            case "gather":
+                return self.data_groups
+            case "dispatch":
+                return self.expert_groups
+        return []
 
     def _ranks_with_equal(self, *fields: str) -> list[list[int]]:
         """Partition of all ranks by these fields of their places."""

@@ -1,0 +1,140 @@
+"""Experts dealt out to ranks, and attention groups that share them: Transformers' tokens, whoever computes which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cpu import checkpoints
+from tests.cpu.layouts import logits_of, plan_for
+from tests.cpu.test_parity import NEW, PROMPTS, greedy
+from weft import LLM, SamplingParams
+
+EXPERTS = {"enable_expert_parallel": True}
+# Layouts of one attention group.
+DEALT: dict[str, dict[str, Any]] = {
+    "ep2": {"tensor_parallel_size": 2},
+    "ep3": {"tensor_parallel_size": 3},
+    "ep 2:1": {"tensor_split": (2, 1)},
+    "tp3, one part": {"tensor_parallel_size": 3, "expert_parallel_size": 1},
+    "tp4, two parts": {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+    "ep2 x pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "ep 1:2 x pp 1,3,1": {"tensor_split": (1, 2), "pipeline_split": (1, 3, 1)},
+}
+Edit = Callable[[dict[str, torch.Tensor]], None]
+
+
+def to_experts(*chosen: int) -> Edit:
+    """Have the routers choose these experts for every token: by a number that is large in all hidden states."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][:, 0] = 40.0
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                tensor[:, 0] = 0.0
+                for number, expert in enumerate(chosen):
+                    tensor[expert, 0] = 5.0 + number
+
+    return edit
+
+
+def routed_to(path: Path, prompt: list[int]) -> set[int]:
+    """The experts that Transformers' routers choose for any token."""
+    model, seen = checkpoints.reference(path), set[int]()
+    top_k = model.config.num_experts_per_tok
+
+    def note(gate: Any, given: tuple[torch.Tensor], _: Any) -> None:
+        scores = given[0].flatten(0, -2) @ gate.weight.T
+        seen.update(scores.topk(top_k).indices.flatten().tolist())
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(note)
+    with torch.inference_mode():
+        model(torch.tensor([prompt]))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mixtures")
+
+
+def make_mixture(folder: Path, name: str, *, edit: Edit | None = None, **config: Any) -> Path:
+    """A checkpoint of Qwen3-MoE, with experts in all layers but one."""
+    recipe = checkpoints.Recipe(
+        "Qwen3Moe", checkpoints.MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": [1]} | config
+    )
+    checkpoints.RECIPES[name] = recipe
+    try:
+        path = checkpoints.make(name, folder)
+    finally:
+        del checkpoints.RECIPES[name]
+    if edit:
+        file = path / "model.safetensors"
+        tensors = load_file(file)
+        edit(tensors)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module", params=[5, 7])
+def mixture(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, list[list[int]]]:
+    """A checkpoint with this number of experts, and Transformers' greedy answers to PROMPTS."""
+    path = make_mixture(folder, f"experts-{request.param}", num_experts=request.param)
+    model = checkpoints.reference(path)
+    return path, [greedy(model, prompt, NEW) for prompt in PROMPTS]
+
+
+def answers(path: Path, **options: Any) -> list[list[int]]:
+    """Greedy answers to PROMPTS, by threads if `executor` does not say otherwise."""
+    options = {"executor": "inline", "dtype": "float32", "skip_tokenizer_init": True, **options}
+    with LLM(str(path), **options) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
+        # Once more, from the prefix cache.
+        again = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
+    first, second = ([output.outputs[0].token_ids for output in these] for these in (outputs, again))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("layout", DEALT)
+def test_dealt_experts_give_the_same_tokens(mixture: tuple[Path, list[list[int]]], layout: str) -> None:
+    path, truth = mixture
+    assert answers(path, **EXPERTS, **DEALT[layout]) == truth
+
+
+def test_dealt_experts_give_the_same_logits(mixture: tuple[Path, list[list[int]]]) -> None:
+    path, prompt = mixture[0], PROMPTS[1]
+    with torch.inference_mode():
+        exact = checkpoints.reference(path)(torch.tensor([prompt])).logits[0]
+    for layout in ("ep2", "ep 2:1", "tp4, two parts"):
+        got = logits_of(plan_for(path, "whole", dtype="float32", **EXPERTS, **DEALT[layout]), prompt)
+        assert (got - exact).abs().max() <= 1e-4 * exact.std(), layout
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (4, 5), (0, 5)], ids=str)
+def test_all_tokens_choose_the_same_experts(folder: Path, chosen: tuple[int, ...]) -> None:
+    """One rank has both, the other none; or each has one."""
+    path = make_mixture(folder, f"choose-{chosen[0]}-{chosen[1]}", edit=to_experts(*chosen))
+    assert routed_to(path, PROMPTS[1]) == {*chosen}
+    truth = [greedy(checkpoints.reference(path), prompt, NEW) for prompt in PROMPTS]
+    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}):
+        assert answers(path, **EXPERTS, **layout) == truth
+
+
+def test_one_expert_gets_every_token(folder: Path) -> None:
+    path = make_mixture(folder, "choose-one", edit=to_experts(3), num_experts_per_tok=1)
+    assert routed_to(path, PROMPTS[1]) == {3}
+    truth = [greedy(checkpoints.reference(path), prompt, NEW) for prompt in PROMPTS]
+    assert answers(path, **EXPERTS, tensor_parallel_size=2) == truth
+
+
+def test_dealt_experts_in_processes(mixture: tuple[Path, list[list[int]]]) -> None:
+    path, truth = mixture
+    assert answers(path, **EXPERTS, tensor_parallel_size=2, executor="processes") == truth
