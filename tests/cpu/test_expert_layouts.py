@@ -138,3 +138,28 @@ def test_one_expert_gets_every_token(folder: Path) -> None:
 def test_dealt_experts_in_processes(mixture: tuple[Path, list[list[int]]]) -> None:
     path, truth = mixture
     assert answers(path, **EXPERTS, tensor_parallel_size=2, executor="processes") == truth
+
+
+# Layouts of two attention groups, with the way of tokens to the experts: with as few parts as a token chooses, all
+# groups gather all tokens.
+GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2 x ep2": ("gather", {"data_parallel_size": 2}),
+    "dp2 x moe-tp2": ("gather", {"data_parallel_size": 2, "expert_parallel_size": 1}),
+    "dp2 x tp2 x ep4": ("dispatch", {"data_parallel_size": 2, "tensor_parallel_size": 2}),
+    "dp2 x tp2, two parts": (
+        "gather",
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2},
+    ),
+    "dp2 x tp 2:1": ("dispatch", {"data_parallel_size": 2, "tensor_split": (2, 1)}),
+    "dp3 x ep3": ("dispatch", {"data_parallel_size": 3}),
+    "dp2 x ep2 x pp2": ("gather", {"data_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "dp3 x ep3 x pp 1,3,1": ("dispatch", {"data_parallel_size": 3, "pipeline_split": (1, 3, 1)}),
+}
+
+
+@pytest.mark.parametrize("layout", GROUPS)
+def test_attention_groups_give_the_same_tokens(mixture: tuple[Path, list[list[int]]], layout: str) -> None:
+    path, truth = mixture
+    exchange, options = GROUPS[layout]
+    assert plan_for(path, "whole", **EXPERTS, **options).exchange == exchange
+    assert answers(path, **EXPERTS, **options) == truth

@@ -97,3 +97,53 @@ class StepResult(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: dict[int, list[int]] = {}
     failed: dict[int, SlotFailure] = {}
+
+
+class LockStep(msgspec.Struct):
+    """One step of several attention groups, which begins in all of them at once: a plan for each group, in order.
+
+    Plans have equal `group_tokens`, which say whose rows are how many. The properties are those of a StepPlan, over the
+    rows of all groups.
+    """
+
+    plans: list[StepPlan]
+
+    @property
+    def slots(self) -> list[int]:
+        return [slot for plan in self.plans for slot in plan.slots]
+
+    @property
+    def counts(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.counts]
+
+    @property
+    def samples(self) -> list[bool]:
+        return [samples for plan in self.plans for samples in plan.samples]
+
+    @property
+    def draft_counts(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.draft_counts]
+
+    @property
+    def draft_requests(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.draft_requests]
+
+
+class LockStepResult(msgspec.Struct):
+    """The results of a LockStep: one for each attention group, in order."""
+
+    results: list[StepResult]
+
+    @property
+    def failed(self) -> bool:
+        """True if a request of any group has failed."""
+        return any(result.failed for result in self.results)
+
+    @property
+    def drafts(self) -> dict[int, list[int]]:
+        """Empty: several groups have no draft model."""
+        return {}
+
+
+EngineStep = StepPlan | LockStep
+EngineStepResult = StepResult | LockStepResult
