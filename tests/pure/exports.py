@@ -17,8 +17,8 @@ from weft.export.targets import TARGETS
 
 # Flags of vllm serve that Weft has too, in its documentation of version 0.12 and later.
 SHARED = """
-tensor-parallel-size pipeline-parallel-size distributed-executor-backend max-model-len max-num-seqs
-max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
+tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel distributed-executor-backend
+max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
 """
 VLLM = {*vllm_arguments(), *SHARED.split()}
 PLANS = {

@@ -64,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `schemes`: scheme (`formats.schemes`) of each checkpoint tensor that is held quantised; all others are in `dtype`.
     - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
       threads may use.
+    - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
     - `uuids`: the driver's ids of the GPUs, in rank order; empty on a CPU.
     - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
@@ -117,6 +118,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.places[0].dp_size
 
     @property
+    def max_running(self) -> int:
+        """Number of requests that run at once at most, in all attention groups."""
+        return self.max_num_seqs * self.data_parallel
+
+    @property
+    def expert_parallel(self) -> int:
+        """Number of parts into which the experts are dealt; 1 if every rank has columns of all experts."""
+        return max(1, len({place.experts for place in self.places}))
+
+    @property
     def output_rank(self) -> int:
         """Number of the rank that samples for the first attention group: the first rank of its last stage."""
         return (self.stages - 1) * self.tensor_parallel
@@ -150,13 +161,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def exchange(self) -> Exchange | None:
         """The way in which tokens reach experts on the ranks of other attention groups; None with one group.
 
-        With more parts of experts than a token chooses, a token is sent to the few ranks that have its experts.
-        Otherwise nearly every rank has some: all groups gather all tokens, which takes fewer messages.
+        With more parts than a token chooses experts, a token is sent to the few ranks that have its experts. Otherwise
+        nearly every rank has some: all groups gather all tokens, which takes fewer messages.
         """
         if self.data_parallel == 1 or self.shape.experts is None:
             return None
-        parts = len({place.experts for place in self.places})
-        return "dispatch" if parts > self.shape.experts.top_k else "gather"
+        return "dispatch" if self.expert_parallel > self.shape.experts.top_k else "gather"
 
     @property
     def exchange_groups(self) -> list[list[int]]:

@@ -70,9 +70,9 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     counts within an engine: a replica, or all replicas if they share their experts. `precision` and `kv_dtype` are
     names of `formats.precision`.
 
-    `expert_parallel` is the number of ranks among which the routed experts of a layer are divided whole. It is 1 if
-    every rank holds a slice of each expert. Otherwise it is tensor_parallel, or tensor_parallel * data_parallel if
-    the replicas share one set of experts (attention data parallel).
+    `expert_parallel` is the number of parts into which the routed experts of a layer are divided whole. It is 1 if
+    every rank holds a slice of each expert. If the replicas share one set of experts (attention data parallel), these
+    are parts of the ranks of all replicas.
     """
 
     tensor_weights: tuple[float, ...]
@@ -97,18 +97,23 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Number of ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    @property
+    def shares_experts(self) -> bool:
+        """True if the replicas share one set of experts, and take every step together."""
+        return self.places[0].dp_size > 1
+
     def replica_slices(self) -> Iterator[slice]:
         """The ranks of each replica, as slices of `places` and `gpus`."""
         size = self.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
 
     def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """(number of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
+        """(number of columns of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
         gpus = cluster.gpus
-        if self.expert_parallel <= self.tensor_parallel:
+        if not self.shares_experts:
             return [(0, id(gpus[index])) for index in self.gpus]
         return [
-            (place.experts.stop - place.experts.start, id(gpus[index]))
+            (len(place.experts) * len(place.expert_ffn), id(gpus[index]))
             for place, index in zip(self.places, self.gpus, strict=True)
         ]
 
