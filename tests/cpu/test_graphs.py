@@ -192,7 +192,7 @@ def test_the_host_knows_the_lengths_of_a_step() -> None:
     assert apart.host is not None and apart.decodes == apart.rows == 6
     assert apart.host.row_starts.tolist() == apart.row_starts.tolist() == [*range(7)]
     assert apart.host.context.tolist() == apart.context.tolist() == [9, 1, 2, 3, 4, 5]
-    assert apart.tables.tolist() == [[3, 4, 5], *[[0, 1, 0]] * 5]
+    assert apart.tables.tolist() == [[3, 4, 5, 0], *[[0, 1, 0, 0]] * 5]
     assert it.order.tolist() == [0] and apart.order.tolist() == [0, 5, 4, 3, 2, 1], "the longest first"
     assert torch.equal(apart.slots, it.slots) and torch.equal(apart.tokens, it.tokens)
 

@@ -107,7 +107,7 @@ def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) ->
     planned = footprint(plan.shape, same, cluster, weft, Workload(max_model_len=plan.max_model_len)).ranks
     for mine, theirs, place in zip(planned, real, plan.places, strict=True):
         assert mine.weights.total == theirs.weight_bytes
-        assert mine.kv_bytes_per_token * plan.block_size == theirs.block_bytes
+        assert mine.kv_block_bytes == theirs.block_bytes
         width = {"fp32": 4, "bf16": 2}[kv]
         assert activation_bytes(plan.shape, place, 256, 32, weft, width) == pytest.approx(
             theirs.activation_bytes, rel=0.1

@@ -43,7 +43,7 @@ steps = st.builds(
     tokens,
     tokens,
     tokens,
-    st.lists(tokens, max_size=3),
+    st.lists(st.lists(tokens, max_size=2), max_size=3),
     st.lists(st.booleans()),
     tokens,
     tokens,

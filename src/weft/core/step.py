@@ -28,10 +28,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     """One forward pass over a ragged batch of R rows. Ranks release slots, admit requests and then run the rows.
 
     Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
-    the rows before it. `blocks[r]` are the KV blocks appended to its block table in this step. If `samples[r]`, one
-    token is sampled from the row's last position. The KV of all rows is written before any row's attention in each
-    layer, so a row may read blocks that another row of the same step fills. A token that is UNKNOWN is the one that
-    the slot sampled last.
+    the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this step. If
+    `samples[r]`, one token is sampled from the row's last position. The KV of all rows is written before any row's
+    attention in each layer, so a row may read blocks that another row of the same step fills. A token that is UNKNOWN
+    is the one that the slot sampled last.
 
     The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples does so after each of them, and
     after the token before them. `draft_requests[r]` is the number of draft tokens that a draft model shall propose

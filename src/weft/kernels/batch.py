@@ -76,6 +76,12 @@ class Batch:
         return self.host or Lengths(*(x.cpu().numpy().astype(np.int64) for x in (self.row_starts, self.context)))
 
 
+def table_columns(blocks: int) -> int:
+    """Number of columns of tables with `blocks` blocks a row: each row, and so each KV group's table, begins at a
+    multiple of 16 bytes. Triton would compile a kernel anew for a table that does not."""
+    return -(-blocks // 4) * 4
+
+
 def split_groups(batch: Batch, slots: torch.Tensor, tables: torch.Tensor) -> Batch:
     """The batch with the `slots` [G, T] and `tables` [G, R, max_blocks] of G KV groups."""
     others = [replace(batch, slots=slots[group], tables=tables[group], group=group) for group in range(1, len(tables))]

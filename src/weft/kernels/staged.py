@@ -38,7 +38,7 @@ class StagedStep:
     last: torch.Tensor
     tables: torch.Tensor
     decodes: int
-    width: int  # most blocks that a row's table has
+    width: int  # columns of the tables that the step reads, at least the most blocks of a row
     host: Lengths
     group_tokens: tuple[int, ...] = ()
 

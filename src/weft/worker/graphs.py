@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.kernels.batch import Batch, split_groups
+from weft.kernels.batch import Batch, split_groups, table_columns
 from weft.kernels.capture import capture_graph
 from weft.kernels.staged import NOWHERE, StagedStep
 
@@ -182,7 +182,7 @@ def blank_batch(rows: int, width: int, device: torch.device, groups: int = 1) ->
         return torch.zeros(dims, dtype=torch.int32, device=device)
 
     slots = torch.full((groups, rows), NOWHERE, dtype=torch.int64, device=device)
-    tables = zeros(groups, rows, width)
+    tables = zeros(groups, rows, table_columns(width))
     batch = Batch(
         tokens=zeros(rows),
         positions=zeros(rows),

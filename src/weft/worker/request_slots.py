@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weft.core.step import UNKNOWN, Admission, StepPlan
-from weft.kernels.batch import Lengths
+from weft.kernels.batch import Lengths, table_columns
 from weft.kernels.sampling import Array
 from weft.kernels.staged import StagedStep
 from weft.worker.prompt_logprobs import PromptLogprobsRequest
@@ -46,7 +46,8 @@ class RequestSlots:
         self, slots: int, max_model_len: int, block_size: int, device: torch.device, *, groups: int = 1
     ) -> None:
         self.block_size = block_size
-        self.tables = np.zeros((groups, slots, -(-max_model_len // block_size)), dtype=np.int32)
+        columns = table_columns(-(-max_model_len // block_size))
+        self.tables = np.zeros((groups, slots, columns), dtype=np.int32)
         self.lengths = np.zeros(slots, dtype=np.int32)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -122,7 +123,7 @@ class RequestSlots:
             last=self.last,
             tables=self._device_tables,
             decodes=decodes,
-            width=int(growth[1].max()),
+            width=table_columns(int(growth[1].max())),
             host=Lengths(row_starts, context),
             group_tokens=tuple(step.group_tokens),
         )

@@ -123,7 +123,8 @@ def _decode(
     kv_head, row, split = tl.program_id(0), tl.load(order + tl.program_id(1)), tl.program_id(2)
     group = q_heads // kv_heads
     length = tl.load(context + row)
-    begin = oldest = 0
+    begin = 0
+    oldest = 0
     if WINDOWED:
         oldest = tl.maximum(0, length - window)
         begin = oldest // TILE * TILE
@@ -258,7 +259,8 @@ def _prefill(
         kept = real[:, None] & inside[None, :]
         query = tl.load(q + places[:, None] + columns[None, :], kept, other=0.0)
         stop = length - count + tl.minimum(first + QUERIES, count)
-        begin = oldest = 0
+        begin = 0
+        oldest = 0
         if WINDOWED:
             oldest = tl.maximum(0, length - count + first - window + 1)
             begin = oldest // TILE * TILE
