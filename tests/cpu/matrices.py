@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from weft.architectures.place import Span
+from weft.architectures.shape import Experts
 from weft.formats.schemes import SCHEMES
+from weft.kernels.base import ExpertStack
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.quantised import quantise
 
@@ -26,3 +31,37 @@ def random(
 
     quantise(read, Span(0, rows), cols, width, 1, into)
     return into
+
+
+def random_stacks(
+    spec: Experts, hidden: int, dtype: torch.dtype, type: str | None = None, columns: Span | None = None
+) -> tuple[ExpertStack, ExpertStack]:
+    """Random weights of all experts, of which a rank has `columns`: gate and up, and down, with biases if they have."""
+    columns = columns or Span(0, spec.width)
+    generator = torch.Generator().manual_seed(3)
+
+    def stack(name: str, rows: int, cols: Span, width: int) -> ExpertStack:
+        bias = torch.randn(spec.count, rows, generator=generator).to(dtype) if spec.bias else None
+        if type is None:
+            weight = torch.randn(spec.count, rows, len(cols), generator=generator) / width**0.5
+            return ExpertStack(name, weight.to(dtype), bias)
+        parts = [random(type, rows, cols, width, seed=expert, dtype=dtype) for expert in range(spec.count)]
+        return ExpertStack(name, stacked(parts), bias)
+
+    return (
+        stack("gate_up", 2 * len(columns), Span(0, hidden), hidden),
+        stack("down", hidden, columns, spec.width),
+    )
+
+
+def stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
+    """A stack of matrices of the same dims and scheme. Its scales are small: products neither grow nor vanish."""
+    cols = parts[0].shape[1]
+    lowest = [part.lowest for part in parts if part.lowest is not None]
+    small = cols**-0.5
+    return replace(
+        parts[0],
+        values=torch.stack([part.values for part in parts]),
+        scales=torch.stack([part.scales for part in parts]) * small,
+        lowest=(torch.stack(lowest) * (small if lowest[0].dtype == torch.float16 else 1)) if lowest else None,
+    )

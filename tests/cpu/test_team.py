@@ -9,11 +9,12 @@ import torch
 
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
+from tests.cpu.matrices import random, random_stacks
 from tests.cpu.programs import passes
-from tests.cpu.test_quantised import random
 from weft.architectures.place import Span
+from weft.architectures.shape import Experts
 from weft.comm import Solo
-from weft.kernels.base import DenseLayer, KVCache
+from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.native.matrix import NativeMatrix
 
 
@@ -37,13 +38,16 @@ def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("mixed", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("type", [None, "Q4_1"])
 @pytest.mark.parametrize(
     ("counts", "contexts"),
     [([1], [40]), ([1, 1, 1], [3, 64, 17]), ([1, 20, 300], [7, 20, 310])],
     ids=["decode", "decodes", "mixed"],
 )
-def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list[int], contexts: list[int]) -> None:
+def test_all_layers_of_a_stage_give_the_same_bits(
+    type: str | None, counts: list[int], contexts: list[int], mixed: bool
+) -> None:
     """Whether what is done between the products is little or much, in chunks or at once."""
     hidden, q_heads, kv_heads, head_dim, inner = 256, 8, 2, 32, 416
     kernels, dtype = native(torch.bfloat16), torch.bfloat16
@@ -53,15 +57,21 @@ def test_all_layers_of_a_stage_give_the_same_bits(type: str | None, counts: list
         weight = torch.randn(rows, cols).to(dtype) if type is None else random(type, rows, Span(0, cols), cols)
         return kernels.matrices.matrix(weight, None)
 
+    def feed_forward() -> FusedMLP | FusedMixture:
+        if not mixed:
+            return FusedMLP(matrix(2 * inner, hidden), matrix(hidden, inner))
+        spec = Experts(count=7, top_k=3, width=inner)
+        router = kernels.matrices.router(torch.randn(spec.count, hidden).to(dtype), None)
+        return FusedMixture(spec, router, kernels.matrices.experts(spec, *random_stacks(spec, hidden, dtype, type), 0))
+
     layers = [
-        DenseLayer(
+        FusedLayer(
             attention_norm=torch.rand(hidden).to(dtype),
             qkv=matrix((q_heads + 2 * kv_heads) * head_dim, hidden),
             head_norm=None,
             out=matrix(hidden, q_heads * head_dim),
-            mlp_norm=torch.rand(hidden).to(dtype),
-            gate_up=matrix(2 * inner, hidden),
-            down=matrix(hidden, inner),
+            ffn_norm=torch.rand(hidden).to(dtype),
+            ffn=feed_forward(),
             q_heads=q_heads,
             window=None,
             scale=head_dim**-0.5,

@@ -135,10 +135,17 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True, tag="dense", cache_hash=T
 
 
 class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_hash=True):
-    """Mixture of experts: a router sends each token through `top_k` of `count` experts, each an MLP of `width` columns.
+    """Mixture of experts: a router sends each token through `top_k` of `count` experts, each a gated MLP of `width`
+    columns.
 
-    `shared` experts, together `shared_width` wide, see every token. The router's weights are a softmax over all
-    experts; if `normalised`, those of the chosen ones are scaled to a sum of 1.
+    - `shared` experts, together `shared_width` wide, see every token. With `shared_gate`, the sigmoid of one more
+      projection of the token multiplies their result.
+    - `normalised`: the router's weights are a softmax over all experts; those of the chosen ones are scaled to a sum
+      of 1, which is the softmax over the chosen ones.
+    - `gain`: SiLU is x * sigmoid(gain * x).
+    - `limit`: the gate is clamped from above before its activation, the up projection from both sides; None: neither.
+    - `up_offset` is added to the up projection before the activated gate multiplies it.
+    - `bias`: the router and each projection of the routed experts have one.
     """
 
     count: int
@@ -146,8 +153,12 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
     width: int
     shared: int = 0
     shared_width: int = 0
+    shared_gate: bool = False
     normalised: bool = True
     activation: Activation = "silu"
+    gain: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
     bias: bool = False
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.batch import Batch
 from weft.kernels.sampling import Sampling
@@ -117,20 +118,56 @@ class EmbeddingTable(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class DenseLayer:
-    """Weights and dimensions of one decoder layer with a dense MLP, of this rank's heads and columns.
+class ExpertStack(NamedTuple):
+    """A parameter `name` of all experts of a rank: matrices [experts, out, in], and biases [experts, out]."""
 
-    Results of `out` and `down` are summed over the ranks. `eps` is that of the norms over the hidden dim.
+    name: str
+    weight: torch.Tensor | QuantisedWeight
+    bias: torch.Tensor | None
+
+
+class ExpertProducts(Protocol):
+    """The MLPs of a rank's experts."""
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Sum of the results of each token's experts, weighted by its shares: [T, hidden] -> [T, hidden].
+
+        `chosen` [T, k] int64 are numbers of experts of the whole model, `shares` [T, k] float32. Experts of other ranks
+        add nothing. The order of a sum does not depend on other tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FusedMLP:
+    """The MLP of a layer, with a SiLU gate: the first half of the columns of `gate_up`."""
+
+    gate_up: Product
+    down: Product
+
+
+@dataclass(frozen=True)
+class FusedMixture:
+    """The mixture of experts of a layer, of which this rank has `experts`."""
+
+    spec: Experts
+    router: Product
+    experts: ExpertProducts
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedLayer:
+    """Weights and dimensions of one decoder layer, of this rank's heads, columns and experts.
+
+    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim.
     """
 
     attention_norm: torch.Tensor
     qkv: Product
     head_norm: HeadNorm | None
     out: Product
-    mlp_norm: torch.Tensor
-    gate_up: Product
-    down: Product
+    ffn_norm: torch.Tensor
+    ffn: FusedMLP | FusedMixture
     q_heads: int
     window: int | None
     scale: float
@@ -225,6 +262,11 @@ class Pointwise(Protocol):
         """SiLU of the first half of the columns times the second half: [T, 2F] -> [T, F]."""
         ...
 
+    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the experts of each token by the router's scores [T, experts] float32: their numbers [T, top_k] int64
+        and shares [T, top_k] float32. The largest share comes first; of equal ones, that of the lower number."""
+        ...
+
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
     ) -> torch.Tensor:
@@ -245,6 +287,14 @@ class Matrices(Protocol):
         """The product with a weight [out, in], which may be repacked: the caller does not keep it."""
         ...
 
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        """The same for a router [experts, in], whose scores are float32."""
+        ...
+
+    def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
+        """The same for the experts of a rank, of which `first` is the number of the first one."""
+        ...
+
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         """The same for an embedding [vocab, hidden], whose rows are read as well."""
         ...
@@ -263,10 +313,10 @@ class Matrices(Protocol):
 
 
 # Fuses the layers of a pipeline stage into one call; None if the operations one by one are as fast.
-FuseLayers = Callable[[Sequence[DenseLayer], Group], FusedStage | None]
+FuseLayers = Callable[[Sequence[FusedLayer], Group], FusedStage | None]
 
 
-def fuse_nothing(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
+def fuse_nothing(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
     """The `FuseLayers` of kernels that have no call for a whole stage."""
     return None
 

@@ -7,7 +7,11 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from weft.quant.quantised import QuantisedWeight
+from weft.architectures.shape import Experts
+from weft.kernels.base import ExpertProducts, ExpertStack, Product
+from weft.kernels.experts import GroupedExperts
+from weft.quant.dense import RouterProduct
+from weft.quant.quantised import QuantisedWeight, stack_size
 
 
 class HeldProduct(Protocol):
@@ -27,18 +31,45 @@ P = TypeVar("P", bound=HeldProduct)
 
 
 class HeldMatrices:
-    """Base of the implementations of `Matrices`: it knows all their products by the names of their parameters."""
+    """Base of the implementations of `Matrices`: it knows all their products by the names of their parameters.
+
+    Unless an implementation has something faster, routers and experts are computed in torch, with its products.
+    """
 
     def __init__(self) -> None:
         self._products: dict[str, HeldProduct] = {}
 
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        raise NotImplementedError
+
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        return self._hold(name, RouterProduct(weight, bias))
+
+    def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
+        return GroupedExperts(spec, self._matrices(gate_up), self._matrices(down), first)
+
     def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
         """Give a parameter other values, of the same dims and scheme, in the same memory."""
-        self._products[name].replace(weight)
+        if name in self._products:
+            self._products[name].replace(weight)
+            return
+        for expert in range(stack_size(weight)):
+            self._products[f"{name}.{expert}"].replace(weight.select(0, expert))
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that hold weights."""
         return [tensor for product in self._products.values() for tensor in product.tensors]
+
+    def _matrices(self, stack: ExpertStack) -> list[Product]:
+        """The product of each matrix of a stack."""
+        return [
+            self.matrix(
+                stack.weight.select(0, expert),
+                None if stack.bias is None else stack.bias[expert],
+                f"{stack.name}.{expert}",
+            )
+            for expert in range(stack_size(stack.weight))
+        ]
 
     def _hold(self, name: str, product: P) -> P:
         self._products[name] = product

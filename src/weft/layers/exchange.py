@@ -16,7 +16,10 @@ from weft.comm.base import rank_range
 
 
 class RoutedTokens(NamedTuple):
-    """T tokens: hidden states `x` [T, hidden], the experts `chosen` [T, top_k] int64 by each, and their `shares`."""
+    """T tokens: hidden states `x` [T, hidden], and the experts that each has chosen.
+
+    `chosen` [T, top_k] int64 are their numbers in the whole model, `shares` [T, top_k] float32 their shares.
+    """
 
     x: torch.Tensor
     chosen: torch.Tensor
@@ -130,15 +133,14 @@ def create_exchange(
 
 def pack_tokens(tokens: RoutedTokens) -> torch.Tensor:
     """One row of bytes per token, so that a token travels in one message: [T, bytes] uint8."""
-    columns = tokens.x, tokens.chosen.int(), tokens.shares.float()
+    columns = tokens.x, tokens.chosen.int(), tokens.shares
     return torch.cat([part.contiguous().view(torch.uint8) for part in columns], dim=1)
 
 
 def unpack_tokens(rows: torch.Tensor, like: RoutedTokens) -> RoutedTokens:
-    """The tokens in rows of bytes, in the widths and dtypes of `like`."""
+    """The tokens in rows of bytes, in the widths of `like` and with its dtype of `x`."""
     choices = 4 * like.chosen.shape[1]
     x, chosen, shares = (
         part.contiguous() for part in rows.split([like.x.shape[1] * like.x.itemsize, choices, choices], dim=1)
     )
-    x, chosen, shares = x.view(like.x.dtype), chosen.view(torch.int32), shares.view(torch.float32)
-    return RoutedTokens(x, chosen.long(), shares.to(like.shares.dtype))
+    return RoutedTokens(x.view(like.x.dtype), chosen.view(torch.int32).long(), shares.view(torch.float32))

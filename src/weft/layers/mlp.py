@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 
 from weft.architectures.shape import Activation, Dense
 from weft.kernels.base import Kernels
 from weft.kernels.batch import Batch
+from weft.kernels.experts import ACTIVATIONS
 from weft.layers.weights import LayerWeights
-
-ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 
 class MLPBlock:

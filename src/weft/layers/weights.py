@@ -6,11 +6,12 @@ from collections.abc import MutableMapping
 
 import torch
 
-from weft.architectures.shape import Norm
+from weft.architectures.place import Place
+from weft.architectures.shape import Experts, Norm
 from weft.comm import Group
-from weft.kernels.base import Kernels
+from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
 from weft.layers.exchange import TokenExchange
-from weft.layers.linear import GroupedLinear, Linear, create_grouped_linear, create_linear
+from weft.layers.linear import Linear, create_linear
 from weft.layers.norm import NormLayer
 from weft.quant.quantised import QuantisedWeight
 
@@ -55,21 +56,27 @@ class LayerWeights:
         """Product with a matrix of which this rank has some columns: results are to be summed over the ranks."""
         return self._linear(name, self._bias_of_one_rank(name))
 
-    def grouped_column_linear(self, name: str, count: int) -> GroupedLinear:
-        """Like `column_linear`, for the matrices of `count` experts."""
-        return self._grouped_linear(name, self.vector_or_none(name + ".bias"), count)
+    def router(self, name: str) -> Linear:
+        """Product with a router's matrix, which every rank has; its results are float32."""
+        bias, name = self.vector_or_none(name + ".bias"), f"{self._prefix}{name}.weight"
+        return Linear(name, self.kernels.matrices.router(self._tensors.pop(name), bias, name))
 
-    def grouped_row_linear(self, name: str, count: int, *, adds_bias: bool) -> GroupedLinear:
-        """Like `row_linear`, for the matrices of `count` experts; one of the ranks that have them adds their biases."""
-        return self._grouped_linear(name, self.vector_or_none(name + ".bias") if adds_bias else None, count)
+    def experts(self, name: str, spec: Experts, place: Place) -> ExpertProducts:
+        """The MLPs of the experts that this rank holds, some columns of each: results are to be summed over the
+        ranks."""
+        gate_up = self._stack(f"{name}.gate_up", self.vector_or_none(f"{name}.gate_up.bias"))
+        # Of the ranks that divide the columns of the same experts, the first adds their biases.
+        biases = self.vector_or_none(f"{name}.down.bias") if place.expert_ffn.start == 0 else None
+        down = self._stack(f"{name}.down", biases)
+        return self.kernels.matrices.experts(spec, gate_up, down, place.experts.start)
+
+    def _stack(self, name: str, bias: torch.Tensor | None) -> ExpertStack:
+        name = f"{self._prefix}{name}.weight"
+        return ExpertStack(name, self._tensors.pop(name), bias)
 
     def _linear(self, name: str, bias: torch.Tensor | None) -> Linear:
         name = f"{self._prefix}{name}.weight"
         return create_linear(self.kernels.matrices, name, self._tensors.pop(name), bias)
-
-    def _grouped_linear(self, name: str, biases: torch.Tensor | None, count: int) -> GroupedLinear:
-        name = f"{self._prefix}{name}.weight"
-        return create_grouped_linear(self.kernels.matrices, name, self._tensors.pop(name), biases, count)
 
     def _bias_of_one_rank(self, name: str) -> torch.Tensor | None:
         # Only rank 0 adds the bias: the sum would contain it once per rank.

@@ -123,15 +123,11 @@ class DecoderModel:
 
     def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
         """Give a parameter other values, of the same dims and scheme, in the same memory."""
-        matrices = self.kernels.matrices
         if name in self.vectors:
             assert isinstance(weight, torch.Tensor), name
             self.vectors[name].copy_(weight)
-        elif len(weight.shape) == 2:
-            matrices.replace(name, weight)
         else:
-            for expert in range(weight.shape[0]):
-                matrices.replace(f"{name}.{expert}", weight.select(0, expert))
+            self.kernels.matrices.replace(name, weight)
 
     def hidden(self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run this stage's layers on the T tokens of a step; return [T, hidden], before the final norm.

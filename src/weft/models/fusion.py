@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.architectures.shape import Attention, Dense, LayerSpec
-from weft.kernels.base import DenseLayer, FusedStage, KVCache
+from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LayerSpec
+from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
 from weft.kernels.batch import Batch
+from weft.layers.experts import ExpertsBlock
 from weft.layers.mlp import MLPBlock
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ class FusedLayers:
         return self._stage(residual, self._rope.angles, caches, batch)
 
 
-def known_spec(mixer: Attention, ffn: Dense) -> LayerSpec:
-    """The layer of this mixer and MLP that fused kernels compute: all that is not named here is as usual."""
+def known_spec(mixer: Attention, ffn: FeedForward) -> LayerSpec:
+    """The layer of this mixer and feed-forward part that fused kernels compute: all that is not named here is as
+    usual."""
     return LayerSpec(
         mixer=Attention(
             heads=mixer.heads,
@@ -42,31 +44,54 @@ def known_spec(mixer: Attention, ffn: Dense) -> LayerSpec:
             bias=mixer.bias,
             out_bias=mixer.out_bias,
         ),
-        ffn=Dense(width=ffn.width, activation="silu", gated=True, bias=ffn.bias),
+        ffn=known_ffn(ffn),
         norms="pre",
     )
 
 
-def describe_layer(layer: DecoderLayer) -> DenseLayer | None:
+def known_ffn(ffn: FeedForward) -> FeedForward:
+    if isinstance(ffn, Dense):
+        return Dense(width=ffn.width, activation="silu", gated=True, bias=ffn.bias)
+    return Experts(
+        count=ffn.count,
+        top_k=ffn.top_k,
+        width=ffn.width,
+        normalised=ffn.normalised,
+        activation="silu",
+        gain=ffn.gain,
+        limit=ffn.limit,
+        up_offset=ffn.up_offset,
+        bias=ffn.bias,
+    )
+
+
+def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.
 
-    They know grouped-query attention and a dense MLP with a SiLU gate, each behind an RMS norm.
+    They know grouped-query attention, and an MLP or a mixture of experts with a SiLU gate, each behind an RMS norm.
+    They do not exchange tokens with other attention groups.
     """
     mixer, ffn = layer.mixer, layer.ffn
     if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
         return None
-    if not isinstance(ffn, MLPBlock) or layer.spec != known_spec(mixer.spec, ffn.spec):
+    if layer.spec != known_spec(mixer.spec, ffn.spec) or (isinstance(ffn, ExpertsBlock) and ffn.exchange):
         return None
-    return DenseLayer(
+    return FusedLayer(
         attention_norm=layer.mixer_norm.weight,
         qkv=mixer.qkv.weight,
         head_norm=mixer.head_norm,
         out=mixer.out.weight,
-        mlp_norm=layer.ffn_norm.weight,
-        gate_up=ffn.up.weight,
-        down=ffn.down.weight,
+        ffn_norm=layer.ffn_norm.weight,
+        ffn=describe_ffn(ffn),
         q_heads=mixer.q_heads,
         window=mixer.spec.window,
         scale=mixer.spec.scale,
         eps=layer.mixer_norm.eps,
     )
+
+
+def describe_ffn(ffn: MLPBlock | ExpertsBlock) -> FusedMLP | FusedMixture:
+    """The feed-forward part of a layer that fused kernels know."""
+    if isinstance(ffn, MLPBlock):
+        return FusedMLP(ffn.up.weight, ffn.down.weight)
+    return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts)

@@ -43,12 +43,33 @@ class MatrixDescriptor(ctypes.Structure):
     )
 
 
+class ExpertsDescriptor(ctypes.Structure):
+    """`Experts` of experts.h: the experts of a rank, each matrix that of the first one."""
+
+    _fields_ = (
+        *((name, MatrixDescriptor) for name in ("gate_up", "down")),
+        *((name, SIZE) for name in ("first", "count")),
+        *((name, REAL) for name in ("gain", "limit", "up_offset")),
+    )
+
+
+class MixtureDescriptor(ctypes.Structure):
+    """`Mixture` of stage.h: a router and the experts of a rank."""
+
+    _fields_ = (
+        ("router", MatrixDescriptor),
+        *((name, SIZE) for name in ("top_k", "normalised")),
+        ("experts", ExpertsDescriptor),
+    )
+
+
 class LayerDescriptor(ctypes.Structure):
     """`Layer` of stage.h: the weights and the KV cache of one decoder layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
         *((name, MatrixDescriptor) for name in ("qkv", "out", "gate_up", "down")),
+        ("mixture", ctypes.POINTER(MixtureDescriptor)),
         *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window", "group")),
         *((name, REAL) for name in ("scale", "head_eps", "eps")),
     )
@@ -86,6 +107,8 @@ class SamplingSettings(ctypes.Structure):
 # By their names in C++.
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Matrix": MatrixDescriptor,
+    "Experts": ExpertsDescriptor,
+    "Mixture": MixtureDescriptor,
     "Layer": LayerDescriptor,
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,

@@ -41,6 +41,16 @@ class PackedProduct:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(dense_weight(weight))
 
 
+class RouterProduct(DenseProduct):
+    """A DenseProduct in float32, whatever the dtype of x."""
+
+    def __init__(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> None:
+        super().__init__(dense_weight(weight).float(), None if bias is None else bias.float())
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x.float())
+
+
 def create_product(
     weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None
 ) -> DenseProduct | PackedProduct:

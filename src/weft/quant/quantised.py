@@ -100,6 +100,11 @@ class QuantisedWeight:
         return w.to(dtype)
 
 
+def stack_size(stack: torch.Tensor | QuantisedWeight) -> int:
+    """Number of matrices of a stack."""
+    return (stack.values if isinstance(stack, QuantisedWeight) else stack).shape[0]
+
+
 def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
     """Pack numbers [rows, cols] from 0 to 15 into nibbles: [rows, cols / 2] uint8."""
     low, high = numbers.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)

@@ -145,6 +145,9 @@ class StreamedMatrices(PlainMatrices):
 
         return product
 
+    def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
+        return self.matrix(weight, bias, name)
+
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
         (fill,) = self._fills[name]
         return StreamedTable(self._source, fill, weight, self.matrix(weight, None, name))

@@ -120,7 +120,7 @@ class Worker:
             case Profile(steps, directory):
                 return TraceFile(self.profile(steps, directory))
             case RankStats(reset):
-                alone = self.links.tensor.size == 1
+                alone = self.links.tensor.size == 1 and self.plan.exchange is None
                 return self.clock.report(self.runner.device, alone=alone, reset=reset)
             case Sleep(level):
                 self.sleep(level)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Group
-from weft.kernels.base import Attention, AttentionShape, DenseLayer, FusedStage, Kernels
+from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedStage, Kernels
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
-from weft.kernels.native.matrix import NativeMatrices
+from weft.kernels.native.matrices import NativeMatrices
 from weft.kernels.native.pointwise import NativePointwise
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.native.sampling import NativeSampling
@@ -37,7 +37,7 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
     entries = load_entries(shape.dtype)
 
-    def fuse_layers(layers: Sequence[DenseLayer], comm: Group) -> FusedStage | None:
+    def fuse_layers(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
         return NativeStage(entries, layers, comm)
 
     return Kernels(

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from weft.formats.schemes import UNIT
-from weft.kernels.held import HeldMatrices
-from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 from weft.quant.quantised import QuantisedWeight
@@ -18,18 +16,20 @@ from weft.quant.quantised import QuantisedWeight
 
 @dataclass(frozen=True)
 class NativeMatrix:
-    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations. The descriptor points
-    into `tensors`, which hold W, and into `bias`."""
+    """A packed weight W: x [T, cols] -> x W^T + bias [T, rows]. `dtype` is that of activations; if `wide`, results are
+    float32. The descriptor points into `tensors`, which hold W, and into `bias`."""
 
     entries: Entries
     descriptor: MatrixDescriptor
     dtype: torch.dtype
     tensors: tuple[torch.Tensor, ...]
     bias: torch.Tensor | None
+    wide: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], self.descriptor.rows)
-        self.entries.product(ctypes.byref(self.descriptor), x.data_ptr(), x.shape[0], out.data_ptr())
+        out = torch.empty(x.shape[0], self.descriptor.rows, dtype=torch.float32 if self.wide else x.dtype)
+        product = self.entries.wide_product if self.wide else self.entries.product
+        product(ctypes.byref(self.descriptor), x.data_ptr(), x.shape[0], out.data_ptr())
         return out
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -40,63 +40,51 @@ class NativeMatrix:
 
     def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
         """Take the values of another weight, of the same dims and scheme."""
-        if isinstance(weight, QuantisedWeight):
-            pack_values(self.entries, weight, self.tensors)
-        else:
-            self.entries.pack_dense(weight.data_ptr(), self.tensors[0].data_ptr(), *weight.shape)
-
-
-class NativeMatrices(HeldMatrices):
-    """The C++ implementation of `Matrices`."""
-
-    multiplies_quantised = True
-
-    def __init__(self, entries: Entries) -> None:
-        super().__init__()
-        self._entries = entries
-
-    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
-        return self._hold(name, pack_matrix(self._entries, weight, bias))
-
-    def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
-        return self.matrix(weight, None, name)
-
-    def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        return ()
+        pack_weight(self.entries, weight, self.tensors)
 
 
 def pack_matrix(entries: Entries, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
     """Pack a weight [rows, cols], quantised or of the entries' dtype."""
-    rows, cols = weight.shape
-    descriptor = MatrixDescriptor(rows=rows, cols=cols)
-    if isinstance(weight, QuantisedWeight):
-        tensors = allocate_quantised(weight)
-        for name, tensor in zip(("data", "scales", "lowest"), tensors, strict=False):
-            setattr(descriptor, name, tensor.data_ptr())
-        scheme = weight.scheme
-        descriptor.bits, descriptor.group, descriptor.kind = scheme.bits, scheme.group, LOWEST_KINDS[scheme.lowest]
-        descriptor.lacking = weight.lacking
-    else:
-        tensors = (torch.empty(-(-rows // PANEL) * entries.panel_size(cols), dtype=weight.dtype),)
-        descriptor.data = tensors[0].data_ptr()
-    if bias is not None:
-        descriptor.bias = bias.data_ptr()
+    tensors = allocate_packed(entries, weight)
+    descriptor = describe_matrix(weight, weight.shape[0], tensors, bias)
     matrix = NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), tensors, bias)
     matrix.replace(weight)
     return matrix
 
 
-def allocate_quantised(weight: QuantisedWeight) -> tuple[torch.Tensor, ...]:
-    """Memory for the packed numbers, scales and, if the scheme has them, minima or zero points of a weight."""
-    padded = -(-weight.shape[0] // PANEL) * PANEL
+def describe_matrix(
+    weight: torch.Tensor | QuantisedWeight, rows: int, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None
+) -> MatrixDescriptor:
+    """A weight of `rows` rows, packed in `tensors`, as C++ reads it."""
+    descriptor = MatrixDescriptor(rows=rows, cols=weight.shape[-1])
+    for name, tensor in zip(("data", "scales", "lowest"), tensors, strict=False):
+        setattr(descriptor, name, tensor.data_ptr())
+    if isinstance(weight, QuantisedWeight):
+        scheme = weight.scheme
+        descriptor.bits, descriptor.group, descriptor.kind = scheme.bits, scheme.group, LOWEST_KINDS[scheme.lowest]
+        descriptor.lacking = weight.lacking
+    if bias is not None:
+        descriptor.bias = bias.data_ptr()
+    return descriptor
+
+
+def allocate_packed(entries: Entries, weight: torch.Tensor | QuantisedWeight) -> tuple[torch.Tensor, ...]:
+    """Memory for a packed weight [rows, cols]: its numbers and, if it is quantised, its scales, and its minima or zero
+    points if the scheme has them."""
+    panels = -(-weight.shape[0] // PANEL)
+    if isinstance(weight, torch.Tensor):
+        return (torch.empty(panels * entries.panel_size(weight.shape[1]), dtype=weight.dtype),)
     parts = [part for part in (weight.values, weight.scales, weight.lowest) if part is not None]
-    return tuple(part.new_empty(padded * part.shape[1]) for part in parts)
+    return tuple(part.new_empty(panels * PANEL * part.shape[1]) for part in parts)
 
 
-def pack_values(entries: Entries, weight: QuantisedWeight, into: Sequence[torch.Tensor]) -> None:
-    """Pack the numbers of a weight, and then its scales and minima, into memory of `allocate_quantised`."""
+def pack_weight(entries: Entries, weight: torch.Tensor | QuantisedWeight, into: Sequence[torch.Tensor]) -> None:
+    """Pack a weight into memory of `allocate_packed`."""
     rows, cols = weight.shape
     values, *groups = into
+    if isinstance(weight, torch.Tensor):
+        entries.pack_dense(weight.data_ptr(), values.data_ptr(), rows, cols)
+        return
     entries.pack_values(weight.values.data_ptr(), values.data_ptr(), rows, cols // UNIT, weight.scheme.bits)
     for part, packed in zip((weight.scales, weight.lowest), groups, strict=False):
         assert part is not None

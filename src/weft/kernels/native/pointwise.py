@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
@@ -41,6 +42,15 @@ class NativePointwise:
         out = gate_up.new_empty(tokens, width)
         self._entries.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width)
         return out
+
+    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, count = scores.shape
+        chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64)
+        shares = torch.empty(tokens, spec.top_k, dtype=torch.float32)
+        self._entries.choose_experts(
+            scores.data_ptr(), count, tokens, spec.top_k, spec.normalised, chosen.data_ptr(), shares.data_ptr()
+        )
+        return chosen, shares
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None

@@ -10,14 +10,16 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels.base import DenseLayer, KVCache
+from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.native.experts import NativeExperts
 from weft.kernels.native.matrix import NativeMatrix
 from weft.native.entries import Entries
 from weft.native.structures import (
     WORKSPACE_ALIGNMENT,
     LayerDescriptor,
     MatrixDescriptor,
+    MixtureDescriptor,
     SharedDescriptor,
     StepDescriptor,
     SumCallback,
@@ -27,7 +29,7 @@ from weft.native.structures import (
 class NativeStage:
     """A `FusedStage` in C++. Its workspace grows to the largest step so far, and is kept."""
 
-    def __init__(self, entries: Entries, layers: Sequence[DenseLayer], comm: Group) -> None:
+    def __init__(self, entries: Entries, layers: Sequence[FusedLayer], comm: Group) -> None:
         self._entries, self._comm = entries, comm
         self._kept = layers
         self._layers = (LayerDescriptor * len(layers))(*map(describe_layer, layers))
@@ -107,20 +109,36 @@ def describe_shared(comm: SharedMemoryGroup) -> SharedDescriptor:
     return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes)
 
 
-def describe_layer(layer: DenseLayer) -> LayerDescriptor:
+def describe_layer(layer: FusedLayer) -> LayerDescriptor:
     """A layer as C++ reads it, without its cache."""
-    norm = layer.head_norm
+    norm, ffn = layer.head_norm, layer.ffn
+    parts: dict[str, object] = {name: matrix_descriptor(getattr(layer, name)) for name in ("qkv", "out")}
+    if isinstance(ffn, FusedMLP):
+        parts |= {name: matrix_descriptor(getattr(ffn, name)) for name in ("gate_up", "down")}
+    else:
+        parts["mixture"] = ctypes.pointer(describe_mixture(ffn))
     return LayerDescriptor(
         attention_norm=layer.attention_norm.data_ptr(),
         q_norm=norm and norm.query.data_ptr(),
         k_norm=norm and norm.key.data_ptr(),
-        mlp_norm=layer.mlp_norm.data_ptr(),
-        **{name: matrix_descriptor(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")},
+        mlp_norm=layer.ffn_norm.data_ptr(),
+        **parts,
         q_heads=layer.q_heads,
         window=layer.window or 0,
         scale=layer.scale,
         head_eps=norm.eps if norm else 0.0,
         eps=layer.eps,
+    )
+
+
+def describe_mixture(mixture: FusedMixture) -> MixtureDescriptor:
+    """A mixture of experts as C++ reads it."""
+    assert isinstance(mixture.experts, NativeExperts), mixture
+    return MixtureDescriptor(
+        matrix_descriptor(mixture.router),
+        mixture.spec.top_k,
+        mixture.spec.normalised,
+        mixture.experts.descriptor,
     )
 
 

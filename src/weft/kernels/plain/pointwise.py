@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.experts import choose_experts
 from weft.kernels.staged import StagedStep, fill_batch
 
 
@@ -31,6 +33,9 @@ class PlainPointwise:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(scores, spec)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None

@@ -7,10 +7,12 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
+from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.experts import choose_experts
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
@@ -46,6 +48,9 @@ class TritonPointwise:
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)
+
+    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(scores, spec)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None

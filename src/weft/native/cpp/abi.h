@@ -27,10 +27,14 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Matrix), FIELD(Matrix, bits), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, data),
     FIELD(Matrix, scales), FIELD(Matrix, lowest), FIELD(Matrix, bias), FIELD(Matrix, group), FIELD(Matrix, lacking),
     FIELD(Matrix, kind),
+    STRUCTURE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, first), FIELD(Experts, count),
+    FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset),
+    STRUCTURE(Mixture), FIELD(Mixture, router), FIELD(Mixture, top_k), FIELD(Mixture, normalised),
+    FIELD(Mixture, experts),
     STRUCTURE(Layer), FIELD(Layer, attention_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, mlp_norm),
     FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up),
-    FIELD(Layer, down), FIELD(Layer, q_heads), FIELD(Layer, kv_heads), FIELD(Layer, head_dim), FIELD(Layer, window),
-    FIELD(Layer, group),    FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
+    FIELD(Layer, down), FIELD(Layer, mixture), FIELD(Layer, q_heads), FIELD(Layer, kv_heads), FIELD(Layer, head_dim), FIELD(Layer, window),
+    FIELD(Layer, group), FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
@@ -77,6 +81,8 @@ constexpr size_t listed_fields(const char *structure) {
 
 // A field that is left out of the list could hide in the padding of its structure.
 static_assert(listed_fields("Matrix") == field_count<Matrix>(), "list all fields of Matrix in abi.h");
+static_assert(listed_fields("Experts") == field_count<Experts>(), "list all fields of Experts in abi.h");
+static_assert(listed_fields("Mixture") == field_count<Mixture>(), "list all fields of Mixture in abi.h");
 static_assert(listed_fields("Layer") == field_count<Layer>(), "list all fields of Layer in abi.h");
 static_assert(listed_fields("Step") == field_count<Step>(), "list all fields of Step in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");

@@ -153,28 +153,28 @@ void dense_tile(int64_t tokens, const T *panel, const T *x, int64_t cols, float 
     ((tokens == N + 1 && (dense_tile<N + 1>(panel, x, cols, sums, ahead, rate), true)) || ...);
 }
 
-// out = x W^T + bias for the rows of panels [first, last), see `multiply` in matrix.h.
-template <class T, class Out>
-void dense(const T *data, const T *bias, int64_t rows, int64_t cols, const T *x, int64_t tokens, Out *out,
-           int64_t first, int64_t last) {
-    int64_t size = panel_size<T>(cols), blocks = (tokens + TOKENS - 1) / TOKENS;
-    alignas(64) float sums[TOKENS * PANEL];
-    for (int64_t p = first; p < last; p++) {
-        const T *panel = data + p * size;
-        int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
-        for (int64_t b = 0; b < blocks; b++) {
-            // Blocks of nearly equal size: a last block of two tokens would take as long as one of four.
-            int64_t t = tokens * b / blocks, n = tokens * (b + 1) / blocks - t;
-            // Each block prefetches its share of the next panel: the first one alone would wait for all of it.
-            const char *ahead = reinterpret_cast<const char *>(panel + (blocks == 1 ? 2048 : size + size * b / blocks));
-            int64_t rate = 256 * PANEL * int64_t(sizeof(T)) / blocks;
-            dense_tile(n, panel, x + t * cols, cols, sums, ahead, rate, std::make_integer_sequence<int, TOKENS>());
-            for (int64_t i = 0; i < n; i++) {
-                float *sum = sums + i * PANEL;
-                if (bias)
-                    for (int64_t r = 0; r < count; r++) sum[r] += widen(bias[row + r]);
-                narrow_row(sum, out + (t + i) * rows + row, count);
-            }
-        }
+// What is read after a panel: while `tokens` tokens are multiplied, as many bytes as the panel has are prefetched from
+// `at` on; none if `tokens` is 0. `before` of them have been multiplied by earlier calls.
+struct Ahead {
+    const char *at;
+    int64_t tokens, before;
+};
+
+// Sums of `tokens` rows of x with a panel: [tokens][PANEL].
+template <class T>
+void dense_sums(const T *panel, const T *x, int64_t cols, int64_t tokens, float *sums, Ahead ahead) {
+    int64_t bytes = panel_size<T>(cols) * int64_t(sizeof(T)), blocks = (tokens + TOKENS - 1) / TOKENS;
+    // A block that has the panel for itself prefetches what it reads next. Of several blocks each prefetches its share
+    // of the next panel: the first one alone would wait for all of it.
+    bool alone = blocks == 1 && ahead.tokens == tokens;
+    int64_t all = std::max<int64_t>(ahead.tokens, 1), fetched = ahead.tokens ? bytes : 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        // Blocks of nearly equal size: a last block of two tokens would take as long as one of four.
+        int64_t t = tokens * b / blocks, n = tokens * (b + 1) / blocks - t;
+        const char *at = alone ? reinterpret_cast<const char *>(panel + 2048)
+                               : ahead.at + fetched * (ahead.before + t) / all;
+        int64_t rate = 256 * fetched * n / all / cols;
+        dense_tile(n, panel, x + t * cols, cols, sums + t * PANEL, at, rate,
+                   std::make_integer_sequence<int, TOKENS>());
     }
 }

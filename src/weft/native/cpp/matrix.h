@@ -40,17 +40,67 @@ template <class T> void prepare(const Matrix &m, const T *x, char *to) {
     if (!m.dense()) quantise_row(x, m.blocks(), m.per_block(), to);
 }
 
+// The address of panel p of W.
+template <class T> const char *panel_at(const Matrix &m, int64_t p) {
+    int64_t bytes = m.dense() ? panel_size<T>(m.cols) * int64_t(sizeof(T)) : m.cols * PANEL * m.bits / 8;
+    return static_cast<const char *>(m.data) + p * bytes;
+}
+
+// Matrix `i` of a stack of matrices that lie one after the other, of which `first` is the first.
+template <class T> Matrix nth(Matrix first, int64_t i) {
+    auto skip = [&](const void *&part, int64_t bytes) {
+        if (part) part = static_cast<const char *>(part) + i * bytes;
+    };
+    int64_t numbers = first.panels() * (first.dense() ? 0 : first.packed().columns.groups()) * PANEL;
+    skip(first.data, panel_at<T>(first, first.panels()) - panel_at<T>(first, 0));
+    skip(first.scales, numbers * 2);
+    skip(first.lowest, numbers * (first.kind == Lowest::ZERO ? 1 : 2));
+    skip(first.bias, first.rows * int64_t(sizeof(T)));
+    return first;
+}
+
+constexpr int64_t BATCH = 96;  // tokens whose sums with a panel are kept at once
+
+// Bytes of one token's row as a product reads it: of x, or of what `prepare` makes of it.
+template <class T> int64_t row_bytes(const Matrix &m) {
+    return m.dense() ? m.cols * int64_t(sizeof(T)) : prepared_bytes<T>(m);
+}
+
+// Sums of `tokens` rows of x, as the product reads them, with panel p of W: [tokens][PANEL].
+template <class T>
+void panel_sums(const Matrix &m, int64_t p, const char *x, int64_t tokens, float *sums, Ahead ahead) {
+    const char *panel = panel_at<T>(m, p);
+    if (m.dense())
+        return dense_sums(reinterpret_cast<const T *>(panel), reinterpret_cast<const T *>(x), m.cols, tokens, sums,
+                          ahead);
+    if (m.bits == 8) return quantised_sums<8, 1>(m.packed().panel<8>(p), x, tokens, sums, ahead);
+    (m.per_block() == 2 ? quantised_sums<4, 2> : quantised_sums<4, 1>)(m.packed().panel<4>(p), x, tokens, sums, ahead);
+}
+
+// sums += the bias of panel p's rows, for every token; of `count` rows, since the last panel may have fewer.
+template <class T> void add_bias(const Matrix &m, int64_t p, int64_t tokens, float *sums, int64_t count) {
+    if (!m.bias) return;
+    const T *bias = static_cast<const T *>(m.bias) + p * PANEL;
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t r = 0; r < count; r++) sums[t * PANEL + r] += widen(bias[r]);
+}
+
 // out[t][r] = x[t] . W[r] + bias[r] for every token and the rows of panels [first, last). x is [tokens, cols];
 // `prepared` holds its rows as `prepare` wrote them; out is [tokens, rows] of T or float. Runs in the calling thread.
 template <class T, class Out>
 void multiply(const Matrix &m, const T *x, const char *prepared, int64_t tokens, Out *out, int64_t first,
               int64_t last) {
-    const T *bias = static_cast<const T *>(m.bias);
-    if (m.dense()) return dense(static_cast<const T *>(m.data), bias, m.rows, m.cols, x, tokens, out, first, last);
-    auto product = m.bits == 8            ? quantised<8, 1, T, Out>
-                   : m.per_block() == 2 ? quantised<4, 2, T, Out>
-                                        : quantised<4, 1, T, Out>;
-    product(m.packed(), bias, m.rows, prepared, tokens, out, first, last);
+    const char *from = m.dense() ? reinterpret_cast<const char *>(x) : prepared;
+    alignas(64) float sums[BATCH * PANEL];
+    for (int64_t p = first; p < last; p++) {
+        int64_t row = p * PANEL, count = std::min(PANEL, m.rows - row);
+        for (int64_t at = 0; at < tokens; at += BATCH) {
+            int64_t n = std::min(BATCH, tokens - at);
+            panel_sums<T>(m, p, from + at * row_bytes<T>(m), n, sums, {panel_at<T>(m, p + 1), tokens, at});
+            add_bias<T>(m, p, n, sums, count);
+            for (int64_t t = 0; t < n; t++) narrow_row(sums + t * PANEL, out + (at + t) * m.rows + row, count);
+        }
+    }
 }
 
 // Rows of W, dequantised: out [count, cols].

@@ -3,23 +3,22 @@
 
 #include "abi.h"
 #include "attention.h"
+#include "experts.h"
 #include "matrix.h"
 #include "pack.h"
 #include "product.h"
 #include "rounding.h"
+#include "routing.h"
 #include "rows.h"
 #include "stage.h"
 
 // Instantiated in tiles.cpp, which is compiled at the same time.
 #define T WEFT_TYPE
 extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
-extern template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
-                                     int64_t);
-extern template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
-                                     int64_t);
-extern template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t,
-                                     int64_t);
 #undef T
+extern template void quantised_sums<4, 1>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<4, 2>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<8, 1>(const Packed &, const char *, int64_t, float *, Ahead);
 
 namespace {
 
@@ -101,6 +100,13 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
     ENTRY void weft_product_##NAME(const Matrix *m, const T *x, int64_t tokens, T *out, int64_t threads) {             \
         product(*m, x, tokens, out, threads);                                                                          \
     }                                                                                                                  \
+    ENTRY void weft_wide_product_##NAME(const Matrix *m, const T *x, int64_t tokens, float *out, int64_t threads) {    \
+        product(*m, x, tokens, out, threads);                                                                          \
+    }                                                                                                                  \
+    ENTRY void weft_experts_##NAME(const Experts *experts, const T *x, const int64_t *chosen, const float *shares,     \
+                                   int64_t tokens, int64_t top_k, T *out, int64_t threads) {                           \
+        run_experts(*experts, x, {top_k, chosen, shares}, tokens, out, threads);                                       \
+    }                                                                                                                  \
     ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens) {                    \
         return Workspace<T>(layers, count, tokens, nullptr).bytes;                                                     \
     }                                                                                                                  \
@@ -109,6 +115,11 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
         stage<T>(layers, count, *step, workspace, threads);                                                            \
     }
 
+ENTRY void weft_choose_experts(const float *scores, int64_t count, int64_t tokens, int64_t top_k, int64_t normalised,
+                               int64_t *chosen, float *shares) {
+    for (int64_t t = 0; t < tokens; t++)
+        choose_experts(scores + t * count, count, top_k, normalised, chosen + t * top_k, shares + t * top_k);
+}
 ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits, int64_t threads) {
     (bits == 4 ? pack_values<4> : pack_values<8>)(values, to, rows, blocks, threads);
 }

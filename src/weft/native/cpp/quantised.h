@@ -159,7 +159,7 @@ template <class T> void quantise_row(const T *x, int64_t blocks, int64_t per_blo
 
 // ---------------------------------------------------------------------------------------------- products
 
-constexpr int64_t BATCH = 24;  // tokens whose sums are written out together
+constexpr int64_t FETCHING = 24;  // tokens during which all of what comes next is prefetched
 constexpr int64_t AHEAD = 2048;  // bytes that a tile prefetches ahead of itself if no other tile reads the panel
 
 // Packed weights: all panels, or one.
@@ -279,11 +279,11 @@ void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *
 }
 
 template <int BITS, int PER_BLOCK>
-void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fetch) {
-    // A single tile prefetches its own panel; several tiles prefetch the next panel.
+void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *after, bool fetch) {
+    // A single tile prefetches its own panel; several tiles prefetch what is read `after` it.
     constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that reads the panel once
     bool alone = tokens <= MOST && !(tokens & (tokens - 1));
-    const char *next = panel.values + (alone ? AHEAD : panel.columns.blocks * BLOCK_BYTES<BITS>);
+    const char *next = alone ? panel.values + AHEAD : after;
     int64_t all = fetch ? tokens : 0;
 #ifdef __AVX512VNNI__
     // Twelve tokens have twelve sums of integers and twelve of floats in 32 registers; with half blocks, twice as many
@@ -295,23 +295,14 @@ void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, bool
 #endif
 }
 
-// out = x W^T + bias for the rows of panels [first, last), see `multiply` in matrix.h; `x` is prepared.
-template <int BITS, int PER_BLOCK, class T, class Out>
-void quantised(const Packed &weights, const T *bias, int64_t rows, const char *x, int64_t tokens, Out *out,
-               int64_t first, int64_t last) {
-    int64_t stride = Row::bytes(weights.columns.blocks, PER_BLOCK);
-    alignas(64) float sums[BATCH * PANEL];
-    for (int64_t p = first; p < last; p++) {
-        Packed panel = weights.panel<BITS>(p);
-        int64_t row = p * PANEL, count = std::min(PANEL, rows - row);
-        for (int64_t t = 0; t < tokens; t += BATCH) {
-            int64_t n = std::min(BATCH, tokens - t);
-            tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums, t == 0);
-            for (int64_t i = 0; i < n; i++)
-                for (int64_t r = 0; r < count; r++)
-                    out[(t + i) * rows + row + r] =
-                        narrow<Out>(sums[i * PANEL + r] + (bias ? widen(bias[row + r]) : 0.0f));
-        }
+// Sums of `tokens` prepared rows of x with a panel: [tokens][PANEL].
+template <int BITS, int PER_BLOCK>
+void quantised_sums(const Packed &panel, const char *x, int64_t tokens, float *sums, Ahead ahead) {
+    int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
+    for (int64_t t = 0; t < tokens; t += FETCHING) {
+        bool fetch = ahead.tokens && t + ahead.before == 0;
+        int64_t n = std::min(FETCHING, tokens - t);
+        tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums + t * PANEL, ahead.at, fetch);
     }
 }
 

@@ -5,20 +5,35 @@
 #include <deque>
 
 #include "attention.h"
+#include "experts.h"
 #include "matrix.h"
+#include "memory.h"
 #include "product.h"
+#include "routing.h"
 #include "rows.h"
 #include "sum.h"
 #include "team.h"
 
-// One decoder layer with its KV cache; tensors are of T. Mirrored in native/structures.py.
+// A router, whose weights are not quantised, and a rank's share of the experts. Mirrored in native/structures.py.
+struct Mixture {
+    Matrix router;
+    int64_t top_k, normalised;  // see `choose_experts`
+    Experts experts;
+};
+
+// One decoder layer with its KV cache; tensors are of T. A layer with a mixture of experts has no gate_up and down.
+// Mirrored in native/structures.py.
 struct Layer {
     const void *attention_norm, *q_norm, *k_norm, *mlp_norm;
     void *keys, *values;
     Matrix qkv, out, gate_up, down;
+    const Mixture *mixture;  // null in a layer with one MLP
     int64_t q_heads, kv_heads, head_dim, window;
     int64_t group;  // KV group, whose tables and slots say where its keys and values are
     float scale, head_eps, eps;
+
+    // The first matrix of the feed-forward part.
+    const Matrix &opening() const { return mixture ? mixture->experts.gate_up : gate_up; }
 };
 
 // The step that a call computes, see Batch in kernels/batch.py. Mirrored in native/structures.py. x [tokens, hidden] is
@@ -43,8 +58,6 @@ struct Step {
 // Tokens that go through an MLP at a time: results between its products then stay in the CPU's cache.
 constexpr int64_t CHUNK = 256;
 
-constexpr int64_t WORKSPACE_ALIGNMENT = 64;  // bytes
-
 // Memory for results between the parts of a layer, which all layers use in turn.
 template <class T> struct Workspace {
     int64_t bytes = 0;
@@ -54,31 +67,52 @@ template <class T> struct Workspace {
     T *gate_up;  // [CHUNK, 2 * inner]
     T *inner;    // [CHUNK, inner]
     char *prepared;
+    float *scores;    // [tokens, experts], of tokens that go through the experts at once; so are `chosen` and `shares`
+    int64_t *chosen;  // [tokens, top_k]
+    float *shares;
+    ExpertSpace<T> experts;
     int64_t widest = 0;  // elements of a token's row
 
     // In `memory`, whose address is a multiple of WORKSPACE_ALIGNMENT; null to compute `bytes` only.
-    Workspace(const Layer *layers, int64_t count, int64_t tokens, char *memory) {
-        int64_t chunk = std::min(tokens, CHUNK), hidden = 0, qkv_rows = 0, heads = 0, wide = 0, scratch = 0;
+    Workspace(const Layer *layers, int64_t count, int64_t tokens, char *memory)
+        : experts(tokens_at_once(tokens, most_chosen(layers, count)), most_chosen(layers, count)) {
+        int64_t chunk = std::min(tokens, CHUNK), hidden = 0, qkv_rows = 0, heads = 0, wide = 0, scratch = 0, routed = 0;
         for (const Layer *l = layers; l < layers + count; l++) {
             hidden = std::max(hidden, l->out.rows);
             qkv_rows = std::max(qkv_rows, l->qkv.rows);
             heads = std::max(heads, l->out.cols);
-            wide = std::max(wide, l->gate_up.rows);
-            for (const Matrix *m : {&l->qkv, &l->out, &l->gate_up, &l->down})
+            for (const Matrix *m : {&l->qkv, &l->out, &l->opening()})
                 scratch = std::max(scratch, scratch_bytes<T>(*m, tokens));
+            if (l->mixture) {
+                experts.include(l->mixture->experts);
+                routed = std::max(routed, l->mixture->router.rows);
+            } else {
+                wide = std::max(wide, l->gate_up.rows);
+                scratch = std::max(scratch, scratch_bytes<T>(l->down, tokens));
+            }
         }
-        widest = std::max(wide, qkv_rows);
-        auto reserve = [&](auto *&place, int64_t count) {
-            place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(memory + bytes);
-            int64_t size = count * int64_t(sizeof *place);
-            bytes += (size + WORKSPACE_ALIGNMENT - 1) / WORKSPACE_ALIGNMENT * WORKSPACE_ALIGNMENT;
-        };
-        reserve(x, tokens * hidden);
-        reserve(qkv, tokens * qkv_rows);
-        reserve(mixed, tokens * heads);
-        reserve(gate_up, chunk * wide);
-        reserve(inner, chunk * wide / 2);
-        reserve(prepared, scratch);
+        widest = std::max({wide, qkv_rows, experts.top_k * std::max(hidden, experts.width)});
+        Memory parts{memory};
+        parts.reserve(x, tokens * hidden);
+        parts.reserve(qkv, tokens * qkv_rows);
+        parts.reserve(mixed, tokens * heads);
+        parts.reserve(gate_up, chunk * wide);
+        parts.reserve(inner, chunk * wide / 2);
+        parts.reserve(prepared, scratch);
+        parts.reserve(scores, experts.tokens * routed);
+        parts.reserve(chosen, experts.tokens * experts.top_k);
+        parts.reserve(shares, experts.tokens * experts.top_k);
+        experts.reserve(parts);
+        bytes = parts.bytes;
+    }
+
+private:
+    // The most experts that a token has in any layer.
+    static int64_t most_chosen(const Layer *layers, int64_t count) {
+        int64_t most = 0;
+        for (const Layer *l = layers; l < layers + count; l++)
+            if (l->mixture) most = std::max(most, l->mixture->top_k);
+        return most;
     }
 };
 
@@ -91,7 +125,9 @@ template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
     const std::deque<Tiles> &tiles;  // by KV group
+    const int64_t hidden;
     const bool little;
+    const bool at_once;  // one thread goes on with the sums of a product as soon as they are complete
     std::atomic<bool> failed{false};
 
     T *residual() const { return static_cast<T *>(step.residual); }
@@ -106,7 +142,7 @@ template <class T> class Stage {
     }
 
     // Sum space.x over the ranks. Returns false if that failed: then the call ends.
-    bool sum(Team &team, int64_t hidden) {
+    bool sum(Team &team) {
         if (step.shared)
             team.each(1, [&](int64_t, int64_t) { step.shared->sum(space.x, step.tokens * hidden); });
         else if (step.sum)
@@ -116,7 +152,6 @@ template <class T> class Stage {
 
     // residual += x if `add`; x = norm(residual), prepared for a product with `next`.
     void norm(const void *weight, const Matrix &next, float eps, bool add, int64_t first, int64_t last) const {
-        int64_t hidden = next.cols;
         for (int64_t t = first; t < last; t++) {
             T *x = space.x + t * hidden, *r = residual() + t * hidden;
             norm_row<T>(add ? x : r, add ? r : nullptr, static_cast<const T *>(weight), x, hidden, eps);
@@ -124,15 +159,22 @@ template <class T> class Stage {
         prepare(next, space.x, first, last);
     }
 
-    // Rows of space.x from token `at` on become x W^T. Then all rows are summed over the ranks, and rows(first, last)
-    // is called for them. Returns false if the sum failed.
-    bool join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows) {
-        bool at_once = little && !step.shared && !step.sum;
-        multiply_rows(team, m, x, step.tokens - at, space.x + at * m.rows, [&] {
-            if (at_once) rows(int64_t(0), step.tokens);
-        });
+    // Rows of space.x from token `at` on become x W^T; then `join`.
+    bool multiply_and_join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows) {
+        multiply_rows(team, m, x, step.tokens - at, space.x + at * m.rows, [&] { join_at_once(rows); });
+        return join(team, rows);
+    }
+
+    // Rows of space.x are joined in two parts, of which only one does anything: the first when the last of them is done,
+    // by one thread, the second then by the whole team.
+    void join_at_once(Pieces rows) const {
+        if (at_once) rows(int64_t(0), step.tokens);
+    }
+
+    // Sum all rows of space.x over the ranks, and call rows(first, last) for them. Returns false if the sum failed.
+    bool join(Team &team, Pieces rows) {
         if (at_once) return true;
-        if (!sum(team, m.rows)) return false;
+        if (!sum(team)) return false;
         team.each(step.tokens, rows);
         return true;
     }
@@ -160,11 +202,11 @@ template <class T> class Stage {
         Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(l.group), l.q_heads, l.kv_heads, l.head_dim,
                        l.window, width, l.scale, nullptr};
         attend(team, paged, tiles[l.group], [&] { prepare(l.out, space.mixed, 0, step.tokens); });
-        return join(team, l.out, space.mixed, 0, rows);
+        return multiply_and_join(team, l.out, space.mixed, 0, rows);
     }
 
     bool mlp(Team &team, const Layer &l, Pieces rows) {
-        int64_t hidden = l.down.rows, width = l.down.cols;
+        int64_t width = l.down.cols;
         for (int64_t at = 0;; at += CHUNK) {
             int64_t count = std::min(CHUNK, step.tokens - at);
             // By columns, as there may be fewer tokens than threads.
@@ -182,25 +224,75 @@ template <class T> class Stage {
                 prepare(l.down, space.inner, 0, count);
             });
             if (!little) team.each(panels, activated);
-            if (at + count == step.tokens) return join(team, l.down, space.inner, at, rows);
+            if (at + count == step.tokens) return multiply_and_join(team, l.down, space.inner, at, rows);
             multiply_rows(team, l.down, space.inner, count, space.x + at * hidden, nothing);
         }
     }
 
+    // The experts of `count` tokens from token `at` on, and their shares.
+    void route(Team &team, const Mixture &m, const ExpertPass<T> &pass, int64_t at, int64_t count) const {
+        const T *x = space.x + at * hidden;
+        auto choose = [&](int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; t++)
+                choose_experts(space.scores + t * m.router.rows, m.router.rows, m.top_k, m.normalised,
+                               space.chosen + t * m.top_k, space.shares + t * m.top_k);
+        };
+        auto assign = [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); };
+        int64_t panels = m.router.panels();
+        if (little)
+            return team.each(
+                panels,
+                [&](int64_t first, int64_t last) {
+                    multiply(m.router, x, nullptr, count, space.scores, first, last);
+                },
+                [&] {
+                    choose(0, count);
+                    assign();
+                });
+        team.each(
+            count,
+            [&](int64_t first, int64_t last) {
+                float *scores = space.scores + first * m.router.rows;
+                multiply(m.router, x + first * hidden, nullptr, last - first, scores, 0, panels);
+                choose(first, last);
+            },
+            assign);
+    }
+
+    bool mixture(Team &team, const Mixture &m, Pieces rows) {
+        ExpertPass<T> pass(m.experts, space.experts);
+        int64_t most = space.experts.tokens;
+        for (int64_t at = 0; at < step.tokens; at += most) {
+            int64_t count = std::min(most, step.tokens - at);
+            bool last = at + count == step.tokens;
+            route(team, m, pass, at, count);
+            const Matrix &first = m.experts.gate_up;
+            T *x = space.x + at * hidden;
+            const char *read = first.dense() ? reinterpret_cast<const char *>(x)
+                                             : space.prepared + at * prepared_bytes<T>(first);
+            pass.run(team, read, count, x, little, [&] {
+                if (last) join_at_once(rows);
+            });
+        }
+        return join(team, rows);
+    }
+
 public:
-    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles)
-        : step(step), space(space), tiles(tiles),
-          little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE) {}
+    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, int64_t hidden)
+        : step(step), space(space), tiles(tiles), hidden(hidden),
+          little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE),
+          at_once(little && !step.shared && !step.sum) {}
 
     void run(Team &team, const Layer *layers, int64_t count) {
         const Layer *end = layers + count;
-        int64_t hidden = layers->out.rows;
         team.each(step.tokens, [&](int64_t first, int64_t last) {
             norm(layers->attention_norm, layers->qkv, layers->eps, false, first, last);
         });
         for (const Layer *l = layers; l < end; l++) {
             auto before_mlp = [&](int64_t first, int64_t last) {
-                norm(l->mlp_norm, l->gate_up, l->eps, true, first, last);
+                norm(l->mlp_norm, l->opening(), l->eps, true, first, last);
+                // Rows are prepared before they are copied to the experts, however many they are.
+                if (l->mixture && !little) prepare_rows(l->opening(), space.x, space.prepared, first, last);
             };
             auto after_mlp = [&](int64_t first, int64_t last) {
                 const Layer *next = l + 1;
@@ -208,7 +300,8 @@ public:
                 for (int64_t i = first * hidden; i < last * hidden; i++)
                     residual()[i] = narrow<T>(widen(residual()[i]) + widen(space.x[i]));
             };
-            if (!attention(team, *l, before_mlp) || !mlp(team, *l, after_mlp)) return;
+            if (!attention(team, *l, before_mlp)) return;
+            if (!(l->mixture ? mixture(team, *l->mixture, after_mlp) : mlp(team, *l, after_mlp))) return;
         }
     }
 };
@@ -221,7 +314,7 @@ template <class T> void stage(const Layer *layers, int64_t count, const Step &st
     std::deque<Tiles> tiles;
     for (int64_t group = 0; group < groups; group++)
         tiles.emplace_back(step.all_rows(group), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
-    Stage<T> stage(step, space, tiles);
-    int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->gate_up.rows * layers->gate_up.cols;
+    Stage<T> stage(step, space, tiles, layers->out.rows);
+    int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->opening().rows * layers->opening().cols;
     together(threads, weights * step.tokens > SMALL, [&](Team &team) { stage.run(team, layers, count); });
 }

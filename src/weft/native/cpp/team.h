@@ -55,9 +55,11 @@ public:
 
     void end(uint32_t phase) { over.set(phase); }
 
+    bool is_over(uint32_t phase) const { return over.value() >= phase; }
+
     bool over_soon(uint32_t phase) const {
         for (int i = 0; i < SOON; i++, relax_cpu())
-            if (over.value() >= phase) return true;
+            if (is_over(phase)) return true;
         return false;
     }
 
@@ -79,23 +81,25 @@ public:
     Team(int rank, int size, Board &board) : board(board), rank(rank), size(size) {}
 
     // Run work(first, last) for all of `count` elements, `grain` at a time, then then() once. Returns when all is done.
-    // Each thread has a range of its own, which it goes through in order; then it helps the others.
+    // Each thread has a range of its own, which it goes through in order; then it helps the others. `count` and `grain`
+    // may be results of the phase before.
     void each(int64_t count, int64_t grain, Pieces work, Then then) {
         if (size == 1) {
             if (count) work(int64_t(0), count);
             return then();
         }
-        if (!count) return lead(then);
+        phase++;
+        // A thread that is so late may have read a count that is a later phase's already.
+        if (board.is_over(phase)) return;
         grain = std::max(grain, count / (size * Board::MOST) + 1);
-        int64_t pieces = (count + grain - 1) / grain;
+        int64_t pieces = std::max<int64_t>(1, (count + grain - 1) / grain);
         bool were_late = others_late;
         others_late = false;
-        phase++;
         // Do what is left of a thread's range. Returns true if that ended the phase.
         auto go_through = [&](int owner) {
             int64_t first = pieces * owner / size, last = pieces * (owner + 1) / size, done = 0;
             for (int64_t piece; (piece = board.take(phase, owner, owner != rank, first, last)) >= 0; done++)
-                work(piece * grain, std::min((piece + 1) * grain, count));
+                if (count) work(piece * grain, std::min((piece + 1) * grain, count));
             others_late = others_late || (owner != rank && done);
             if (!board.report(done, pieces)) return false;
             then();

@@ -7,10 +7,10 @@
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
-template void quantised<4, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
-template void quantised<4, 2>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
-template void quantised<8, 1>(const Packed &, const T *, int64_t, const char *, int64_t, T *, int64_t, int64_t);
 #undef T
+template void quantised_sums<4, 1>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<4, 2>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<8, 1>(const Packed &, const char *, int64_t, float *, Ahead);
 
 ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                        const SamplingSettings *settings, const uint64_t *streams, int64_t *tokens, int64_t threads) {

@@ -1,0 +1,61 @@
+"""Mixtures of experts in torch, with products of any kernels: the reference for those that compute experts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from weft.architectures.shape import Activation, Experts
+from weft.kernels.base import Product
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class GroupedExperts:
+    """`ExpertProducts` one by one: tokens are sorted by expert, and each expert computes its own in one product."""
+
+    def __init__(self, spec: Experts, gate_up: Sequence[Product], down: Sequence[Product], first: int) -> None:
+        self.spec, self.gate_up, self.down = spec, gate_up, down
+        self._numbers = range(first, first + len(gate_up))
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Compute [T, hidden] -> [T, hidden]."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        offsets = [0, *flat.bincount(minlength=self.spec.count).cumsum(0).tolist()]
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        # In the order of experts, so that the order of a token's sum does not depend on the batch.
+        for expert, gate_up, down in zip(self._numbers, self.gate_up, self.down, strict=True):
+            rows = order[offsets[expert] : offsets[expert + 1]]
+            if len(rows):
+                tokens = rows // chosen.shape[1]
+                part = down(activate(gate_up(x[tokens]), self.spec))
+                total[tokens] += part * shares.flatten()[rows, None]
+        return total.to(x.dtype)
+
+
+def activate(gate_up: torch.Tensor, spec: Experts) -> torch.Tensor:
+    """The activated first half of the columns times the second half, as routed experts have it: [T, 2F] -> [T, F]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    activated = gate * (gate * spec.gain).sigmoid() if spec.activation == "silu" else ACTIVATIONS[spec.activation](gate)
+    return (activated * (up + spec.up_offset)).to(gate_up.dtype)
+
+
+def choose_experts(scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Pointwise.choose_experts` in torch."""
+    # Stable: of equal shares, that of the lower number comes first.
+    shares, chosen = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, chosen = shares[:, : spec.top_k], chosen[:, : spec.top_k]
+    if spec.normalised:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    return chosen, shares

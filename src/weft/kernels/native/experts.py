@@ -1,0 +1,107 @@
+"""The experts of a rank in C++, in stacks of matrices that are packed once."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft.architectures.shape import Experts
+from weft.kernels.base import ExpertStack
+from weft.kernels.native.matrix import allocate_packed, describe_matrix, pack_weight
+from weft.native.entries import Entries
+from weft.native.structures import PANEL, ExpertsDescriptor, MatrixDescriptor
+from weft.quant.quantised import QuantisedWeight, stack_size
+
+
+@dataclass(frozen=True)
+class NativeStack:
+    """Packed matrices of all experts of a rank, one after the other in each of `tensors`.
+
+    `order` [rows] are the rows of a matrix in the order in which they are packed; None: as they are. The descriptor is
+    that of the first matrix.
+    """
+
+    entries: Entries
+    descriptor: MatrixDescriptor
+    tensors: tuple[torch.Tensor, ...]
+    bias: torch.Tensor | None
+    order: torch.Tensor | None
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Take the values of another stack, of the same dims and scheme."""
+        for expert in range(stack_size(weight)):
+            matrix = reorder_rows(weight.select(0, expert), self.order)
+            pack_weight(self.entries, matrix, [tensor[expert] for tensor in self.tensors])
+
+
+@dataclass(frozen=True)
+class NativeExperts:
+    """`ExpertProducts` in C++. The descriptor points into `stacks`."""
+
+    entries: Entries
+    descriptor: ExpertsDescriptor
+    stacks: Sequence[NativeStack]
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        chosen, shares, out = chosen.contiguous(), shares.contiguous(), torch.empty_like(x)
+        tokens, top_k = chosen.shape
+        self.entries.experts(
+            ctypes.byref(self.descriptor),
+            x.data_ptr(),
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            tokens,
+            top_k,
+            out.data_ptr(),
+        )
+        return out
+
+
+def create_experts(
+    entries: Entries, spec: Experts, gate_up: NativeStack, down: NativeStack, first: int
+) -> NativeExperts:
+    """The experts of a rank, the first of which has the number `first`. `gate_up` is from `pack_gate_up`."""
+    descriptor = ExpertsDescriptor(
+        gate_up=gate_up.descriptor,
+        down=down.descriptor,
+        first=first,
+        count=len(down.tensors[0]),
+        gain=spec.gain,
+        limit=math.inf if spec.limit is None else spec.limit,
+        up_offset=spec.up_offset,
+    )
+    return NativeExperts(entries, descriptor, (gate_up, down))
+
+
+def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None = None) -> NativeStack:
+    """Pack the matrices of a stack, and order their biases alike."""
+    first = reorder_rows(stack.weight.select(0, 0), order)
+    count = stack_size(stack.weight)
+    tensors = tuple(part.new_empty(count, len(part)) for part in allocate_packed(entries, first))
+    bias = stack.bias if stack.bias is None or order is None else stack.bias[:, order].contiguous()
+    descriptor = describe_matrix(first, first.shape[0], tensors, bias)
+    packed = NativeStack(entries, descriptor, tensors, bias, order)
+    packed.replace(stack.weight)
+    return packed
+
+
+def pack_gate_up(entries: Entries, stack: ExpertStack) -> NativeStack:
+    """Pack matrices whose rows are those of the gate and then those of the up projection: panels of both in turns."""
+    width = stack.weight.select(0, 0).shape[0] // 2
+    # Incomplete panels repeat the last row, whose products nobody reads.
+    rows = torch.arange(-(-width // PANEL) * PANEL).clamp(max=width - 1).view(-1, PANEL)
+    return pack_stack(entries, stack, torch.stack((rows, rows + width), dim=1).flatten())
+
+
+def reorder_rows(weight: torch.Tensor | QuantisedWeight, order: torch.Tensor | None) -> torch.Tensor | QuantisedWeight:
+    """Rows `order` of a matrix, or all of them as they are."""
+    if order is None:
+        return weight
+    if isinstance(weight, torch.Tensor):
+        return weight[order]
+    lowest = None if weight.lowest is None else weight.lowest[order]
+    return replace(weight, values=weight.values[order], scales=weight.scales[order], lowest=lowest)
