@@ -102,8 +102,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to one prompt or several, in their order.
 
-        A prompt is a text, a list of token ids, or a dict with "prompt_token_ids" or "prompt". `sampling_params` is one
-        for all prompts or one for each; None takes the model's own defaults. Raises RequestError before anything runs.
+        A prompt is a text, a list of token ids, or a dict with "prompt_token_ids" or "prompt". Prompts share cached KV
+        only with prompts of the same "cache_salt" in their dict. `sampling_params` is one for all prompts or one for
+        each; None takes the model's own defaults. Raises RequestError before anything runs.
         """
         parsed = [self._frontend.parse_prompt(prompt) for prompt in _list_prompts(prompts)]
         return self._answer_all(parsed, sampling_params, use_tqdm, priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,23 +57,33 @@ class LogitsWorker(Worker):
 
 def logits_of(plan: Plan, prompt: list[int]) -> torch.Tensor:
     """[len(prompt), vocab] float32, from one prefill."""
-    executor = InlineExecutor(worker=f"{__name__}:LogitsWorker")
+    run_prompt(plan, [prompt], f"{__name__}:LogitsWorker")
+    return LogitsWorker.logits
+
+
+def run_prompt(plan: Plan, chunks: list[list[int]], worker: str) -> None:
+    """Prefill a prompt with workers of the class "module:Class", a step for each chunk."""
+    prompt = list(chain(*chunks))
+    blocks, groups = -(-len(prompt) // plan.block_size), len(plan.kv_layout.groups)
+    tables = [list(range(group * blocks, (group + 1) * blocks)) for group in range(groups)]
+    executor = InlineExecutor(worker=worker)
     try:
         executor.start(plan)
-        blocks, groups = -(-len(prompt) // plan.block_size), len(plan.kv_layout.groups)
-        step = StepPlan(
-            id=0,
-            released=[],
-            admitted=[Admission(0, 0, SamplingParams(), TokenIds.pack(prompt), [])],
-            slots=[0],
-            starts=[0],
-            counts=[len(prompt)],
-            tokens=prompt,
-            blocks=[[list(range(group * blocks, (group + 1) * blocks))] for group in range(groups)],
-            samples=[False],
-            draft_counts=[0],
-        )
-        executor.submit(step).result(timeout=60)
-        return LogitsWorker.logits
+        start = 0
+        for id, chunk in enumerate(chunks):
+            step = StepPlan(
+                id=id,
+                released=[],
+                admitted=[] if id else [Admission(0, 0, SamplingParams(), TokenIds.pack(prompt), [])],
+                slots=[0],
+                starts=[start],
+                counts=[len(chunk)],
+                tokens=chunk,
+                blocks=[[[] if id else table] for table in tables],
+                samples=[False],
+                draft_counts=[0],
+            )
+            executor.submit(step).result(timeout=60)
+            start += len(chunk)
     finally:
         executor.close()

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from threading import Thread
@@ -62,6 +63,14 @@ def with_other_weights(path: Path, target: Path) -> Path:
             save_file(tensors, target / file.name)
         else:
             (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def with_config(path: Path, target: Path, **values: Any) -> Path:
+    """The same checkpoint with other values in its config.json."""
+    shutil.copytree(path, target)
+    config = json.loads((path / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | values))
     return target
 
 
@@ -328,6 +337,8 @@ def test_what_cannot_be_is_refused_in_one_line_and_changes_nothing(path: Path, f
         with refuses(RequestError, "swap-of-other-shapes") as refusal:
             llm.swap_weights(narrow)
         assert "\n" not in str(refusal.value) and "architecture" in str(refusal.value)
+        with refuses(RequestError, "swap-of-other-shapes", "layers[0].mixer.rope.theta is 500.0, not 10000.0"):
+            llm.swap_weights(with_config(path, tmp_path / "other", rope_theta=500.0))
         (tmp_path / "file").touch()
         with refuses(RequestError, "profile-directory"):
             llm.profile(3, tmp_path / "file")

@@ -120,6 +120,19 @@ def server(words: list[str]) -> Iterator[Server]:
         yield made
 
 
+@pytest.mark.parametrize(
+    ("api", "asked"), [("completions", {"prompt": [7] * 40}), ("chat/completions", {"messages": HI})]
+)
+def test_only_prompts_of_one_salt_share_cached_blocks(server: Server, api: str, asked: dict[str, Any]) -> None:
+    def cached(salt: str | None) -> int:
+        body = {"max_tokens": 1, **asked, "cache_salt": salt}
+        usage = httpx.post(f"{server.url}/v1/{api}", json=body).raise_for_status().json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    salts = ["first", "first", "second", "second", None, None]
+    assert [bool(cached(salt)) for salt in salts] == [False, True] * 3
+
+
 def test_the_openai_client_chats(server: Server) -> None:
     client = server.client
     assert [row.id for row in client.models.list()] == ["tiny"]

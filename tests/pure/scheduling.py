@@ -13,6 +13,7 @@ from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.kv import KVGroup, KVLayout, KVSpec
 from weft.core.blocks import NumberedBlocks
+from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
@@ -45,9 +46,17 @@ AHEAD: list[dict[str, Any]] = [
 ]
 
 
-def request(id: str, prompt: list[int], *, priority: int = 0, stop_ids: tuple[int, ...] = (), **params: Any) -> Request:
-    sampling = SamplingParams(**params)
-    return Request(id=id, prompt=TokenIds.pack(prompt), params=sampling, stop_ids=stop_ids, priority=priority)
+def request(
+    id: str,
+    prompt: list[int],
+    *,
+    priority: int = 0,
+    stop_ids: tuple[int, ...] = (),
+    identity: RequestIdentity = PLAIN,
+    **params: Any,
+) -> Request:
+    sampling, ids = SamplingParams(**params), TokenIds.pack(prompt)
+    return Request(id=id, prompt=ids, params=sampling, stop_ids=stop_ids, priority=priority, identity=identity)
 
 
 def layout(
@@ -92,7 +101,9 @@ class Engine:
         self.ranks = Ranks(**{name: self.limits[name] for name in names})
 
     def schedule(self) -> StepPlan | None:
+        before = set(self.scheduler.running)
         plan = self.scheduler.schedule()
+        self.check_order(before)
         if plan:
             self.flight.append(plan)
             self.plans.append(msgspec.msgpack.encode(plan))
@@ -107,11 +118,11 @@ class Engine:
         return outputs
 
     def run(self, *requests: Request, depth: int = 1) -> None:
-        """Everything to its end. Each turn brings something nearer it, or there is a deadlock."""
+        """Everything that is prepared to its end. Each turn brings something nearer it, or there is a deadlock."""
         for item in requests:
             self.scheduler.add(item)
         turns = 0
-        while self.scheduler._unfinished or self.flight:
+        while self.scheduler._unfinished.keys() - self.scheduler._unprepared or self.flight:
             while len(self.flight) < depth and self.schedule():
                 pass
             assert self.flight, "unfinished requests, and nothing to run"
@@ -126,6 +137,14 @@ class Engine:
     def longest(self) -> int:
         """Tokens of the longest text."""
         return limits_layout(self.limits).longest(self.limits["num_blocks"], self.limits["max_model_len"])
+
+    def check_order(self, before: set[str]) -> None:
+        """A step admits no request before one that has waited longer, or that goes first, and is prepared."""
+        scheduler = self.scheduler
+        new = [sequence.order for id, sequence in scheduler._running.items() if id not in before]
+        waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
+        orders = [scheduler._unfinished[id].order for id in waiting]
+        assert not new or not orders or max(new) < min(orders)
 
     def check_blocks(self) -> None:
         """Each reference belongs to a running request's tables, and what is not referenced is free."""

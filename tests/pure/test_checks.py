@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.refusals import refuses
-from weft.client.checks import check_ids, check_priority
+from weft.client.checks import MAX_SALT, check_cache_salt, check_ids, check_priority
 from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
@@ -43,3 +43,12 @@ def test_a_priority_that_cannot_be_sent_is_refused(priority: Any) -> None:
 def test_the_outermost_priorities_can_be_sent() -> None:
     check_priority(2**63 - 1)
     check_priority(-(2**63))
+
+
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT + 1), 7, b"x", "half a pair: \ud800"])
+def test_a_cache_salt_that_is_no_short_text_is_refused(salt: Any) -> None:
+    with refuses(RequestError, "invalid-cache-salt", MAX_SALT) as caught:
+        check_cache_salt(salt)
+    assert caught.value.param == "cache_salt"
+    for good in (None, "x", "é" * MAX_SALT):
+        check_cache_salt(good)

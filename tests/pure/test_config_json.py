@@ -32,6 +32,7 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"]}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"]}
+GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
 
 
 def shape(config: dict[str, Any]) -> ModelShape:
@@ -151,6 +152,22 @@ def test_windows() -> None:
     fails(QWEN2 | sliding | {"layer_types": [{}] * 4}, "wrong-field-value", "layer_types")
 
 
+@pytest.mark.parametrize(
+    "model", [MISTRAL, GEMMA3, QWEN2 | {"use_sliding_window": True}], ids=lambda it: it["architectures"][0]
+)
+def test_a_window_of_nothing(model: dict[str, Any]) -> None:
+    for window in (0, -1, 1.5, "wide"):
+        fails(model | {"sliding_window": window}, "wrong-field-value", "sliding_window", str(window), "1 ")
+    # Where no layer has one, it does not matter.
+    assert windows(shape(QWEN2 | {"sliding_window": 0})) == windows(shape(LLAMA | {"sliding_window": 0})) == ()
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention", "conv"])
+def test_a_kind_of_layer_that_has_no_block(kind: str) -> None:
+    types = ["full_attention", kind] * 2
+    fails(GEMMA3 | {"layer_types": types}, "layer-type-not-run", kind, "full_attention or sliding_attention")
+
+
 def test_architecture() -> None:
     by_type = {key: value for key, value in LLAMA.items() if key != "architectures"} | {"model_type": "qwen3"}
     assert shape(by_type).architecture == "Qwen3ForCausalLM"
@@ -238,12 +255,25 @@ def planned(config: dict[str, Any]) -> ModelShape:
 
 
 MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"]}
-GEMMA3 = LLAMA | {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32}
+# Latent attention, which has no block.
+LATENT = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 
 def test_an_architecture_that_is_only_planned_for() -> None:
     assert planned(MIXTRAL).experts == Experts(count=8, top_k=2, width=96)
     fails(MIXTRAL, "architecture-not-run", "MixtralForCausalLM", "Llama")
+    assert planned(LATENT).latent
+    fails(LATENT, "architecture-not-run", "DeepseekV2ForCausalLM", "Llama")
     assert planned(LLAMA) == shape(LLAMA)
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.pure.letters import BOS, END, VOCAB, frontend, output, text_tools
 from tests.refusals import refuses
 from weft.client.collector import Collector
-from weft.client.frontend import Prompt, TextTools, sampling_defaults, stream_key
+from weft.client.frontend import Prompt, PromptLike, TextTools, sampling_defaults, stream_key
+from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Output
 from weft.core.step import TokenLogprobs
@@ -17,7 +18,7 @@ from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 
 
-def collect(params: SamplingParams, prompt: str = "hello", **changes: object) -> Collector:
+def collect(params: SamplingParams, prompt: PromptLike = "hello", **changes: object) -> Collector:
     front = frontend(**changes)
     return front.create_collector(front.parse_prompt(prompt), params, arrival_s=1.0)
 
@@ -38,6 +39,17 @@ def collect(params: SamplingParams, prompt: str = "hello", **changes: object) ->
 )
 def test_prompts_come_as_text_ids_or_dicts(prompt: object, ids: list[int], text: str | None) -> None:
     assert frontend().parse_prompt(prompt) == Prompt(TokenIds.pack(ids), text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "ab"}, {"prompt_token_ids": [97]}])
+def test_a_dict_may_have_a_cache_salt(prompt: dict[str, object]) -> None:
+    identities = [
+        {request.identity for request in collect(SamplingParams(n=2), prompt | salt).requests}
+        for salt in ({}, {"cache_salt": None}, {"cache_salt": "a"})
+    ]
+    assert identities == [{RequestIdentity()}, {RequestIdentity()}, {RequestIdentity(cache_salt="a")}]
+    with refuses(RequestError, "invalid-cache-salt"):
+        collect(SamplingParams(), prompt | {"cache_salt": ""})
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,9 @@ def test_a_request_goes_where_the_fewest_tokens_are() -> None:
     for id, length, answer in (("a", 30, 5), ("b", 9, 5), ("c", 9, 5), ("d", 20, 5)):
         groups.scheduler.add(request(id, [1] * length, max_tokens=answer))
     assert groups.scheduler._group_of == {"a": 0, "b": 1, "c": 1, "d": 1}
+    groups.scheduler.add(request("later", [1], max_tokens=1), prepared=False)
+    groups.scheduler.mark_prepared("later")
+    groups.scheduler.mark_prepared("nobody")
     groups.scheduler.abort(["a"])
     groups.scheduler.add(request("e", [1], max_tokens=1))
     assert groups.scheduler._group_of["e"] == 0

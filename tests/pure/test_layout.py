@@ -14,6 +14,7 @@ from tests.pure.machines import gpu, host, plan
 from tests.pure.shapes import SMOLLM2, repeated, shapes, with_attention
 from tests.refusals import refuses
 from weft.architectures.shape import ModelShape
+from weft.client.arguments import engine_config
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
 from weft.hardware.host import Host
@@ -228,6 +229,14 @@ def test_kernels_of_gpus_run_on_no_cpu() -> None:
         attention_backend="varlen",
         kv_cache_dtype="fp8",
     )
+
+
+def test_a_kv_cache_that_a_device_does_not_have() -> None:
+    fails("kv-cache-dtype-not-supported", "fp8", "on a CPU", "--kv-cache-dtype", kv_cache_dtype="fp8")
+    old = host((gpu(0, capability=(8, 0)),))
+    fails("kv-cache-dtype-not-supported", "8.0", "8.9", "--kv-cache-dtype", where=old, kv_cache_dtype="fp8")
+    with refuses(ConfigError, "unknown-choice", "kv_cache_dtype", "fp3", "fp8"):
+        engine_config("m", {"kv_cache_dtype": "fp3"})
 
 
 def test_kernels_that_are_not_installed_are_refused_before_weights_are_read(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from tests.pure.ranks import logprob
 from tests.pure.scheduling import LIMITS, Engine, request
+from weft.core.blocks import block_digest
+from weft.core.identity import PLAIN, RequestIdentity
+from weft.core.request import Request
+from weft.core.sequence import Sequence
 
 
 def test_a_prompt_that_was_seen_is_not_computed_again() -> None:
@@ -59,3 +66,57 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     assert engine.ranks.computed == 24
     stats = engine.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (0, 0)
+
+
+# Of each pair of neighbours, one could be taken for the other if fields ran into each other.
+IDENTITIES = [
+    PLAIN,
+    RequestIdentity(adapter="a"),
+    RequestIdentity(cache_salt="a"),
+    RequestIdentity(content=(b"a",)),
+    RequestIdentity(content=(b"a", b"")),
+    RequestIdentity(content=(b"", b"a")),
+    RequestIdentity(adapter="a", cache_salt="b"),
+    RequestIdentity(adapter="ab"),
+    RequestIdentity(adapter="a", cache_salt="b", content=(b"c",)),
+]
+
+
+@pytest.mark.parametrize("change", [{}, {"windows": (5, None), "num_blocks": 128}, {"states": 1}], ids=str)
+def test_requests_of_other_identity_share_nothing(change: dict[str, object]) -> None:
+    engine = Engine(LIMITS | change)
+    for number, identity in enumerate(IDENTITIES):
+        engine.run(request(f"first {number}", list(range(14)), max_tokens=1, identity=identity))
+        engine.run(request(f"again {number}", list(range(14)), max_tokens=1, identity=identity))
+    for number in range(len(IDENTITIES)):
+        assert [engine.outputs[f"{turn} {number}"][0].cached_tokens for turn in ("first", "again")] == [0, 12]
+
+
+def test_within_a_step_only_one_identity_shares() -> None:
+    engine = Engine(LIMITS)
+    for id, salt in [("a", "x"), ("b", "y"), ("c", "x")]:
+        engine.scheduler.add(
+            request(id, list(range(10)), max_tokens=3, identity=RequestIdentity(cache_salt=salt)),
+        )
+    plan = engine.schedule()
+    assert plan and plan.counts == [10, 10, 2]
+    engine.run()
+    assert engine.tokens("a") == engine.tokens("b") == engine.tokens("c") != []
+
+
+def test_digests_begin_from_the_identity() -> None:
+    def first_digest(asked: Request) -> bytes:
+        sequence = Sequence(asked, (0, 0), 100)
+        sequence.unpack_prompt()
+        return sequence.digests(2, 4)[0]
+
+    prompt = list(range(8))
+    # Without an identity they are those of the tokens alone, and an identity from a message is like any other.
+    assert first_digest(request("a", prompt)) == block_digest(b"", prompt[:4])
+    digests = [first_digest(request("a", prompt, identity=identity)) for identity in IDENTITIES]
+    assert len(set(digests)) == len(digests)
+    sent = [
+        msgspec.msgpack.decode(msgspec.msgpack.encode(request("a", prompt, identity=identity)), type=Request)
+        for identity in IDENTITIES
+    ]
+    assert [first_digest(asked) for asked in sent] == digests

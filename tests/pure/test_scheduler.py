@@ -209,6 +209,37 @@ def test_order_holds_when_others_leave_the_queue() -> None:
     assert list(engine.outputs) == sorted(stayed, key=lambda id: priorities[id])
 
 
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", "cabd"), ("priority", "cbad")])
+def test_a_request_that_is_not_prepared_keeps_its_place_and_holds_nobody_up(policy: str, order: str) -> None:
+    engine = Engine(LIMITS | {"max_num_seqs": 1, "policy": policy})
+    scheduler = engine.scheduler
+    priorities = {"a": 5, "b": 0, "c": 7, "d": 9}
+    for id, priority in priorities.items():
+        scheduler.add(request(id, [1], priority=priority, max_tokens=2), prepared=id not in "ab")
+    assert (scheduler.waiting, scheduler.stats().waiting, scheduler.active) == (4, 4, 1)
+    engine.schedule()
+    assert list(scheduler.running) == ["c"]
+    # Before d, which was there when they were not prepared.
+    for id in ("b", "a", "d", "nobody"):
+        scheduler.mark_prepared(id)
+    engine.run()
+    assert "".join(engine.outputs) == order
+
+
+def test_what_is_not_prepared_counts_in_the_queue_and_can_be_aborted() -> None:
+    engine = Engine(LIMITS | {"max_num_seqs": 1, "max_num_queued": 1})
+    for id in "ab":
+        engine.scheduler.add(request(id, [1]), prepared=False)
+    with refuses(QueueFullError, "queue-full"):
+        engine.scheduler.add(request("c", [1]))
+    assert engine.schedule() is None
+    engine.scheduler.abort(["a"])
+    engine.scheduler.mark_prepared("a")
+    engine.scheduler.add(request("c", [1], max_tokens=1))
+    engine.run()
+    assert engine.outputs.keys() == {"c"} and engine.scheduler.waiting == 1
+
+
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", "b"), ("priority", "a")])
 def test_who_is_preempted(policy: str, victim: str) -> None:
     """Two need a fourth block each, and there are seven."""

@@ -58,7 +58,10 @@ def asked(draw: st.DrawFn, id: str) -> Request:
     )
 
 
-OPERATIONS = st.lists(st.sampled_from(["add", "add", "schedule", "schedule", "apply", "apply", "abort"]), max_size=60)
+ADDING = ("add", "add unprepared")
+OPERATIONS = st.lists(
+    st.sampled_from([*ADDING, "add", "schedule", "schedule", "apply", "apply", "abort", "prepare"]), max_size=60
+)
 
 
 def play(limits: dict[str, Any], requests: list[Request], operations: list[str], depth: int) -> tuple[Engine, set[str]]:
@@ -67,10 +70,10 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
     arriving = deque(requests)
     taken: set[str] = set()
     for operation in operations:
-        if operation == "add" and arriving:
+        if operation in ADDING and arriving:
             item = arriving.popleft()
             try:
-                engine.scheduler.add(item)
+                engine.scheduler.add(item, prepared=operation == "add")
                 taken.add(item.id)
             except RequestError:
                 assert len(item.prompt) >= engine.longest
@@ -84,8 +87,26 @@ def play(limits: dict[str, Any], requests: list[Request], operations: list[str],
             engine.scheduler.abort([id, "nobody"])
             engine.check_blocks()
             taken.discard(id)
+        elif operation == "prepare" and (unprepared := list(engine.scheduler._unprepared)):
+            engine.scheduler.mark_prepared(unprepared[len(engine.plans) % len(unprepared)])
+    engine.run(depth=depth)
+    check_unprepared(engine)
     engine.run(depth=depth)
     return engine, taken
+
+
+def check_unprepared(engine: Engine) -> None:
+    """The others have ended, and those that are not prepared have nothing yet. Then prepare them, last one first."""
+    scheduler = engine.scheduler
+    unprepared = list(scheduler._unprepared)
+    assert list(scheduler._unfinished) == unprepared
+    assert scheduler.waiting == scheduler.stats().waiting == len(unprepared)
+    assert scheduler.active == scheduler.blocks_used == 0 and scheduler.schedule() is None
+    assert not engine.outputs.keys() & set(unprepared)
+    for id in reversed(unprepared):
+        scheduler.mark_prepared(id)
+        scheduler.mark_prepared(id)
+    assert not scheduler._unprepared and scheduler.waiting == len(unprepared)
 
 
 def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
@@ -121,7 +142,7 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
 def test_every_request_gets_its_tokens(
     data: st.DataObject, limits: dict[str, Any], operations: list[str], depth: int
 ) -> None:
-    requests = [data.draw(asked(f"r{i}")) for i in range(operations.count("add"))]
+    requests = [data.draw(asked(f"r{i}")) for i in range(sum(operation in ADDING for operation in operations))]
     engine, taken = play(limits, requests, operations, depth)
     check(engine, requests, taken)
 
@@ -158,8 +179,8 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
             )
             for i in range(20)
         ]
-        weights = [3, 3, 3, random.choice([0, 1])]
-        operations = random.choices(["add", "schedule", "apply", "abort"], weights, k=200)
+        weights = [3, random.choice([0, 1]), 3, 3, random.choice([0, 1]), 1]
+        operations = random.choices([*ADDING, "schedule", "apply", "abort", "prepare"], weights, k=200)
         engine, taken = play(limits, requests, operations, random.randint(1, 4))
         check(engine, requests, taken)
 
@@ -168,7 +189,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
 def test_the_same_calls_give_the_same_steps(
     data: st.DataObject, limits: dict[str, Any], operations: list[str], depth: int
 ) -> None:
-    requests = [data.draw(asked(f"r{i}")) for i in range(operations.count("add"))]
+    requests = [data.draw(asked(f"r{i}")) for i in range(sum(operation in ADDING for operation in operations))]
     first, second = (play(limits, requests, operations, depth)[0] for _ in range(2))
     assert first.plans == second.plans
 

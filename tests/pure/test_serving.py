@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
+from httpx import Response
 
 from tests.pure.letters import output
 from tests.pure.worlds import HI, FakeEngine, World, events, refused, saying
 from weft.client.frontend import TextTools
+from weft.core.identity import RequestIdentity
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
 
@@ -142,6 +144,14 @@ async def test_fields_reach_the_sampler() -> None:
     assert (params.repetition_penalty, params.min_tokens, request.stop_ids) == (1.1, 2, (7,))
     assert (params.logit_bias, params.presence_penalty, params.frequency_penalty) == ({65: 1.5}, 0.3, 0.2)
     assert request.priority == 5
+    assert request.identity == RequestIdentity()
+
+
+@pytest.mark.parametrize("ask", [World.chat, World.complete])
+async def test_a_cache_salt_reaches_the_core(ask: Callable[..., Awaitable[Response]]) -> None:
+    world = World()
+    assert (await ask(world, cache_salt="team 7")).status_code == 200
+    assert [request.identity for request in world.engine.requests] == [RequestIdentity(cache_salt="team 7")]
 
 
 # Completions

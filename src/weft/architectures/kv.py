@@ -42,6 +42,13 @@ class KVSpec(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     bytes_per_sequence: int = 0
 
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window > 0, self
+        if self.kind == "state":
+            assert self.window is None and not self.bytes_per_token, self
+        else:
+            assert not self.bytes_per_sequence, self
+
     def text_bytes(self, tokens: int) -> int:
         """Bytes of a text of `tokens` tokens, of which at most the window is kept."""
         return self.bytes_per_sequence + min(tokens, self.window or tokens) * self.bytes_per_token

@@ -1,4 +1,4 @@
-"""Checks that SamplingParams cannot make by itself: token ids against the vocabulary, and the priority."""
+"""Checks of a request beside those of SamplingParams: token ids against the vocabulary, priority, cache salt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from weft.core.params import SamplingParams
 from weft.errors import RequestError
 
 PRIORITIES = range(-(2**63), 2**63)  # the integers that MessagePack carries to the core
+MAX_SALT = 1024  # characters; 43 of base64 are 256 random bits
 
 
 def check_ids(params: SamplingParams, vocab: int) -> None:
@@ -34,3 +35,24 @@ def check_priority(priority: object) -> None:
         raise RequestError(
             f"priority is {priority!r:.60}; it must be a 64-bit integer", param="priority", code="invalid-priority"
         )
+
+
+def check_cache_salt(salt: object) -> None:
+    """Raise RequestError for a cache salt that is neither None nor a text of 1 to MAX_SALT characters."""
+    if salt is None:
+        return
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT or not _is_utf8(salt):
+        raise RequestError(
+            f"cache_salt is {salt!r:.60}; it must be a text of 1 to {MAX_SALT} characters, or left out",
+            param="cache_salt",
+            code="invalid-cache-salt",
+        )
+
+
+def _is_utf8(text: str) -> bool:
+    """Return True if a text can be sent as UTF-8: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

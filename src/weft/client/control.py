@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict, fields, replace
 
 from weft.architectures.shape import ModelShape
@@ -48,11 +49,22 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
 def shape_difference(new: ModelShape, old: ModelShape) -> str:
     """The first difference between two shapes, apart from the dtype of their files; "" if there is none."""
     new = replace(new, dtype=old.dtype)
-    for field in fields(ModelShape):
-        value, wanted = getattr(new, field.name), getattr(old, field.name)
+    return "" if new == old else f"its {_first_difference('', new, old)}"
+
+
+def _first_difference(name: str, new: Any, old: Any) -> str:
+    """The innermost part in which two unlike values differ first, as "layers[2].ffn.width is 96, not 160"."""
+    parts: Iterable[tuple[str, Any, Any]] = ()
+    if isinstance(old, msgspec.Struct) and type(new) is type(old):
+        parts = ((f"{name}.{part.name}", getattr(new, part.name), getattr(old, part.name)) for part in fields(old))
+    elif isinstance(old, tuple) and isinstance(new, tuple):
+        if len(new) != len(old):
+            return f"{name} are {len(new)}, not {len(old)}"
+        parts = ((f"{name}[{number}]", *pair) for number, pair in enumerate(zip(new, old, strict=True)))
+    for part, value, wanted in parts:
         if value != wanted:
-            return f"its {field.name} is {value!r:.80}, not {wanted!r:.80}"
-    return ""
+            return _first_difference(part.removeprefix("."), value, wanted)
+    return f"{name} is {new!r:.80}, not {old!r:.80}"
 
 
 def profile_command(steps: int, directory: str | os.PathLike[str]) -> Profile:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from typing import Any
 
 import msgspec
 
-from weft.client.checks import check_ids, check_priority
+from weft.client.checks import check_cache_salt, check_ids, check_priority
 from weft.client.collector import Collector
 from weft.client.outputs import RequestOutput
 from weft.config import EngineConfig
+from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request
 from weft.core.token_ids import TokenIds
@@ -31,10 +32,14 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids, and as text if the caller gave text."""
+    """A prompt as token ids, and as text if the caller gave text.
+
+    Prompts share cached KV only with prompts of the same `cache_salt`.
+    """
 
     ids: TokenIds
     text: str | None = None
+    cache_salt: str | None = None
 
 
 def sampling_defaults(generation: Mapping[str, Any], policy: str) -> dict[str, Any]:
@@ -131,8 +136,8 @@ class Frontend:
     def parse_prompt(self, prompt: PromptLike, *, special: bool = True, param: str = "prompt") -> Prompt:
         """Return the prompt for a text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 
-        `special` adds the model's own tokens (BOS) to a text that does not begin with them already. `param` names the
-        field in errors.
+        A dict may have a "cache_salt" too. `special` adds the model's own tokens (BOS) to a text that does not begin
+        with them already. `param` names the field in errors.
         """
         if isinstance(prompt, Mapping):
             return self._parse_dict(prompt, special=special, param=param)
@@ -154,11 +159,11 @@ class Frontend:
         return Prompt(self.pack_prompt(ids, param=param))
 
     def _parse_dict(self, prompt: Mapping[str, Any], *, special: bool, param: str) -> Prompt:
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
         if ids is not None:
-            return Prompt(self.parse_prompt(ids, param=param).ids, text)
+            return Prompt(self.parse_prompt(ids, param=param).ids, text, salt)
         if text is not None:
-            return self.parse_prompt(text, special=special, param=param)
+            return replace(self.parse_prompt(text, special=special, param=param), cache_salt=salt)
         raise RequestError(
             f'a prompt given as a dict needs "prompt" or "prompt_token_ids"; it has {sorted(prompt)}',
             param=param,
@@ -216,11 +221,13 @@ class Frontend:
     ) -> Collector:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice."""
         check_priority(priority)
+        check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
         name = str(next(self._names))
         check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
         origin = ("seed", params.seed) if params.seed is not None else ("engine", self._seed, next(self._unseeded))
+        identity = PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
         requests = [
             Request(
                 id=f"{name}-{index}",
@@ -229,6 +236,7 @@ class Frontend:
                 key=stream_key(*origin, index),
                 stop_ids=(() if params.ignore_eos else self._eos) + params.stop_token_ids,
                 priority=priority,
+                identity=identity,
             )
             for index in range(params.n)
         ]

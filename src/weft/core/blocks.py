@@ -12,8 +12,8 @@ from typing import Protocol
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """SHA-256 digest (32 bytes) of a full block's tokens and of all tokens before them.
 
-    `parent` is the digest of the block before, empty for the first. SHA-256, so that no two prompts can be made to
-    share a block by mistake.
+    `parent` is the digest of the block before; for the first block, it is that of the request's identity. SHA-256, so
+    that no two prompts can be made to share a block by mistake.
     """
     return sha256(parent + array("q", tokens).tobytes()).digest()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import add
 
 from weft.core.request import Output, Request, Stats, duplicate_id_error
 from weft.core.scheduler import Scheduler
@@ -34,23 +33,28 @@ class GroupedScheduler:
 
     # Requests in and out
 
-    def add(self, request: Request) -> None:
-        """Queue a request in the group with the least load that has room for it. Raises as `Scheduler.add`."""
+    def add(self, request: Request, *, prepared: bool = True) -> None:
+        """Queue a request in the group with the least load that has room for it, as `Scheduler.add`."""
         if request.id in self._group_of:
             raise duplicate_id_error(request.id)
         by_load = sorted(range(len(self.groups)), key=self._load.__getitem__)
         for number in by_load[:-1]:
             try:
-                self.groups[number].add(request)
+                self.groups[number].add(request, prepared=prepared)
                 break
             except QueueFullError:
                 continue
         else:
             number = by_load[-1]
-            self.groups[number].add(request)
+            self.groups[number].add(request, prepared=prepared)
         tokens = len(request.prompt) + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
+
+    def mark_prepared(self, id: str) -> None:
+        """Let a request run, as `Scheduler.mark_prepared`."""
+        if id in self._group_of:
+            self.groups[self._group_of[id]].mark_prepared(id)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests, as `Scheduler.abort`."""
@@ -153,7 +157,7 @@ def sum_stats(parts: Sequence[Stats], steps: Stats) -> Stats:
     total = Stats(steps=steps.steps, step_sizes=list(steps.step_sizes))
     for part in parts:
         for name in SUMMED:
-            setattr(total, name, add(getattr(total, name), getattr(part, name)))
+            setattr(total, name, getattr(total, name) + getattr(part, name))
     return total
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
@@ -19,7 +20,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `key` is the 64-bit key of the request's random stream, made from the seed and the choice's index. `stop_ids` are
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
-    "priority", lower values of `priority` run first.
+    "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks.
     """
 
     id: str
@@ -28,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     key: int = 0
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
+    identity: RequestIdentity = PLAIN
 
 
 class Output(msgspec.Struct, array_like=True):

@@ -54,6 +54,8 @@ class RequestSets:
         self._ready: deque[Sequence] = deque()
         # A heap by order.
         self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        # Waiting, and not in the queue: what they need is not loaded yet.
+        self._unprepared: dict[str, Sequence] = {}
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._in_flight: deque[Flight] = deque()
@@ -67,8 +69,12 @@ class RequestSets:
 
     # Requests in and out
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait."""
+    def add(self, request: Request, *, prepared: bool = True) -> None:
+        """Queue a request. Raises RequestError if it can never run, QueueFullError if too many wait.
+
+        A request that is not `prepared` needs something that is still being loaded or compiled, such as an adapter. It
+        waits until `mark_prepared`, and requests behind it go first. Its place in the queue is that of its arrival.
+        """
         length = len(request.prompt)
         if request.id in self._unfinished:
             raise duplicate_id_error(request.id)
@@ -87,7 +93,15 @@ class RequestSets:
             sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
-        heappush(self._queue, (order, sequence))
+        if prepared:
+            heappush(self._queue, (order, sequence))
+        else:
+            self._unprepared[request.id] = sequence
+
+    def mark_prepared(self, id: str) -> None:
+        """Let a request run that was added before what it needs was there. Other ids, and unknown ones, are ignored."""
+        if sequence := self._unprepared.pop(id, None):
+            heappush(self._queue, (sequence.order, sequence))
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget these requests at once, and drop the tokens that steps in flight bring for them.
@@ -97,6 +111,7 @@ class RequestSets:
         waiting = self.waiting
         for id in ids:
             if sequence := self._unfinished.get(id):
+                self._unprepared.pop(id, None)
                 self._finish(sequence)
         if self.waiting < waiting:
             self._queue = [entry for entry in self._queue if not entry[1].done]
@@ -119,13 +134,13 @@ class RequestSets:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting requests."""
+        """Number of waiting requests, prepared or not."""
         return len(self._unfinished) - len(self._running)
 
     @property
     def active(self) -> int:
-        """Number of requests that run, plus those waiting for which a slot is free."""
-        return len(self._running) + min(self.waiting, len(self._slots))
+        """Number of requests that run, plus those waiting that are prepared and for which a slot is free."""
+        return len(self._running) + min(self.waiting - len(self._unprepared), len(self._slots))
 
     @property
     def blocks_used(self) -> int:

@@ -86,10 +86,10 @@ class Sequence:
             self.tokens += self.request.prompt
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
-        """Chained digests of the first `count` full blocks, each computed once."""
+        """Chained digests of the first `count` full blocks, each computed once; they begin from the identity's."""
         digests = self._digests
         for index in range(len(digests), count):
-            parent = digests[index - 1] if index else b""
+            parent = digests[index - 1] if index else self.request.identity.digest()
             digests.append(block_digest(parent, self.tokens[index * block_size : (index + 1) * block_size]))
         return digests if len(digests) == count else digests[:count]
 

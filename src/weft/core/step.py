@@ -145,5 +145,4 @@ class LockStepResult(msgspec.Struct):
         return {}
 
 
-EngineStep = StepPlan | LockStep
-EngineStepResult = StepResult | LockStepResult
+EngineStep = StepPlan | LockStep  # of an engine with one attention group, or with several

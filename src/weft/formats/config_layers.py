@@ -131,14 +131,19 @@ def _dense_layers(config: Fields) -> set[int]:
 
 def _windows(config: Fields, default: ConfigFields, layers: int) -> list[int | None]:
     """Each layer's sliding window in tokens; None for a layer without one."""
-    window = config.integer_or("sliding_window", SLIDING_WINDOW)
-    if default.window == "none" or window is None:
+    unused = default.window == "none" or (default.window == "some" and not config.flag("use_sliding_window"))
+    if unused or (window := _window(config)) is None:
         return [None] * layers
     if default.window == "all":
         return [window] * layers
-    if default.window == "some" and not config.flag("use_sliding_window"):
-        return [None] * layers
     return [window if slides else None for slides in _sliding_layers(config, default, layers)]
+
+
+def _window(config: Fields) -> int | None:
+    if config.values.get("sliding_window") == 0:
+        # GGUF files say so if there is none; in config.json nobody knows what it means.
+        raise config.wrong_value("sliding_window", "1 token or more, or null for a model without a window")
+    return config.integer_or("sliding_window", SLIDING_WINDOW)
 
 
 def _sliding_layers(config: Fields, default: ConfigFields, layers: int) -> list[bool]:
@@ -146,8 +151,14 @@ def _sliding_layers(config: Fields, default: ConfigFields, layers: int) -> list[
     types = config.values.get("layer_types")
     if types is None:
         return _sliding_pattern(config, default, layers)
-    if not isinstance(types, list) or any(type not in LAYER_TYPES for type in types):
-        raise config.wrong_value("layer_types", "a list of full_attention and sliding_attention")
+    if not isinstance(types, list) or not all(isinstance(type, str) for type in types):
+        raise config.wrong_value("layer_types", f"a list of {' and '.join(LAYER_TYPES)}")
+    if unknown := set(types).difference(LAYER_TYPES):
+        raise ModelError(
+            f"{config.where}: layer_types has {', '.join(sorted(unknown)):.80}, which Weft does not compute; it runs "
+            f"models whose layers are all {' or '.join(LAYER_TYPES)}",
+            code="layer-type-not-run",
+        )
     if len(types) != layers:
         raise ModelError(
             f"{config.where}: layer_types has {len(types)} entries for {layers} num_hidden_layers",

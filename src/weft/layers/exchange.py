@@ -77,15 +77,17 @@ class DispatchExchange:
         self._sent: _SentTokens | None = None
 
     def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
-        own, group = self._own_rows(len(tokens.x)), self._experts
-        rows, chosen = pack_tokens(tokens)[own.start : own.stop], tokens.chosen[own.start : own.stop]
-        wanted = self._holds[:, chosen].any(dim=-1)  # [ranks, own tokens]
+        total, group = len(tokens.x), self._experts
+        own = self._own_rows(total)
+        tokens = RoutedTokens(*(part[own.start : own.stop] for part in tokens))
+        wanted = self._holds[:, tokens.chosen].any(dim=-1)  # [ranks, own tokens]
         counts = wanted.sum(dim=1)
         send = counts.tolist()
         receive = group.all_to_all(counts[:, None], self._ones, self._ones).flatten().tolist()
         numbers = wanted.nonzero()[:, 1].split(send)
-        self._sent = _SentTokens(len(tokens.x), own, numbers, send, receive)
-        return unpack_tokens(group.all_to_all(rows[torch.cat(numbers)], send, receive), tokens)
+        self._sent = _SentTokens(total, own, numbers, send, receive)
+        rows = pack_tokens(tokens)[torch.cat(numbers)]
+        return unpack_tokens(group.all_to_all(rows, send, receive), tokens)
 
     def combine(self, parts: torch.Tensor) -> torch.Tensor:
         assert self._sent, "combine comes after dispatch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import torch
@@ -87,8 +87,8 @@ class DecoderModel:
         self.embed = None
         if embedding_table is not None:
             self.embed = Embedding(embedding_table, place.vocab, comm, shape.embedding_scale)
-        self.layers = []
-        for number in range(place.layers.start, place.layers.stop):
+        self.layers, self._numbers = [], range(place.layers.start, place.layers.stop)
+        for number in self._numbers:
             spec = shape.layers[number]
             weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels, exchange)
             rope = self.ropes.table(spec.mixer.rope, spec.mixer.head_dim)
@@ -142,6 +142,23 @@ class DecoderModel:
         for run, run_caches in zip(self.runs, self._run_caches, strict=True):
             residual = run(residual, run_caches, batch)
         return residual
+
+    def layer_states(
+        self, incoming: torch.Tensor | None, caches: Sequence[KVCache], batch: Batch, layers: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run this stage's layers as `hidden` does, but one by one: fused layers do not show the states between them.
+
+        Returns [T, hidden] after the last layer and, by global number, [T, hidden] after each layer of the stage that
+        is one of `layers`.
+        """
+        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        assert residual is not None
+        stream, states = ResidualStream(residual, self.comm, self.kernels), {}
+        for number, layer, cache in zip(self._numbers, self.layers, caches, strict=True):
+            layer(stream, cache, batch.of_group(cache.group))
+            if number in layers:
+                states[number] = stream.finish().clone()  # later layers add to it in place
+        return stream.finish(), states
 
     def serve_others(self, group_tokens: Sequence[int]) -> None:
         """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""

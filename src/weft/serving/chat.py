@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,7 +61,7 @@ def prepare_chat(service: Service, content: bytes) -> PreparedChat:
     sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
     service.check_capacity(1, sampling_params)
     text = service.frontend.render_chat(body.messages, **service.template_arguments(body))
-    prompt = service.frontend.parse_prompt(text, special=False, param="messages")
+    prompt = replace(service.frontend.parse_prompt(text, special=False, param="messages"), cache_salt=body.cache_salt)
     return PreparedChat(body, model, service.create_collectors([prompt], sampling_params, priority=body.priority))
 
 

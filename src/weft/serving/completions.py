@@ -65,6 +65,7 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
 def tokenize_prompt(frontend: Frontend, given: PromptLike, body: CompletionRequest) -> Prompt:
     """Tokenize one prompt. With echo, add its text: decoding it here keeps that work out of the event loop."""
     prompt = frontend.parse_prompt(given, special=body.add_special_tokens is not False)
+    prompt = replace(prompt, cache_salt=body.cache_salt)
     if body.echo and prompt.text is None and frontend.tokenizer is not None:
         return replace(prompt, text=frontend.decode(list(prompt.ids)))
     return prompt

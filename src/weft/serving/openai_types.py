@@ -38,6 +38,7 @@ class SamplingRequest(Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class TemplateRequest(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -243,9 +243,9 @@ class ModelRunner:
         token_bytes = layer_bytes_per_token(self.plan.shape, self.plan.kv_dtype) // self.links.tensor.size
         return read_again * token_bytes <= EAGER_BYTES
 
-    def fill_batch(self, staged: StagedStep) -> Batch:
-        """Turn a staged step into a batch, in a graph's tensors if it can be replayed."""
-        batch = (self.graphs and self.graphs.captured_batch(staged)) or staged.eager()
+    def fill_batch(self, staged: StagedStep, *, eager: bool = False) -> Batch:
+        """Turn a staged step into a batch: in a graph's tensors if it can be replayed, unless `eager`."""
+        batch = (self.graphs and not eager and self.graphs.captured_batch(staged)) or staged.eager()
         self.kernels.pointwise.fill_batch(staged, batch)
         return batch
 
@@ -255,6 +255,16 @@ class ModelRunner:
             return self.graphs.run_batch(batch, incoming)
         self.kernels.attention.prepare(batch)
         return self._forward(batch, incoming)
+
+    def forward_with_states(
+        self, batch: Batch, incoming: torch.Tensor | None = None, *, layers: Collection[int]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run an eager batch as `forward` does; return also the hidden states after `layers`, see
+        `DecoderModel.layer_states`. All ranks of a stage call this with the same layers, layer by layer and without a
+        graph, so it takes longer than `forward`."""
+        assert not batch.fixed, "a graph's batch has idle rows"
+        self.kernels.attention.prepare(batch)
+        return self.model.layer_states(incoming, self.caches, batch, layers)
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         return self.model.hidden(incoming, self.caches, batch)
