@@ -144,6 +144,22 @@ class LayoutOptions(Options):
         None, minimum=1, short="-pp", help="number of pipeline stages, each with some of the layers"
     )
     pipeline_split: tuple[int, ...] | None = option(None, metavar="20,12", help="layers per stage")
+    data_parallel_size: int | None = option(
+        None,
+        minimum=1,
+        short="-dp",
+        help="with --enable-expert-parallel: number of attention groups, each with requests and a KV cache of its own, "
+        "that share one set of experts",
+    )
+    enable_expert_parallel: bool = option(
+        False, short="-ep", help="deal whole experts out to ranks, instead of cutting every expert into slices"
+    )
+    expert_parallel_size: int | None = option(
+        None,
+        minimum=1,
+        help="number of parts into which the experts are dealt; the ranks of a part divide each expert's columns. "
+        "Default: tensor-parallel size times data-parallel size",
+    )
     device_map: DeviceMap | None = option(
         None,
         metavar="MAP",

@@ -16,10 +16,12 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # a rank's process knows this folder alone
 
-from tests.pure.shapes import dense_shape
+from tests.pure.shapes import dense_shape, with_experts
+from weft.architectures.shape import Experts
 from weft.comm import Links
 from weft.core.commands import Command, RankReport, RankStats, Reply
-from weft.core.step import StepPlan, StepResult
+from weft.core.groups import empty_plan
+from weft.core.step import LockStep, StepPlan, StepResult
 from weft.errors import ModelError
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
@@ -40,15 +42,20 @@ SHAPE = dense_shape(
 HERE = "fake_worker:FakeWorker"
 
 
-def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1) -> Plan:
-    ranks = tensor * stages
+# For attention groups: as many experts as they may have ranks.
+MIXTURE = with_experts(SHAPE, Experts(count=8, top_k=2, width=32))
+
+
+def make_plan(model: str = "fine", *, tensor: int = 1, stages: int = 1, groups: int = 1) -> Plan:
+    ranks, shape = tensor * stages * groups, MIXTURE if groups > 1 else SHAPE
+    layers, dealt = [len(SHAPE.layers) // stages] * stages, tensor * groups if groups > 1 else 1
     return Plan(
         model=model,
         checkpoint="",
         load_format="dummy",
-        shape=SHAPE,
+        shape=shape,
         dtype="float32",
-        places=cut_places(SHAPE, [1.0] * tensor, [len(SHAPE.layers) // stages] * stages),
+        places=cut_places(shape, [1.0] * tensor, layers, data_parallel=groups, expert_parallel=dealt),
         devices=named_devices(*("cpu",) * ranks),
         cores=(tuple(os.sched_getaffinity(0)),) * ranks,
         max_model_len=64,
@@ -63,9 +70,17 @@ def make_step(id: int, tokens: list[int]) -> StepPlan:
     return StepPlan(id, [], [], [0], [0], [len(tokens)], tokens, [[[0]]], [True], [0])
 
 
-def total(plan: Plan, tokens: list[int]) -> int:
-    """Answer of the fake to a step with these tokens."""
-    ranks = range(1, len(plan.places) + 1)
+def make_lock_step(id: int, *tokens: list[int]) -> LockStep:
+    """A step of several attention groups, of which some may have no tokens."""
+    plans = [make_step(id, group) if group else empty_plan() for group in tokens]
+    for plan in plans:
+        plan.group_tokens = [len(group) for group in tokens]
+    return LockStep(plans)
+
+
+def total(plan: Plan, tokens: list[int], group: int = 0) -> int:
+    """Answer of the fake to an attention group's step with these tokens."""
+    ranks = [rank + 1 for rank in plan.attention_groups[group]]
     return sum(tokens) * sum(ranks) % SHAPE.vocab
 
 
@@ -108,11 +123,17 @@ class FakeWorker:
         self.steps += 1
         x = torch.tensor([sum(step.tokens) * (self.rank + 1.0)])
         x = self.links.tensor.sum(x)
+        if self.plan.exchange:
+            # All groups are in the same step, and know of each other's tokens.
+            group = self.links.data if self.plan.exchange == "gather" else self.links.expert
+            tokens = group.all_gather(torch.tensor([len(step.tokens)]), [1] * group.size).tolist()
+            each = group.size // len(step.group_tokens)
+            assert tokens == [count for count in step.group_tokens for _ in range(each)]
         if not self.place.first:
             x = x + self.links.stage.recv((1,), torch.float32)
         if not self.place.last:
             self.links.stage.send(x)
-        if self.rank != self.plan.output_rank:
+        if not self.place.samples:
             return None
         assert self.blocks, "steps come after allocate"
         sampled = step.samples.count(True)

@@ -193,7 +193,7 @@ def test_links_that_a_plan_does_not_need_are_those_of_a_rank_alone() -> None:
 
 
 GPUS, SHARED = ("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("cuda:0", "cuda:0", "cuda:1", "cuda:1")
-FILES = SharedMemory(tensor=GroupFiles(3, ()), before=None, after=None)
+FILES = SharedMemory(groups=(GroupFiles((0, 1), 3, ()),), before=None, after=None)
 
 
 @pytest.mark.parametrize(

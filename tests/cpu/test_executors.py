@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_worker import HERE, make_plan, make_step, total
+from fake_worker import HERE, make_lock_step, make_plan, make_step, total
 
 from tests.refusals import refuses
 from weft.core.commands import RankReport, RankStats
@@ -62,6 +62,39 @@ def test_results_in_order(make: Make, tensor: int, stages: int) -> None:
     for step, future in zip(steps, futures, strict=True):
         assert future.result(WAIT_S) == StepResult(step.id, [total(plan, step.tokens)], [None], {})
     assert not executor.failure.done()
+
+
+@both
+@pytest.mark.parametrize(
+    ("groups", "tensor", "stages", "exchange"), [(2, 1, 1, "gather"), (2, 2, 2, "dispatch"), (3, 1, 1, "dispatch")]
+)
+def test_attention_groups_step_together(make: Make, groups: int, tensor: int, stages: int, exchange: str) -> None:
+    """Each gets its own part of a step, knows the others', and answers for itself; one may have none."""
+    plan = make_plan(groups=groups, tensor=tensor, stages=stages)
+    assert plan.exchange == exchange
+    executor = make()
+    executor.start(plan)
+    futures = {}
+    for number in range(12):
+        tokens = [[number, group + 1][: (number + group) % 3] for group in range(groups)]
+        futures[number] = tokens, executor.submit(make_lock_step(number, *tokens))
+        if number == 5:
+            report = executor.call(RankStats())
+    for number, (tokens, future) in futures.items():
+        for group, (result, part) in enumerate(zip(future.result(WAIT_S).results, tokens, strict=True)):
+            sampled = [total(plan, part, group)] if part else []
+            assert result == StepResult(number if part else -1, sampled, [None] * len(sampled), {})
+    assert [reply.steps for reply in report.result(WAIT_S) if isinstance(reply, RankReport)] == [6] * len(plan.places)
+
+
+@both
+def test_a_rank_that_fails_ends_the_steps_of_all_attention_groups(make: Make) -> None:
+    executor = make()
+    executor.start(make_plan("raise 1 step", groups=2))
+    futures = [executor.submit(make_lock_step(n, [1], [])) for n in range(3)]
+    for future in futures:
+        error = future.exception(WAIT_S)
+        assert isinstance(error, EngineError) and (error.cause.rank, error.cause.phase) == (1, "step")
 
 
 @both

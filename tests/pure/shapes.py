@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape, Norm, Rope
+from weft.plan.rules import ExpertCut
 
 
 def dense_shape(
@@ -217,19 +218,17 @@ def latent_attention(draw: st.DrawFn, heads: int) -> LatentAttention:
 
 
 @st.composite
-def planned_layouts(
-    draw: st.DrawFn,
-) -> tuple[ModelShape, tuple[float, ...], tuple[int, ...], tuple[int, int] | None]:
-    """One of those with tensor weights, layers per stage and a way to deal experts out that it can have."""
+def planned_layouts(draw: st.DrawFn) -> tuple[ModelShape, tuple[float, ...], tuple[int, ...], ExpertCut]:
+    """One of those with tensor weights, layers per stage and a way to share experts that it can have."""
     shape = draw(planned_shapes())
     most = min(6, shape.q_heads, shape.experts.width if shape.experts else 6)
     ranks = draw(st.integers(1, most))
     weights = draw(st.lists(st.floats(0.05, 20), min_size=ranks, max_size=ranks))
     borders = sorted(draw(st.sets(st.integers(1, len(shape.layers) - 1), max_size=2))) if len(shape.layers) > 1 else []
     stages = [b - a for a, b in zip([0, *borders], [*borders, len(shape.layers)], strict=True)]
-    replicas = shape.experts.count // ranks if shape.experts else 0
-    group = None
-    if replicas and draw(st.booleans()):
-        count = draw(st.integers(1, replicas))
-        group = draw(st.integers(0, count - 1)), count
-    return shape, tuple(weights), tuple(stages), group
+    sharing = ExpertCut()
+    if shape.experts:
+        groups = draw(st.integers(1, max(1, most // ranks)))
+        dealt = [size for size in range(1, shape.experts.count + 1) if ranks * groups % size == 0]
+        sharing = ExpertCut(groups, draw(st.sampled_from(dealt)))
+    return shape, tuple(weights), tuple(stages), sharing

@@ -31,14 +31,18 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's share of a model. `rank` = stage * tp_size + `tp_rank`. Spans use the whole model's numbering.
+    """One rank's share of a model. `rank` = (dp_rank * stages + stage) * tp_size + `tp_rank`.
+
+    Spans use the whole model's numbering. `dp_rank` is the number of the rank's attention group: each group has the
+    whole model without its experts, and requests of its own.
 
     `kv_heads` may overlap between neighbouring ranks: with more ranks than KV heads they are replicated. `q_heads`,
-    `ffn` and `vocab` never overlap within a stage.
+    `ffn` and `vocab` never overlap within a stage of a group.
 
-    In a model with experts a rank holds the columns `expert_ffn` of each expert in `experts`, and the columns
-    `shared_ffn` of the shared experts. Under tensor parallelism `experts` is all of them; under expert parallelism
-    `expert_ffn` is all columns. The three spans are empty in other models.
+    In a model with experts a rank holds the columns `expert_ffn` of each expert in `experts`, which all groups share,
+    and the columns `shared_ffn` of the shared experts, which each group has. Under tensor parallelism `experts` is all
+    of them; under expert parallelism `expert_ffn` is all columns, or the share of one of several ranks that hold the
+    same experts. The three spans are empty in other models.
     """
 
     rank: int
@@ -46,6 +50,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
     tp_rank: int
     tp_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
     layers: Span
     q_heads: Span
     kv_heads: Span
@@ -67,7 +73,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        """True on the output rank, which gathers the logits and samples."""
+        """True on the output rank of its attention group, which gathers the logits and samples."""
         return self.last and self.tp_rank == 0
 
 

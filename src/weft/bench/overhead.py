@@ -74,7 +74,7 @@ class SchedulerSteps:
 class InstantExecutor:
     """An executor whose ranks take no time."""
 
-    def submit(self, step: StepPlan) -> Future[StepResult]:
+    def submit(self, step: Any) -> Future[StepResult]:
         """A finished step with a token for each row that samples."""
         future: Future[StepResult] = Future()
         future.set_result(sample_result(step))

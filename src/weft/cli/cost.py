@@ -67,7 +67,7 @@ def rented_fleet(question: Question, best: Candidate) -> Fleet:
 def rentable_units(best: Candidate) -> int:
     """Number of parts that can be rented separately: the replicas, or 1 if they share their experts."""
     layout = best.layout
-    return layout.data_parallel if layout.expert_parallel <= layout.tensor_parallel else 1
+    return 1 if layout.shares_experts else layout.data_parallel
 
 
 def request_usage(question: Question, cached: float) -> Usage:

@@ -201,7 +201,7 @@ def study_replicas(given: dict[str, Any], question: Question, best: Candidate) -
     )
     replicas = replica_specs(question, best, limits)
     other_count = "replicas" in given or given.get("find") == "replicas"
-    if other_count and best.layout.expert_parallel > best.layout.tensor_parallel:
+    if other_count and best.layout.shares_experts:
         raise PlanError(
             f"{best.cut}: its replicas share one set of experts, so their number is part of the layout; describe "
             "other hardware, or give --no-enable-expert-parallel",

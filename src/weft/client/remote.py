@@ -68,7 +68,7 @@ class AsyncEngine:
 
         `worker` is the class that each rank runs, as "module:Class".
         """
-        engine = cls(plan.max_num_seqs + config.max_num_queued_reqs)
+        engine = cls(plan.max_running + config.max_num_queued_reqs)
         try:
             await engine._connection.connect(engine._child)
             engine._connection.send(StartCore(plan, config, worker))

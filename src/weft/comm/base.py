@@ -109,8 +109,10 @@ class Links:
 
     - `tensor`: the ranks of its stage, which cut layers among them.
     - `stage`: the previous and the next stage.
-    - `expert`: the ranks to which the experts of a stage are dealt out.
-    - `data`: the ranks with the same share of the model in every data-parallel group.
+    - `expert`: the ranks of a stage of all attention groups, to which its experts are dealt out.
+    - `data`: the ranks with the same share of a stage in every attention group.
+
+    Of the last two, the one that `Plan.exchange` takes is connected.
     """
 
     tensor: Group = field(default_factory=Solo)

@@ -112,9 +112,10 @@ def create_nccl_group(site: Site, partition: Sequence[Ranks]) -> Group:
 
 
 def create_shared_memory_group(site: Site, partition: Sequence[Ranks]) -> Group:
-    assert isinstance(site.wiring, SharedMemory) and site.wiring.tensor
-    files = site.wiring.tensor
-    return SharedMemoryGroup(site.own(partition).index(site.rank), files.memory, files.pipes)
+    assert isinstance(site.wiring, SharedMemory)
+    ranks = tuple(site.own(partition))
+    files = next(files for files in site.wiring.groups if files.ranks == ranks)
+    return SharedMemoryGroup(ranks.index(site.rank), files.memory, files.pipes)
 
 
 def create_gloo_group(site: Site, partition: Sequence[Ranks]) -> Group:
@@ -190,6 +191,9 @@ GROUP_TRANSPORTS: Transports[Group] = (
     (always, create_gloo_group),
 )
 
+# Symmetric memory is for small sums.
+EXCHANGE_TRANSPORTS: Transports[Group] = tuple(row for row in GROUP_TRANSPORTS if row[1] is not create_symmetric_group)
+
 LINK_TRANSPORTS: Transports[StageLink] = (
     (is_alone, create_alone),
     (are_threads, create_thread_link),
@@ -201,10 +205,15 @@ LINK_TRANSPORTS: Transports[StageLink] = (
 
 def connect_rank(site: Site) -> Links:
     """Connect a rank to the others. Every rank of the plan calls this, and it returns when all have."""
-    return Links(
-        tensor=connect(GROUP_TRANSPORTS, site, site.plan.tensor_groups),
-        stage=connect(LINK_TRANSPORTS, site, site.plan.pipelines),
-    )
+    plan = site.plan
+    tensor = connect(GROUP_TRANSPORTS, site, plan.tensor_groups)
+    stage = connect(LINK_TRANSPORTS, site, plan.pipelines)
+    if plan.exchange is None:
+        return Links(tensor=tensor, stage=stage)
+    exchange = connect(EXCHANGE_TRANSPORTS, site, plan.exchange_groups)
+    if plan.exchange == "gather":
+        return Links(tensor=tensor, stage=stage, data=exchange)
+    return Links(tensor=tensor, stage=stage, expert=exchange)
 
 
 def connect(transports: Transports[Link], site: Site, partition: Sequence[Ranks]) -> Link:

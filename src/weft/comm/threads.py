@@ -110,7 +110,8 @@ class Threads:
     """The wiring of ranks that are threads of this process: what the threads of each group and stage share."""
 
     def __init__(self, plan: Plan) -> None:
-        self._meetings = {tuple(ranks): Meeting(len(ranks)) for ranks in plan.tensor_groups}
+        groups = [*plan.tensor_groups, *plan.exchange_groups]
+        self._meetings = {tuple(ranks): Meeting(len(ranks)) for ranks in groups}
         self._mailboxes: list[Mailbox] = [SimpleQueue() for _ in plan.places]  # by the rank that sends
 
     def group(self, ranks: Sequence[int], rank: int, device: torch.device) -> ThreadGroup:

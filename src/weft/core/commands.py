@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
+from weft.core.groups import GroupedScheduler
 from weft.core.scheduler import Scheduler
 from weft.errors import RequestError
 
@@ -131,7 +132,7 @@ class CommandQueue:
     is 0 for an engine that is awake. `wake` is called with a future when `advance` has to be called again.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: CommandExecutor) -> None:
+    def __init__(self, scheduler: Scheduler | GroupedScheduler, executor: CommandExecutor) -> None:
         self.holds = False
         self.sleep_level = 0
         self.wake: Callable[[Future[Replies]], None] = lambda future: None

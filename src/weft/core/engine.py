@@ -7,16 +7,17 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from time import monotonic
-from typing import Literal, NoReturn, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
 from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
+from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
-from weft.core.step import StepPlan, StepResult
+from weft.core.step import EngineStep
 from weft.errors import CORE, Cause, EngineError, WeftError
 from weft.plan.plan import Plan
 
@@ -26,7 +27,7 @@ logger = logging.getLogger("weft")
 class StepExecutor(CommandExecutor, Protocol):
     """The part of a started executor that the core uses. Steps are executed in the order of their submission."""
 
-    def submit(self, step: StepPlan) -> Future[StepResult]: ...
+    def submit(self, step: EngineStep) -> Future[Any]: ...
 
 
 class EngineCore:
@@ -39,11 +40,13 @@ class EngineCore:
     Once a step or a command has failed, everything but `abort` and `stats` raises its EngineError.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler | GroupedScheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
-        self.pending: deque[Future[StepResult]] = deque()
+        self.pending: deque[Future[Any]] = deque()
         self.commands = CommandQueue(scheduler, executor)
         self.failure: EngineError | None = None
         # When requests that have no token yet took part in their first step.
@@ -55,23 +58,13 @@ class EngineCore:
     def from_plan(
         cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
     ) -> EngineCore:
-        """Create a core with the plan's limits and the config's policies.
+        """Create a core with the plan's limits and the config's policies, and a scheduler for each attention group.
 
         One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
         as they grow (weft serve, AsyncLLM).
         """
-        kv = KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching)
-        scheduler = Scheduler(
-            kv=kv,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_num_queued=config.max_num_queued_reqs,
-            max_model_len=plan.max_model_len,
-            stages=plan.stages,
-            policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
-            lookahead=plan.lookahead,
-            speculation=plan.speculation,
-        )
+        groups = [create_scheduler(plan, num_blocks, config) for _ in range(plan.data_parallel)]
+        scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)
         pace = Pace(monotonic, plan.max_num_batched_tokens) if paced else None
         return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace)
 
@@ -135,7 +128,7 @@ class EngineCore:
         except Exception as error:
             self._fail(error)
 
-    def _next_step(self) -> StepPlan | None:
+    def _next_step(self) -> EngineStep | None:
         """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
         if self._pace:
             self.scheduler.prompt_limit = self._pace.tokens
@@ -144,7 +137,7 @@ class EngineCore:
             self._pace.step_started(self.scheduler.prompt_tokens)
         return plan
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self) -> EngineStep | None:
         if self._speculation_gate is None:
             return self.scheduler.schedule()
         rows = self.scheduler.active
@@ -173,3 +166,21 @@ class EngineCore:
         self.failure = error
         self.commands.fail(error)
         raise error
+
+
+def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig) -> Scheduler:
+    """The scheduler of one attention group, with the plan's limits and the config's policies.
+
+    All groups together queue as many requests as the config says.
+    """
+    return Scheduler(
+        kv=KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_queued=-(-config.max_num_queued_reqs // plan.data_parallel),
+        max_model_len=plan.max_model_len,
+        stages=plan.stages,
+        policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
+        lookahead=plan.lookahead,
+        speculation=plan.speculation,
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import NamedTuple
 
-from weft.core.step import StepPlan
+from weft.core.step import EngineStep
 
 # Decode steps of a turn: a short turn measures the other way, a long turn makes use of the faster one.
 SHORT_TURN, LONG_TURN = 8, 256
@@ -53,7 +53,7 @@ class SpeculationGate:
         """Return True if the next step, with `rows` active requests, shall have draft tokens."""
         return self._gate(rows).drafting
 
-    def step_started(self, plan: StepPlan, rows: int) -> None:
+    def step_started(self, plan: EngineStep, rows: int) -> None:
         """Note a step that was scheduled."""
         # A step that also reads prompts says nothing about drafts.
         decodes = all(plan.samples) and all(map(_is_decode, plan.counts, plan.draft_counts))

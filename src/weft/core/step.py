@@ -38,6 +38,10 @@ class StepPlan(msgspec.Struct, array_like=True):
     after row r; if the row does not sample yet, the draft model only reads its tokens. `draft_requests` is empty
     without a draft model.
 
+    If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
+    each group's plan, and one without rows takes part with its experts. `graph_rows` is the number of rows that a CUDA
+    graph of every group must have room for, 0 if a group's rows are not all of one token.
+
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
     order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
     """
@@ -54,6 +58,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     draft_counts: list[int]
     draft_requests: list[int] = []
     masks: dict[int, bytes] = {}
+    group_tokens: list[int] = []
+    graph_rows: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -91,3 +97,52 @@ class StepResult(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: dict[int, list[int]] = {}
     failed: dict[int, SlotFailure] = {}
+
+
+class LockStep(msgspec.Struct):
+    """One step of several attention groups, which begins in all of them at once: a plan for each group, in order.
+
+    Plans have equal `group_tokens`, which say whose rows are how many. The properties are those of a StepPlan, over the
+    rows of all groups.
+    """
+
+    plans: list[StepPlan]
+
+    @property
+    def slots(self) -> list[int]:
+        return [slot for plan in self.plans for slot in plan.slots]
+
+    @property
+    def counts(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.counts]
+
+    @property
+    def samples(self) -> list[bool]:
+        return [samples for plan in self.plans for samples in plan.samples]
+
+    @property
+    def draft_counts(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.draft_counts]
+
+    @property
+    def draft_requests(self) -> list[int]:
+        return [count for plan in self.plans for count in plan.draft_requests]
+
+
+class LockStepResult(msgspec.Struct):
+    """The results of a LockStep: one for each attention group, in order."""
+
+    results: list[StepResult]
+
+    @property
+    def failed(self) -> bool:
+        """True if a request of any group has failed."""
+        return any(result.failed for result in self.results)
+
+    @property
+    def drafts(self) -> dict[int, list[int]]:
+        """Empty: several groups have no draft model."""
+        return {}
+
+
+EngineStep = StepPlan | LockStep  # of an engine with one attention group, or with several

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from weft.core.commands import Command, Replies
-from weft.core.step import StepPlan, StepResult
+from weft.core.step import EngineStep
 from weft.errors import Cause
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
@@ -25,10 +25,11 @@ class Executor(Protocol):
     """Starts the ranks of a plan and runs steps on them.
 
     `start` returns once every rank has loaded, measured, allocated and warmed up; it raises EngineError with the first
-    root cause. `submit` returns at once. Several steps may be in flight, and results come in the order of submission.
-    `call` returns at once, too: every rank executes the command after the steps submitted before. The first failing
-    rank fails every future with EngineError, and resolves `failure` even if nothing is in flight.
-    `close` may be called twice and at any time, and leaves no thread and no process behind.
+    root cause. `submit` returns at once. A step of several attention groups is a LockStep, and its result a
+    LockStepResult. Several steps may be in flight, and results come in the order of submission. `call` returns at once,
+    too: every rank executes the command after the steps submitted before. The first failing rank fails every future
+    with EngineError, and resolves `failure` even if nothing is in flight. `close` may be called twice and at any time,
+    and leaves no thread and no process behind.
     """
 
     @property
@@ -36,7 +37,7 @@ class Executor(Protocol):
 
     def start(self, plan: Plan) -> Ready: ...
 
-    def submit(self, step: StepPlan) -> Future[StepResult]: ...
+    def submit(self, step: EngineStep) -> Future[Any]: ...
 
     def call(self, command: Command) -> Future[Replies]: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
@@ -60,9 +61,9 @@ class InlineExecutor(RankExecutor):
 
         run_rank(rank, inbox, partial(self._take_message, rank), create_worker)
 
-    def _send_all(self, message: ToRank) -> None:
-        for inbox in self._inboxes:
-            inbox.put(message)
+    def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._inboxes[rank].put(message)
 
     def _kill(self) -> None:
         # A rank that waits for another is woken, and ends.

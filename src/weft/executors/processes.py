@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from weft.executors.causes import cause_of
@@ -89,10 +89,10 @@ class ProcessExecutor(RankExecutor):
         self._folder = tempfile.mkdtemp(prefix="weft-")  # readable by its owner only
         return File(f"{self._folder}/ranks"), []
 
-    def _send_all(self, message: ToRank) -> None:
+    def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
         frame = encode_frame(message)
-        for child in self._children:
-            child.send_frame(frame)
+        for rank in ranks:
+            self._children[rank].send_frame(frame)
 
     def _listen(self, rank: int, child: Child[FromRank]) -> None:
         failed = False

@@ -10,13 +10,14 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
-from weft.core.step import StepPlan, StepResult
+from weft.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
 from weft.executors.messages import (
@@ -53,6 +54,15 @@ IDLE_S = 0.1  # without a step for this long, no request runs or waits
 
 
 @dataclass
+class PendingStep:
+    """A step that ranks are executing, and the results so far, by attention group."""
+
+    step: EngineStep
+    future: Future[Any] = field(default_factory=Future)
+    results: dict[int, StepResult] = field(default_factory=dict)
+
+
+@dataclass
 class PendingCall:
     """A command that ranks are executing, and the replies so far, by rank."""
 
@@ -70,11 +80,14 @@ class RankExecutor(ABC):
         self._worker = worker
         self.failure: Future[Cause] = Future()
         self._phases: list[str] = []
+        self._ranks: Sequence[int] = ()
+        self._groups: list[list[int]] = []  # ranks of each attention group
+        self._group_of: list[int] = []  # attention group of each rank
         self._reports: SimpleQueue[FromRank | Cause] = SimpleQueue()
         # Every rank gets the steps and commands in the same order.
         self._sending = threading.RLock()
         self._lock = threading.Lock()  # guards the attributes below
-        self._pending: deque[Future[StepResult]] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._calls: deque[PendingCall] = deque()
         self._submitted = 0
         self._uncaptured = 0  # CUDA graphs, on the rank that has the most
@@ -85,6 +98,8 @@ class RankExecutor(ABC):
 
     def start(self, plan: Plan) -> Ready:
         self._phases = ["start"] * len(plan.places)
+        self._ranks, self._groups = range(len(plan.places)), plan.attention_groups
+        self._group_of = [place.dp_rank for place in plan.places]
         atexit.register(self.close)
         if self._worker == WORKER:
             compile_ahead(plan)
@@ -99,17 +114,18 @@ class RankExecutor(ABC):
             raise
         return Ready(num_blocks=num_blocks, ranks=capacities)
 
-    def submit(self, step: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
+    def submit(self, step: EngineStep) -> Future[Any]:
+        pending = PendingStep(step)
+        future = pending.future
         future.set_running_or_notify_cancel()
         with self._sending:
             with self._lock:
                 ended = self._ended
                 if ended is None:
-                    self._pending.append(future)
+                    self._pending.append(pending)
                     self._submitted += 1
             if ended is None:
-                self._send_all(RunStep(step))
+                self._send_step(step)
             else:
                 future.set_exception(EngineError(ended))
         return future
@@ -133,13 +149,25 @@ class RankExecutor(ABC):
         self._end()
         atexit.unregister(self.close)
 
+    def _send_step(self, step: EngineStep) -> None:
+        """Send each attention group its plan."""
+        if isinstance(step, StepPlan):
+            self._send(RunStep(step), self._ranks)
+            return
+        for plan, ranks in zip(step.plans, self._groups, strict=True):
+            self._send(RunStep(plan), ranks)
+
+    def _send_all(self, message: ToRank) -> None:
+        """Send a message to every rank that is still there."""
+        self._send(message, self._ranks)
+
     @abstractmethod
     def _launch(self, plan: Plan) -> None:
         """Start all ranks at once. Each reports through `_take_message` or `_fail`, from a thread of its own."""
 
     @abstractmethod
-    def _send_all(self, message: ToRank) -> None:
-        """Send a message to every rank that is still there."""
+    def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
+        """Send a message to those of these ranks that are still there."""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -153,10 +181,7 @@ class RankExecutor(ABC):
         """Handle a message from a rank."""
         match message:
             case StepDone(result):
-                with self._lock:
-                    future = self._pending.popleft() if self._ended is None else None
-                if future:
-                    future.set_result(result)
+                self._take_result(self._group_of[rank], result)
             case CommandDone(reply):
                 self._take_reply(rank, reply)
             case Listening() | Loaded() | Allocated():
@@ -165,6 +190,21 @@ class RankExecutor(ABC):
                 self._phases[rank] = phase
             case Failed(cause, lost_peer):
                 self._fail(cause, lost_peer)
+
+    def _take_result(self, group: int, result: StepResult) -> None:
+        """Take a group's result of the first step of which it has not returned one."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            pending = next(pending for pending in self._pending if group not in pending.results)
+            pending.results[group] = result
+            if len(pending.results) < len(self._groups):
+                return
+            self._pending.popleft()  # every group has returned those of earlier steps
+        if isinstance(pending.step, LockStep):
+            pending.future.set_result(LockStepResult([pending.results[group] for group in range(len(self._groups))]))
+        else:
+            pending.future.set_result(result)
 
     def _take_reply(self, rank: int, reply: Reply) -> None:
         """Take a rank's reply to the first command that it has not replied to."""
@@ -205,7 +245,8 @@ class RankExecutor(ABC):
                 return False
             self._ended = cause
             self._closing.set()
-            futures: list[Future[Any]] = [*self._pending, *(call.future for call in self._calls)]
+            futures: list[Future[Any]] = [step.future for step in self._pending]
+            futures += [call.future for call in self._calls]
             self._pending.clear()
             self._calls.clear()
             if self._suspicion:

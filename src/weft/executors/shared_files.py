@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from weft.plan.plan import Plan
 from weft.plan.wiring import EdgeFiles, GroupFiles, SharedMemory
@@ -11,12 +12,12 @@ from weft.plan.wiring import EdgeFiles, GroupFiles, SharedMemory
 def open_shared_memory(plan: Plan) -> list[SharedMemory]:
     """Open the memory and the pipes of every rank, in rank order."""
     size = plan.tensor_parallel
-    groups = [open_group_files(size) for _ in range(plan.stages)]
+    groups = [open_group_files(ranks) for ranks in [*plan.tensor_groups, *plan.exchange_groups] if len(ranks) > 1]
     # edges[rank]: from that rank to the same tensor-parallel rank of the next stage.
-    edges = [open_edge_files() for _ in plan.places[:-size]]
+    edges = {place.rank: open_edge_files() for place in plan.places if not place.last}
     return [
         SharedMemory(
-            tensor=groups[place.stage],
+            groups=tuple(files for files in groups if place.rank in files.ranks),
             before=None if place.first else edges[place.rank - size],
             after=None if place.last else edges[place.rank],
         )
@@ -24,11 +25,9 @@ def open_shared_memory(plan: Plan) -> list[SharedMemory]:
     ]
 
 
-def open_group_files(ranks: int) -> GroupFiles | None:
-    """Open memory and pipes for the ranks of a group; None for one rank."""
-    if ranks == 1:
-        return None
-    return GroupFiles(os.memfd_create("weft"), tuple(os.pipe() for _ in range(ranks)))
+def open_group_files(ranks: Sequence[int]) -> GroupFiles:
+    """Open memory and pipes for the ranks of a group."""
+    return GroupFiles(tuple(ranks), os.memfd_create("weft"), tuple(os.pipe() for _ in ranks))
 
 
 def open_edge_files() -> EdgeFiles:
@@ -39,7 +38,7 @@ def open_edge_files() -> EdgeFiles:
 def shared_descriptors(memory: SharedMemory) -> list[int]:
     """Return all descriptors of a rank's memory and pipes."""
     pipes = [pipe for edge in (memory.before, memory.after) if edge for pipe in (edge.full, edge.free)]
-    if memory.tensor:
-        pipes += memory.tensor.pipes
-    files = [files.memory for files in (memory.tensor, memory.before, memory.after) if files]
+    for group in memory.groups:
+        pipes += group.pipes
+    files = [files.memory for files in (*memory.groups, memory.before, memory.after) if files]
     return [*files, *(end for pipe in pipes for end in pipe)]

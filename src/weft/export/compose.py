@@ -11,7 +11,7 @@ from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import Placeholder, Value, flag_words
-from weft.export.target import shares_experts, spans_nodes
+from weft.export.target import spans_nodes
 from weft.formats.yaml_text import Block, dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
@@ -40,7 +40,7 @@ CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why containers of one machine cannot run a layout, in words."""
-    if spans_nodes(question, layout) or (shares_experts(layout) and len(question.cluster.nodes) > 1):
+    if spans_nodes(question, layout) or (layout.shares_experts and len(question.cluster.nodes) > 1):
         return "a container is on one machine; --emit vllm or kuberay spans several"
     return engines.unsupported(question, layout)
 

@@ -13,7 +13,6 @@ from weft.export.files import PRIVATE, ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.infernet_config import NodeConfig, vram_tier
 from weft.export.shell import Placeholder
-from weft.export.target import shares_experts
 
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
@@ -84,7 +83,7 @@ def omitted_options(deployment: Deployment) -> list[str]:
             "the other replicas: the node calls one address, here the first replica's; with weft plan --emit nginx in "
             "front of all of them, put nginx's address into VLLM_HOST and ollamaHost"
         )
-    if len(deployment.nodes) > 1 or shares_experts(deployment.candidate.layout):
+    if len(deployment.nodes) > 1 or deployment.candidate.layout.shares_experts:
         omissions.append("the address: the node is assumed to run beside the first server")
     return omissions
 

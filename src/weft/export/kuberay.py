@@ -12,7 +12,6 @@ from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import Placeholder
-from weft.export.target import shares_experts
 from weft.formats.yaml_text import Block, dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import cluster_devices
@@ -32,7 +31,7 @@ NAME_LENGTH = 40  # KubeRay appends to the name, up to the 63 characters of a DN
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why Ray Serve's LLM application cannot run a layout, in words."""
-    if shares_experts(layout):
+    if layout.shares_experts:
         return "its replicas share no experts: each is a separate vLLM"
     return vllm.unsupported(question, layout)
 

@@ -9,7 +9,7 @@ from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import bash_script, command_line, export_lines
-from weft.export.target import shares_experts, spans_nodes
+from weft.export.target import spans_nodes
 from weft.formats import gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
@@ -21,7 +21,7 @@ PORT = 11434  # Ollama's default
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why Ollama cannot run a layout, in words."""
-    if shares_experts(layout):
+    if layout.shares_experts:
         return "its replicas share no experts: each has all of them"
     return "it uses the GPUs of its own node only" if spans_nodes(question, layout) else ""
 

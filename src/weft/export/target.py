@@ -41,11 +41,6 @@ def spans_nodes(question: Question, layout: DeploymentLayout) -> bool:
     return any(len(used) > 1 for used in nodes)
 
 
-def shares_experts(layout: DeploymentLayout) -> bool:
-    """Return True if replicas share one set of experts."""
-    return layout.expert_parallel > 1 and layout.data_parallel > 1
-
-
 def crowded(layout: DeploymentLayout) -> bool:
     """Return True if a GPU holds several ranks."""
     return len(set(layout.gpus)) < len(layout.gpus)

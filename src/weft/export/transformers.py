@@ -14,7 +14,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.pages import render_template
 from weft.export.shell import command_line
-from weft.export.target import shares_experts, spans_nodes
+from weft.export.target import spans_nodes
 from weft.formats import gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.footprint import MIB
@@ -35,7 +35,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
             f"it has {REMOTE_CODE_ARCHITECTURE} only as code in the checkpoint, and Weft does not turn on "
             "trust_remote_code"
         )
-    if shares_experts(layout):
+    if layout.shares_experts:
         return "replicas share no experts: each has all of them"
     return "a device map is for the GPUs of one node" if spans_nodes(question, layout) else ""
 

@@ -11,7 +11,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import INTERFACE, node_address
 from weft.export.shell import Flags, Placeholder, Raw, Value, bash_script, command_line, export_lines, run_together
-from weft.export.target import crowded, shares_experts, spans_nodes
+from weft.export.target import crowded, spans_nodes
 from weft.formats import gguf_types
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
@@ -29,9 +29,9 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
         return "it has one rank on a GPU"
     if layout.kv_dtype == "int8":
         return "its KV cache has no int8; --kv-cache-dtype fp8 takes as many bytes"
-    if shares_experts(layout) and layout.pipeline_parallel > 1:
+    if layout.shares_experts and layout.pipeline_parallel > 1:
         return "its replicas share experts with tensor parallelism only, not in a pipeline"
-    if shares_experts(layout) and spans_nodes(question, layout):
+    if layout.shares_experts and spans_nodes(question, layout):
         return "a replica that shares experts must be on one node"
     return ""
 
@@ -219,4 +219,4 @@ def next_steps(deployment: Deployment) -> list[str]:
 
 def has_shared_experts(deployment: Deployment) -> bool:
     """Return True if the replicas share their experts."""
-    return shares_experts(deployment.candidate.layout)
+    return deployment.candidate.layout.shares_experts

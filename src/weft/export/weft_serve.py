@@ -13,7 +13,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, bash_script, command_line, run_together
-from weft.export.target import crowded, shares_experts, spans_nodes
+from weft.export.target import crowded, spans_nodes
 from weft.plan import speculation
 from weft.plan.backends import no_narrow_cache
 from weft.planner.deployment import DeploymentLayout, deploy
@@ -26,7 +26,7 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why Weft's engine cannot run a layout yet, in words."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for other GPUs"
-    if shares_experts(layout):
+    if layout.shares_experts:
         return "Weft's replicas do not share experts yet"
     return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
 

@@ -33,6 +33,8 @@ class Batch:
     token each. `order` [decodes]: their numbers, those with the longest contexts first, the order of decode attention:
     a long row that begins last would run alone at the end.
 
+    `group_tokens` are the numbers of tokens of all attention groups in the step, empty for one group.
+
     The tensors of a `fixed` batch are those of a CUDA graph, into which later steps are written. Its last `idle` rows
     are padding.
 
@@ -54,6 +56,7 @@ class Batch:
     idle: int = 0
     group: int = 0
     others: tuple[Batch, ...] = ()
+    group_tokens: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[Batch, ...]:

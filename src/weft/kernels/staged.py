@@ -17,7 +17,8 @@ class StagedStep:
     other dtype is given. G is the number of KV groups.
 
     `tokens` [T]: an id, or ~slot for the token that the request slot sampled last. `positions`, `places` [G, T] int64,
-    `row_starts`, `context`, `order`, `decodes` and `host` are those of a Batch, whose `slots` are `places` here.
+    `row_starts`, `context`, `order`, `decodes`, `host` and `group_tokens` are those of a Batch, whose `slots` are
+    `places` here.
     `slots` [R]: the request slot of each row. `growth` [3, R]: number of blocks in a row's tables before the step,
     number of blocks now, and index in `blocks` [G, N] of its first new block.
 
@@ -39,6 +40,7 @@ class StagedStep:
     decodes: int
     width: int  # columns of the tables that the step reads, at least the most blocks of a row
     host: Lengths
+    group_tokens: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -57,6 +59,7 @@ class StagedStep:
             order=self.order,
             decodes=self.decodes,
             host=self.host,
+            group_tokens=self.group_tokens,
         )
         return split_groups(batch, self.places, tables) if len(tables) > 1 else batch
 

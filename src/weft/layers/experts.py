@@ -1,31 +1,50 @@
-"""Mixture of experts: a router, the experts' MLPs with a rank's share of their columns, and experts that see every
-token."""
+"""Mixture of experts: a router, a rank's experts with its share of their columns, and experts that see every token."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Experts
 from weft.kernels.batch import Batch
+from weft.layers.exchange import RoutedTokens
 from weft.layers.mlp import multiply_by_gate
 from weft.layers.weights import LayerWeights
 
 
 class ExpertsBlock:
-    """A mixture of experts: the kernels compute a rank's experts at once."""
+    """A mixture of experts: the kernels compute a rank's experts at once.
+
+    If other ranks have experts that tokens of this rank choose, they compute these: on the same tokens within an
+    attention group, else on those that the `exchange` brings.
+    """
 
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
-        self.spec, self.kernels = spec, weights.kernels
+        self.spec, self.kernels, self.exchange = spec, weights.kernels, weights.exchange
         self.router = weights.router("router")
-        self.experts = weights.experts("experts", spec, place.experts)
+        self.experts = weights.experts("experts", spec, place)
         self.shared = SharedExperts(spec, weights) if spec.shared else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        chosen, shares = self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec)
-        routed = self.experts(x, chosen, shares)
+        tokens = RoutedTokens(x, *self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec))
+        if self.exchange is None:
+            routed = self.experts(*tokens)
+        else:
+            routed = self.exchange.combine(self.experts(*self.exchange.dispatch(tokens, batch.group_tokens)))
         return routed if self.shared is None else routed + self.shared(x, batch)
+
+    def serve_others(self, group_tokens: Sequence[int], like: torch.Tensor) -> None:
+        """Compute this rank's experts on the tokens of the other attention groups; this group has none.
+
+        `like` [hidden] has the dtype and the device of tokens.
+        """
+        assert self.exchange
+        none = torch.empty(0, self.spec.top_k, device=like.device)
+        tokens = RoutedTokens(like.new_empty(0, len(like)), none.long(), none)
+        self.exchange.combine(self.experts(*self.exchange.dispatch(tokens, group_tokens)))
 
 
 class SharedExperts:

@@ -6,10 +6,11 @@ from collections.abc import MutableMapping
 
 import torch
 
-from weft.architectures.place import Span
+from weft.architectures.place import Place
 from weft.architectures.shape import Experts, Norm
 from weft.comm import Group
 from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
+from weft.layers.exchange import TokenExchange
 from weft.layers.linear import Linear, create_linear
 from weft.layers.norm import NormLayer
 from weft.quant.quantised import QuantisedWeight
@@ -22,9 +23,17 @@ Tensors = MutableMapping[str, torch.Tensor | QuantisedWeight]
 class LayerWeights:
     """Parameters of a rank whose names begin with `prefix`, such as "layers.3."."""
 
-    def __init__(self, tensors: Tensors, prefix: str, norm: Norm, comm: Group, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        prefix: str,
+        norm: Norm,
+        comm: Group,
+        kernels: Kernels,
+        exchange: TokenExchange | None = None,
+    ) -> None:
         self._tensors, self._prefix, self._norm = tensors, prefix, norm
-        self.comm, self.kernels = comm, kernels
+        self.comm, self.kernels, self.exchange = comm, kernels, exchange
 
     def vector(self, name: str) -> torch.Tensor:
         """Parameter that is never quantised: a norm's weight, a bias or the like."""
@@ -52,12 +61,14 @@ class LayerWeights:
         bias, name = self.vector_or_none(name + ".bias"), f"{self._prefix}{name}.weight"
         return Linear(name, self.kernels.matrices.router(self._tensors.pop(name), bias, name))
 
-    def experts(self, name: str, spec: Experts, held: Span) -> ExpertProducts:
+    def experts(self, name: str, spec: Experts, place: Place) -> ExpertProducts:
         """The MLPs of the experts that this rank holds, some columns of each: results are to be summed over the
         ranks."""
         gate_up = self._stack(f"{name}.gate_up", self.vector_or_none(f"{name}.gate_up.bias"))
-        down = self._stack(f"{name}.down", self._bias_of_one_rank(f"{name}.down"))
-        return self.kernels.matrices.experts(spec, gate_up, down, held.start)
+        # Of the ranks that divide the columns of the same experts, the first adds their biases.
+        biases = self.vector_or_none(f"{name}.down.bias") if place.expert_ffn.start == 0 else None
+        down = self._stack(f"{name}.down", biases)
+        return self.kernels.matrices.experts(spec, gate_up, down, place.experts.start)
 
     def _stack(self, name: str, bias: torch.Tensor | None) -> ExpertStack:
         name = f"{self._prefix}{name}.weight"

@@ -14,6 +14,7 @@ from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.attention import AttentionBlock
 from weft.layers.embedding import Embedding, Head
+from weft.layers.exchange import TokenExchange
 from weft.layers.experts import ExpertsBlock
 from weft.layers.mlp import MLPBlock
 from weft.layers.norm import ResidualStream
@@ -62,11 +63,19 @@ class LayerLoop:
 class DecoderModel:
     """One rank's part of a model: the layers of its stage, the embedding on the first stage, the head on the last.
 
-    Matrices are removed from `tensors`. `fill_ropes` comes before the first step.
+    Matrices are removed from `tensors`. `comm` are the ranks of the stage in this attention group; `exchange` leads to
+    experts on ranks of other groups. `fill_ropes` comes before the first step.
     """
 
     def __init__(
-        self, shape: ModelShape, places: Sequence[Place], rank: int, tensors: Tensors, comm: Group, kernels: Kernels
+        self,
+        shape: ModelShape,
+        places: Sequence[Place],
+        rank: int,
+        tensors: Tensors,
+        comm: Group,
+        kernels: Kernels,
+        exchange: TokenExchange | None = None,
     ) -> None:
         assert "positions.weight" not in tensors, "learnt positions are not computed"
         place = places[rank]
@@ -81,7 +90,7 @@ class DecoderModel:
         self.layers, self._numbers = [], range(place.layers.start, place.layers.stop)
         for number in self._numbers:
             spec = shape.layers[number]
-            weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels)
+            weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels, exchange)
             rope = self.ropes.table(spec.mixer.rope, spec.mixer.head_dim)
             self.layers.append(DecoderLayer(spec, place, weights, rope))
         self.runs = fuse_runs(self.layers, comm, kernels)
@@ -90,7 +99,7 @@ class DecoderModel:
         self._run_caches: list[Sequence[KVCache]] = []
         self.head = self.final_norm = None
         if place.last:
-            widths = [len(peer.vocab) for peer in places if peer.stage == place.stage]
+            widths = [len(peer.vocab) for peer in places if (peer.dp_rank, peer.stage) == (place.dp_rank, place.stage)]
             self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
             self.final_norm = LayerWeights(tensors, "", shape.norm, comm, kernels).norm("norm")
         # What is left: parameters that are no matrices. Matrices are with the kernels.
@@ -150,6 +159,13 @@ class DecoderModel:
             if number in layers:
                 states[number] = stream.finish().clone()  # later layers add to it in place
         return stream.finish(), states
+
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
+        for layer in self.layers:
+            if isinstance(layer.ffn, ExpertsBlock):
+                assert layer.ffn_norm
+                layer.ffn.serve_others(group_tokens, layer.ffn_norm.weight)
 
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""

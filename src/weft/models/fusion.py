@@ -69,11 +69,12 @@ def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.
 
     They know grouped-query attention, and an MLP or a mixture of experts with a SiLU gate, each behind an RMS norm.
+    They do not exchange tokens with other attention groups.
     """
     mixer, ffn = layer.mixer, layer.ffn
     if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
         return None
-    if layer.spec != known_spec(mixer.spec, ffn.spec):
+    if layer.spec != known_spec(mixer.spec, ffn.spec) or (isinstance(ffn, ExpertsBlock) and ffn.exchange):
         return None
     return FusedLayer(
         attention_norm=layer.mixer_norm.weight,

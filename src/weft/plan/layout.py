@@ -30,7 +30,7 @@ from weft.plan.quantization import (
     quantization_name,
     tensor_schemes,
 )
-from weft.plan.rules import check_layout, check_tensor_split
+from weft.plan.rules import ExpertCut, check_expert_flags, check_layout, check_tensor_split, cut_of_experts
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
 
@@ -70,8 +70,9 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     shape = checkpoint.shape
     config = with_partition(config, host)
     weights, stages = rank_cut(config, shape)
+    experts = expert_cut(config, shape, len(weights))
     device = device_kind(config, host)
-    ranks = len(weights) * len(stages)
+    ranks = len(weights) * len(stages) * experts.data_parallel
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
@@ -81,7 +82,14 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
     unit = column_unit(shape, cut_precision(config, shape, schemes))
-    places = cut_places(shape, weights, stages, ffn_unit=unit)
+    places = cut_places(
+        shape,
+        weights,
+        stages,
+        data_parallel=experts.data_parallel,
+        expert_parallel=experts.expert_parallel,
+        ffn_unit=unit,
+    )
     check_cuts(shape, places, schemes)
     plan = Plan(
         model=config.model,
@@ -136,6 +144,11 @@ def check_config(config: EngineConfig) -> None:
                 f"gpu_memory_utilization is {share}; it is a share of each GPU's memory, above 0 up to 1",
                 code="bad-utilization",
             )
+    check_expert_flags(
+        data_parallel_size=config.data_parallel_size,
+        enable_expert_parallel=config.enable_expert_parallel,
+        expert_parallel_size=config.expert_parallel_size,
+    )
     if config.device_map is not None:
         if config.plan is not None:
             raise ConfigError(
@@ -184,6 +197,18 @@ def rank_cut(config: EngineConfig, shape: ModelShape) -> tuple[tuple[float, ...]
     )
     weights = config.tensor_split or (1.0,) * (tensor or 1)
     return weights, config.pipeline_split or tuple(stage_layers(shape, stages or 1))
+
+
+def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) -> ExpertCut:
+    """How the ranks of a stage share the experts. Raises as `cut_of_experts`."""
+    if not config.enable_expert_parallel:
+        return ExpertCut()
+    return cut_of_experts(
+        shape,
+        tensor_parallel=tensor_parallel,
+        data_parallel=config.data_parallel_size or 1,
+        expert_parallel=config.expert_parallel_size,
+    )
 
 
 def stage_layers(shape: ModelShape, stages: int) -> list[int]:

@@ -53,8 +53,9 @@ def step_bytes(
     feed_forward = FFN_COPIES * len(place.ffn)
     if shape.experts:
         # Each token is copied to its experts, and their results are copied back into the order of the tokens.
+        # The ranks of all attention groups may bring as many tokens.
         routed = HIDDEN_COPIES * shape.hidden + FFN_COPIES * len(place.expert_ffn)
-        feed_forward = max(feed_forward, shape.experts.top_k * routed)
+        feed_forward = max(feed_forward, place.dp_size * shape.experts.top_k * routed)
     width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
@@ -159,13 +160,13 @@ def _largest_block_bytes(plan: Plan) -> int:
 def capacity_lines(plan: Plan, num_blocks: int) -> list[str]:
     """Log lines for the allocated cache: the two that scripts read, and a third if max_model_len is fitted down.
 
-    The two are vLLM's, which say GPU; on a CPU the first one says CPU.
+    The two are vLLM's, which say GPU; on a CPU the first one says CPU. They count all attention groups together.
     """
-    length, layout = fit_length(plan, num_blocks), plan.kv_layout
-    kind = "CPU" if plan.on_cpu else "GPU"
+    length, layout, groups = fit_length(plan, num_blocks), plan.kv_layout, plan.data_parallel
+    kind, requests = "CPU" if plan.on_cpu else "GPU", groups * layout.requests(num_blocks, length)
     lines = [
-        f"{kind} KV cache size: {layout.tokens(num_blocks, length):,} tokens",
-        f"Maximum concurrency for {length:,} tokens per request: {layout.requests(num_blocks, length):.2f}x",
+        f"{kind} KV cache size: {groups * layout.tokens(num_blocks, length):,} tokens",
+        f"Maximum concurrency for {length:,} tokens per request: {requests:.2f}x",
     ]
     if length < plan.max_model_len:
         lines.append(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import Experts, ModelShape
-from weft.errors import PlanError
 from weft.formats.precision import scale_columns
-from weft.plan.rules import check_pipeline_split, check_tensor_parallel_size
+from weft.plan.rules import check_expert_parallel_size, check_pipeline_split, check_tensor_parallel_size
 from weft.plan.split import split
 
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
@@ -74,79 +74,80 @@ def _cut_layer(
 
 
 def cut_experts(
-    experts: Experts, weights: Sequence[float], group: tuple[int, int] | None, unit: int = FFN_UNIT
-) -> list[ExpertSpans]:
-    """Cut the experts for each rank of a stage; `group` as `expert_group` of `cut_places`."""
-    ranks = len(weights)
-    shared = cut_columns(experts.shared_width, weights, unit)
-    if group is None:
-        held, columns = [Span(0, experts.count)] * ranks, cut_columns(experts.width, weights, unit)
-    else:
-        replica, replicas = group
-        if ranks * replicas > experts.count:
-            raise PlanError(
-                f"expert parallel size {ranks * replicas} is more than the {experts.count} experts of this model; "
-                f"use 1 to {experts.count}",
-                code="more-expert-ranks-than-experts",
-            )
-        dealt = deal_experts(experts.count, tuple(weights) * replicas)
-        held, columns = dealt[replica * ranks : (replica + 1) * ranks], [Span(0, experts.width)] * ranks
-    return [ExpertSpans(*spans) for spans in zip(held, columns, shared, strict=True)]
+    experts: Experts, weights: Sequence[float], expert_parallel: int, unit: int = FFN_UNIT
+) -> list[tuple[Span, Span]]:
+    """Each rank's experts, and its columns of each of them.
+
+    `weights` are those of all ranks that share the experts of a layer. They form `expert_parallel` crews of neighbours.
+    Whole experts are dealt to the crews, and the ranks of a crew divide the columns of each.
+    """
+    check_expert_parallel_size(expert_parallel, len(weights), experts.count)
+    size = len(weights) // expert_parallel
+    crews = [weights[first : first + size] for first in range(0, len(weights), size)]
+    dealt = split(experts.count, [sum(crew) for crew in crews], minimum=1)
+    return [
+        (Span(held.start, held.stop), columns)
+        for held, crew in zip(dealt, crews, strict=True)
+        for columns in cut_columns(experts.width, crew, unit)
+    ]
 
 
 @lru_cache(maxsize=64)
-def deal_experts(experts: int, weights: tuple[float, ...]) -> list[Span]:
-    """Divide whole experts among the ranks of all replicas."""
-    return [Span(part.start, part.stop) for part in split(experts, weights, minimum=1)]
+def _cut_mixture(
+    experts: Experts | None, weights: tuple[float, ...], data_parallel: int, expert_parallel: int, unit: int
+) -> list[ExpertSpans]:
+    """The experts of each rank of a stage, attention group by attention group."""
+    if experts is None:
+        return [NO_EXPERTS] * len(weights) * data_parallel
+    routed = cut_experts(experts, weights * data_parallel, expert_parallel, unit)
+    shared = cut_columns(experts.shared_width, weights, unit) * data_parallel
+    return [ExpertSpans(*spans, own) for spans, own in zip(routed, shared, strict=True)]
 
 
 def cut_places(
     shape: ModelShape,
     tensor_weights: Sequence[float],
     stage_layers: Sequence[int],
-    expert_group: tuple[int, int] | None = None,
+    *,
+    data_parallel: int = 1,
+    expert_parallel: int = 1,
     ffn_unit: int = FFN_UNIT,
 ) -> tuple[Place, ...]:
-    """Cut a model into the places of all ranks of one replica, stage by stage.
+    """Cut a model into the places of all ranks of one engine: attention group by attention group, stage by stage.
 
-    - `tensor_weights`: each tensor-parallel rank's share of a layer.
+    - `tensor_weights`: each tensor-parallel rank's share of a layer, the same in every group.
     - `stage_layers`: number of layers of each stage.
-    - `expert_group`: (replica, number of replicas) under expert parallelism: whole experts are divided among the ranks
-      of all these data-parallel replicas, and the places are those of the given one. (0, 1) is expert parallelism
-      without data parallelism; None cuts every expert by the tensor weights.
+    - `data_parallel`: number of attention groups, which share one set of experts.
+    - `expert_parallel`: number of parts into which the experts are dealt over the ranks of a stage of all groups; the
+      ranks with the same experts divide their columns. 1 cuts every expert by the tensor weights.
     - `ffn_unit`: MLP columns are cut in multiples of this number; `column_unit` computes it for a precision.
 
     Raises PlanError for a cut that the model cannot have.
     """
     check_pipeline_split(stage_layers, len(shape.layers))
-    tp = len(tensor_weights)
-    heads, ffn, vocab = _cut_layer(
-        shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, tuple(tensor_weights), ffn_unit
+    weights, tp = tuple(tensor_weights), len(tensor_weights)
+    heads, ffn, vocab = _cut_layer(shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, weights, ffn_unit)
+    experts = _cut_mixture(shape.experts, weights, data_parallel, expert_parallel, ffn_unit)
+    first_layers = list(accumulate(stage_layers, initial=0))
+    return tuple(
+        Place(
+            rank=(group * len(stage_layers) + stage) * tp + t,
+            stage=stage,
+            stages=len(stage_layers),
+            tp_rank=t,
+            tp_size=tp,
+            dp_rank=group,
+            dp_size=data_parallel,
+            layers=Span(first_layers[stage], first_layers[stage + 1]),
+            q_heads=heads[t][0],
+            kv_heads=heads[t][1],
+            ffn=ffn[t],
+            vocab=vocab[t],
+            experts=experts[group * tp + t].experts,
+            expert_ffn=experts[group * tp + t].columns,
+            shared_ffn=experts[group * tp + t].shared,
+        )
+        for group in range(data_parallel)
+        for stage in range(len(stage_layers))
+        for t in range(tp)
     )
-    if shape.experts:
-        experts = cut_experts(shape.experts, tensor_weights, expert_group, ffn_unit)
-    else:
-        experts = [NO_EXPERTS] * tp
-    places, start = [], 0
-    for stage, count in enumerate(stage_layers):
-        for t in range(tp):
-            q_heads, kv_heads = heads[t]
-            places.append(
-                Place(
-                    rank=stage * tp + t,
-                    stage=stage,
-                    stages=len(stage_layers),
-                    tp_rank=t,
-                    tp_size=tp,
-                    layers=Span(start, start + count),
-                    q_heads=q_heads,
-                    kv_heads=kv_heads,
-                    ffn=ffn[t],
-                    vocab=vocab[t],
-                    experts=experts[t].experts,
-                    expert_ffn=experts[t].columns,
-                    shared_ffn=experts[t].shared,
-                )
-            )
-        start += count
-    return tuple(places)

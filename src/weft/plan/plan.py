@@ -11,6 +11,8 @@ from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
 from weft.plan.fills import rank_weight_bytes
 
+Exchange = Literal["gather", "dispatch"]
+
 
 class DraftModel(msgspec.Struct, frozen=True, kw_only=True):
     """A small model that drafts tokens for the large one, whole on the output rank. Fields as in `Plan`."""
@@ -62,6 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `schemes`: scheme (`formats.schemes`) of each checkpoint tensor that is held quantised; all others are in `dtype`.
     - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
       threads may use.
+    - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
     - `uuids`: the driver's ids of the GPUs, in rank order; empty on a CPU.
     - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
@@ -110,20 +113,77 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.places[0].stages
 
     @property
+    def data_parallel(self) -> int:
+        """Number of attention groups, each with a scheduler and a KV cache of its own, that share the experts."""
+        return self.places[0].dp_size
+
+    @property
+    def max_running(self) -> int:
+        """Number of requests that run at once at most, in all attention groups."""
+        return self.max_num_seqs * self.data_parallel
+
+    @property
+    def expert_parallel(self) -> int:
+        """Number of parts into which the experts are dealt; 1 if every rank has columns of all experts."""
+        return max(1, len({place.experts for place in self.places}))
+
+    @property
     def output_rank(self) -> int:
-        """Number of the rank that samples: the first rank of the last stage."""
+        """Number of the rank that samples for the first attention group: the first rank of its last stage."""
         return (self.stages - 1) * self.tensor_parallel
 
     @property
+    def attention_groups(self) -> list[list[int]]:
+        """The ranks of each attention group."""
+        return self._ranks_with_equal("dp_rank")
+
+    @property
     def tensor_groups(self) -> list[list[int]]:
-        """The ranks of each stage, in the order of their tensor-parallel ranks."""
-        return [[place.rank for place in self.places if place.stage == stage] for stage in range(self.stages)]
+        """The ranks of each stage of an attention group, in the order of their tensor-parallel ranks."""
+        return self._ranks_with_equal("dp_rank", "stage")
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """The ranks of each tensor-parallel rank, in the order of their stages."""
-        tensor_ranks = range(self.tensor_parallel)
-        return [[place.rank for place in self.places if place.tp_rank == tp_rank] for tp_rank in tensor_ranks]
+        """The ranks of each tensor-parallel rank of an attention group, in the order of their stages."""
+        return self._ranks_with_equal("dp_rank", "tp_rank")
+
+    @property
+    def data_groups(self) -> list[list[int]]:
+        """The ranks with the same share of a stage, in the order of their attention groups."""
+        return self._ranks_with_equal("stage", "tp_rank")
+
+    @property
+    def expert_groups(self) -> list[list[int]]:
+        """The ranks of each stage of all attention groups, which share the stage's experts."""
+        return self._ranks_with_equal("stage")
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The way in which tokens reach experts on the ranks of other attention groups; None with one group.
+
+        With more parts than a token chooses experts, a token is sent to the few ranks that have its experts. Otherwise
+        nearly every rank has some: all groups gather all tokens, which takes fewer messages.
+        """
+        if self.data_parallel == 1 or self.shape.experts is None:
+            return None
+        return "dispatch" if self.expert_parallel > self.shape.experts.top_k else "gather"
+
+    @property
+    def exchange_groups(self) -> list[list[int]]:
+        """The ranks that exchange tokens with each other; empty with one attention group."""
+        match self.exchange:
+            case "gather":
+                return self.data_groups
+            case "dispatch":
+                return self.expert_groups
+        return []
+
+    def _ranks_with_equal(self, *fields: str) -> list[list[int]]:
+        """Partition of all ranks by these fields of their places."""
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for place in self.places:
+            parts.setdefault(tuple(getattr(place, name) for name in fields), []).append(place.rank)
+        return list(parts.values())
 
     @property
     def exclusive_gpus(self) -> bool:

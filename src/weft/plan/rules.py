@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from typing import NamedTuple
 
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
@@ -47,6 +48,70 @@ def check_layout(
     if tensor_parallel_size is not None:
         check_tensor_parallel_size(tensor_parallel_size, shape.q_heads)
     return tensor_parallel_size, pipeline_parallel_size
+
+
+class ExpertCut(NamedTuple):
+    """Number of attention groups that share the experts, and number of parts into which whole experts are dealt."""
+
+    data_parallel: int = 1
+    expert_parallel: int = 1
+
+
+def check_expert_flags(
+    *, data_parallel_size: int | None, enable_expert_parallel: bool, expert_parallel_size: int | None
+) -> None:
+    """Raise ConfigError for flags that contradict each other for every model. Arguments are fields of EngineConfig."""
+    if enable_expert_parallel:
+        return
+    if expert_parallel_size is not None:
+        raise ConfigError(
+            f"expert_parallel_size {expert_parallel_size} deals experts out to ranks, which takes "
+            "--enable-expert-parallel as well: add it, or leave --expert-parallel-size out",
+            code="expert-size-without-expert-parallel",
+        )
+    if data_parallel_size is not None and data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size {data_parallel_size} without --enable-expert-parallel means as many independent "
+            "replicas, and one engine is one replica: start another weft serve for each, on its own GPUs "
+            "(CUDA_VISIBLE_DEVICES) and --port (weft plan MODEL -dp N --emit nginx writes their balancer); a model "
+            "with experts can share them with --enable-expert-parallel",
+            code="replicas-not-run",
+        )
+
+
+def cut_of_experts(
+    shape: ModelShape, *, tensor_parallel: int, data_parallel: int, expert_parallel: int | None
+) -> ExpertCut:
+    """The cut of a model's experts over the ranks of an engine; `expert_parallel` None deals them out to all ranks.
+
+    Raises PlanError for a cut that the model cannot have.
+    """
+    if shape.experts is None:
+        raise PlanError(
+            "--enable-expert-parallel deals experts out to ranks, and this model has no experts: leave it out",
+            code="no-experts",
+        )
+    ranks = tensor_parallel * data_parallel
+    parts = ranks if expert_parallel is None else expert_parallel
+    check_expert_parallel_size(parts, ranks, shape.experts.count)
+    return ExpertCut(data_parallel, parts)
+
+
+def check_expert_parallel_size(parts: int, ranks: int, experts: int) -> None:
+    """Raise PlanError unless `experts` can be dealt into `parts` parts of equally many of the `ranks` ranks."""
+    possible = [size for size in range(1, min(ranks, experts) + 1) if ranks % size == 0]
+    if ranks % parts:
+        raise PlanError(
+            f"expert_parallel_size is {parts}, which does not divide the {ranks} ranks of a stage (tensor times data "
+            f"parallel); use one of {join_commas(possible)}",
+            code="expert-size-not-dividing",
+        )
+    if parts > experts:
+        raise PlanError(
+            f"{parts} ranks cannot each have one of the {experts} experts of this model; use "
+            f"--expert-parallel-size {possible[-1]}, or fewer ranks",
+            code="more-expert-ranks-than-experts",
+        )
 
 
 def check_tensor_split(weights: Sequence[float]) -> None:

@@ -103,6 +103,17 @@ def fetch_draft(model: str, load_format: str) -> DraftModel:
     return DraftModel(model=model, checkpoint=str(source.path), load_format=source.format, shape=source.shape)
 
 
+def check_draft_groups(speculation: Speculation, data_parallel: int) -> None:
+    """Raise ConfigError for a draft model beside several attention groups."""
+    if speculation.draft is not None and data_parallel > 1:
+        raise ConfigError(
+            f"the draft model {speculation.draft.model} runs beside one output rank, and --data-parallel-size "
+            f"{data_parallel} has as many: leave one of them out, or draft by prompt lookup "
+            '(--speculative-config \'{"method": "ngram"}\')',
+            code="draft-beside-attention-groups",
+        )
+
+
 def draft_plan(plan: Plan) -> Plan:
     """Plan of the draft model of `plan`: whole, on the output rank's device, beside its part of the large model."""
     assert plan.speculation and plan.speculation.draft

@@ -25,8 +25,9 @@ Rendezvous = File | Tcp
 
 
 class GroupFiles(msgspec.Struct, frozen=True):
-    """File descriptors that the ranks of a group share: memory, and a pipe (read, write) for each rank."""
+    """File descriptors that the `ranks` of a group share: memory, and a pipe (read, write) for each rank."""
 
+    ranks: tuple[int, ...]
     memory: int
     pipes: tuple[tuple[int, int], ...]
 
@@ -45,10 +46,10 @@ class EdgeFiles(msgspec.Struct, frozen=True):
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
     """Memory of the host that all ranks are on. The rank's process has inherited the descriptors.
 
-    `tensor` is None for a stage of one rank, `before` on the first stage and `after` on the last.
+    `groups` are the rank's groups of several ranks. `before` is None on the first stage and `after` on the last.
     """
 
-    tensor: GroupFiles | None = None
+    groups: tuple[GroupFiles, ...] = ()
     before: EdgeFiles | None = None
     after: EdgeFiles | None = None
 

@@ -194,9 +194,9 @@ def _layers(
 ) -> tuple[int, ...] | None:
     tensor = len(shares)
     capacities = [[RankCapacity(room, 1.0) for room in usable[at * tensor : (at + 1) * tensor]] for at in range(stages)]
-    group = (0, 1) if dealt else None
+    experts = tensor if dealt else 1
     kind = canonical(precision)
-    return stage_layers(shape, kind, "bf16", tokens, shares, capacities, expert_group=group, by_room=True)
+    return stage_layers(shape, kind, "bf16", tokens, shares, capacities, expert_parallel=experts, by_room=True)
 
 
 def _held_bytes(shape: ModelShape, precision: str, tokens: int, place: Place) -> int:

@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import ModelShape
 from weft.errors import PlanError
 from weft.hardware.cluster import Cluster
-from weft.plan.places import column_unit, cut_places, deal_experts
+from weft.plan.places import column_unit, cut_places
 
 DEFAULT_LENGTH = 1024  # tokens of a prompt, and of an answer, if the user gives neither
 
@@ -67,11 +67,12 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     `places` and `gpus` have one entry per rank of the deployment, ordered by replica, then by stage:
     rank = (replica * pipeline_parallel + stage) * tensor_parallel + tp_rank. `gpus[rank]` is the number of its
     GPU in `Cluster` order (node by node). Replicas differ only in the experts that they hold; `place.rank`
-    counts within a replica. `precision` and `kv_dtype` are names of `formats.precision`.
+    counts within an engine: a replica, or all replicas if they share their experts. `precision` and `kv_dtype` are
+    names of `formats.precision`.
 
-    `expert_parallel` is the number of ranks among which the routed experts of a layer are divided whole. It is 1 if
-    every rank holds a slice of each expert. Otherwise it is tensor_parallel, or tensor_parallel * data_parallel if
-    the replicas share one set of experts (attention data parallel).
+    `expert_parallel` is the number of parts into which the routed experts of a layer are divided whole. It is 1 if
+    every rank holds a slice of each expert. If the replicas share one set of experts (attention data parallel), these
+    are parts of the ranks of all replicas.
     """
 
     tensor_weights: tuple[float, ...]
@@ -96,18 +97,23 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Number of ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    @property
+    def shares_experts(self) -> bool:
+        """True if the replicas share one set of experts, and take every step together."""
+        return self.places[0].dp_size > 1
+
     def replica_slices(self) -> Iterator[slice]:
         """The ranks of each replica, as slices of `places` and `gpus`."""
         size = self.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
 
     def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """(number of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
+        """(number of columns of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
         gpus = cluster.gpus
-        if self.expert_parallel <= self.tensor_parallel:
+        if not self.shares_experts:
             return [(0, id(gpus[index])) for index in self.gpus]
         return [
-            (place.experts.stop - place.experts.start, id(gpus[index]))
+            (len(place.experts) * len(place.expert_ffn), id(gpus[index]))
             for place, index in zip(self.places, self.gpus, strict=True)
         ]
 
@@ -138,10 +144,12 @@ def deploy(
         raise PlanError(
             f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica", code="gpus-not-multiple-of-replica"
         )
-    group = (0, replicas) if expert_parallel else None
-    ranked = _places(shape, weights, layers, group, column_unit(shape, precision)) * replicas
+    unit = column_unit(shape, precision)
     if expert_parallel and shape.experts:
-        ranked = _with_dealt_experts(ranked, shape.experts.count, weights, size)
+        parts = len(weights) * replicas
+        ranked = _places(shape, weights, layers, data_parallel=replicas, expert_parallel=parts, ffn_unit=unit)
+    else:
+        ranked = _places(shape, weights, layers, ffn_unit=unit) * replicas
     return DeploymentLayout(
         tensor_weights=weights,
         stage_layers=layers,
@@ -151,18 +159,6 @@ def deploy(
         kv_dtype=kv_dtype,
         places=ranked,
         gpus=tuple(gpus),
-    )
-
-
-def _with_dealt_experts(
-    ranked: Sequence[Place], experts: int, weights: tuple[float, ...], replica_size: int
-) -> tuple[Place, ...]:
-    """The places with whole experts divided among the ranks of a stage of all replicas."""
-    replicas, tensor = len(ranked) // replica_size, len(weights)
-    dealt = deal_experts(experts, weights * replicas)
-    return tuple(
-        msgspec.structs.replace(place, experts=dealt[rank // replica_size * tensor + place.tp_rank])
-        for rank, place in enumerate(ranked)
     )
 
 

@@ -20,7 +20,7 @@ from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import checkpoint_precision
-from weft.plan.speculation import fetch_draft, resolve_speculation
+from weft.plan.speculation import check_draft_groups, fetch_draft, resolve_speculation
 from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def plan_of_config(config: EngineConfig, checkpoint: Checkpoint, host: Host, spe
     """The plan of a config that says how to cut the model."""
     plan = build_plan(config, checkpoint, host)
     if speculative is not None:
+        check_draft_groups(speculative, plan.data_parallel)
         plan = msgspec.structs.replace(plan, lookahead=False, speculation=speculative)
         check_weights_fit(plan, host)
     return with_peer_to_peer(with_step_tokens(plan, config, host), host)

@@ -54,7 +54,7 @@ class Forecast:
 
     @property
     def kv_tokens(self) -> int:
-        """KV-cache tokens that every rank has room for."""
+        """KV-cache tokens that every rank of an attention group has room for."""
         plan, size, given = self.plan, self.plan.block_size, self.plan.kv_cache_bytes
         if plan.kv_layout.has_windows:
             rooms = [rank.kv_room_bytes if given is None else given for rank in self.memory.ranks]
@@ -113,9 +113,9 @@ def plan_as_candidate(
     cluster = _rank_devices(plan, host, known)
     layout = DeploymentLayout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
-        stage_layers=tuple(len(place.layers) for place in plan.places[:: plan.tensor_parallel]),
-        data_parallel=1,
-        expert_parallel=1,
+        stage_layers=tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]),
+        data_parallel=plan.data_parallel,
+        expert_parallel=plan.expert_parallel,
         precision=precision,
         kv_dtype=kv_dtype,
         places=plan.places,

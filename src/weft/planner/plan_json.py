@@ -256,7 +256,7 @@ def _groups_by_purpose(cluster: Cluster, layout: DeploymentLayout) -> dict[str, 
     if layout.pipeline_parallel > 1:
         senders = [start for start in starts if not layout.places[start].last]
         groups["pipeline"] = {frozenset((gpu_positions[start], gpu_positions[start + tensor])) for start in senders}
-    if layout.expert_parallel > tensor:
+    if layout.shares_experts:
         groups["experts"] = {frozenset(gpu_positions)}
     return groups
 

@@ -22,6 +22,7 @@ def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes
         place,
         rank=0,
         tp_rank=0,
+        dp_rank=0,
         stage=0 if place.first else 1,
         stages=3 - place.first - place.last,
         layers=Span(0, 0),

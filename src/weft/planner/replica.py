@@ -121,7 +121,7 @@ class Replica:
     ) -> None:
         self.profile = profile
         # Replicas that share their experts step together, and the experts serve the tokens of all of them.
-        self.sharing = layout.data_parallel if layout.expert_parallel > layout.tensor_parallel else 1
+        self.sharing = layout.data_parallel if layout.shares_experts else 1
         precision = canonical(layout.precision)
         exchange = all_reduce_between(cluster, layout.gpus, profile) if self.sharing > 1 else None
         held, tensor = profile.held_precision(precision), layout.tensor_parallel

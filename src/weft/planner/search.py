@@ -273,11 +273,12 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     if stages == 1:
         return [(len(shape.layers),)]
     dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
-    group = (0, cut.data_parallel) if cut.expert_parallel > 1 else None
+    sizes = {"data_parallel": cut.data_parallel, "expert_parallel": cut.expert_parallel}
+    sharing = sizes if cut.expert_parallel > 1 else {}
     capacities = _capacities(question, layout, weights)
     held = engine_profile(question).held_precision(canonical(cut.precision))
     choices = [
-        stage_layers(shape, held, dtype, tokens, weights, capacities, expert_group=group, by_room=by_room)
+        stage_layers(shape, held, dtype, tokens, weights, capacities, by_room=by_room, **sharing)
         for by_room in (False, True)
     ]
     known = dict.fromkeys(layers for layers in choices if layers is not None)

@@ -38,16 +38,25 @@ def stage_layers(
     tensor_weights: Sequence[float],
     stages: Sequence[Sequence[RankCapacity]],
     *,
-    expert_group: tuple[int, int] | None = None,
+    data_parallel: int = 1,
+    expert_parallel: int = 1,
     by_room: bool = False,
 ) -> tuple[int, ...] | None:
     """Layers per stage so that every rank has room for its weights and the KV of `tokens` tokens.
 
     The slowest stage takes as little time per token as possible; with `by_room` the fullest stage is as little full as
     possible. None if there is not enough room, or if there are fewer layers than stages. `precision` is a result of
-    `canonical` or `as_held` of `formats.precision`; `expert_group` is that of `plan.places`.
+    `canonical` or `as_held` of `formats.precision`; `data_parallel` and `expert_parallel` are those of `cut_places`.
     """
-    ranks = tuple(cut_places(shape, tensor_weights, [len(shape.layers)], expert_group, column_unit(shape, precision)))
+    places = cut_places(
+        shape,
+        tensor_weights,
+        [len(shape.layers)],
+        data_parallel=data_parallel,
+        expert_parallel=expert_parallel,
+        ffn_unit=column_unit(shape, precision),
+    )
+    ranks = places[: len(tensor_weights)]
     by_rank = [_layers(shape, precision, kv_dtype, tokens, rank) for rank in ranks]
     sizes, work = by_rank[0]
     # The tightest and the slowest rank of a stage count, in terms of the first rank's bytes.

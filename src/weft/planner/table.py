@@ -59,7 +59,7 @@ def layout_json(plan: Plan, num_blocks: int) -> list[dict[str, Any]]:
     return [
         {
             "rank": row.rank,
-            "replica": 0,
+            "replica": place.dp_rank,
             "stage": row.stage,
             "device": row.device,
             "first_layer": row.first_layer,

@@ -78,7 +78,9 @@ def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) ->
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
     stage, stages = (1, 2) if place.last else (0, 2)
-    share = msgspec.structs.replace(place, rank=0, tp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans)
+    share = msgspec.structs.replace(
+        place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans
+    )
     return _work(shape, precision, kv_dtype, share, layer_kinds(shape, precision, place.layers))
 
 

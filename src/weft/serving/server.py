@@ -98,7 +98,7 @@ async def _serve(
             log.info(_compare_start(expected, engine.ready))
         frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
-        capacity = config.max_num_seqs + config.max_num_queued_reqs
+        capacity = engine.plan.max_running + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         service.prediction_check = PredictionCheck(expected) if expected else None
         # Room for a few bodies of the maximum size at once.

@@ -23,6 +23,7 @@ from weft.formats.schemes import ALL_SCHEMES, UNIT
 from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainMatrices, create_plain_kernels
+from weft.layers.exchange import create_exchange
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
@@ -60,9 +61,10 @@ def measure_importance(
         matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
         derive_parameters(shape, targets)
         kernels = replace(create_plain_kernels(), matrices=matrices)
-        model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels)
+        exchange = create_exchange(plan.exchange, links, plan.places, rank, device)
+        model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels, exchange=exchange)
         model.fill_ropes(tokens, plan.max_model_len, device)
-        batch = random_batch(shape.vocab, tokens, device)
+        batch = replace(random_batch(shape.vocab, tokens, device), group_tokens=(tokens,) * plan.data_parallel)
         hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
     if not place.last:
         links.stage.send(hidden)

@@ -46,7 +46,7 @@ def blocks_needed(plan: Plan, counts: list[int]) -> int:
 
 def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_blocks: int | None = None) -> StepPlan:
     """A step of prompts with these lengths, in slots and blocks that no request holds yet, with as many draft tokens as
-    a row may have, and with masks that allow all tokens.
+    a row may have, and with masks that allow all tokens. All attention groups run the same step together.
 
     In a cache of `num_blocks`, fewer than the prompts need, some of them share blocks.
     """
@@ -74,6 +74,7 @@ def rehearsal_step(plan: Plan, counts: list[int], params: SamplingParams, num_bl
         blocks=blocks,
         samples=[True] * len(counts),
         draft_counts=drafts,
+        group_tokens=[sum(counts)] * plan.data_parallel if plan.data_parallel > 1 else [],
         masks={slot: ALL_TOKENS * mask_words(plan.shape.vocab) * (1 + count) for slot, count in enumerate(drafts)},
     )
 

@@ -125,6 +125,7 @@ class RequestSlots:
             decodes=decodes,
             width=table_columns(int(growth[1].max())),
             host=Lengths(row_starts, context),
+            group_tokens=tuple(step.group_tokens),
         )
         return staged, samples.with_tensors(tensors[len(arrays) :]) if samples else None
 

@@ -20,6 +20,7 @@ from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
+from weft.layers.exchange import create_exchange
 from weft.models.decoder import DecoderModel
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import step_bytes
@@ -86,7 +87,10 @@ class ModelRunner:
             logger.warning("The kernels of torch do not multiply quantised weights: they are held in %s", plan.dtype)
         if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
-        self.model = DecoderModel(shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels)
+        exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
+        self.model = DecoderModel(
+            shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels, exchange=exchange
+        )
 
     def _fill_ropes(self) -> None:
         """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""
@@ -264,6 +268,11 @@ class ModelRunner:
 
     def _forward(self, batch: Batch, incoming: torch.Tensor | None) -> torch.Tensor:
         return self.model.hidden(incoming, self.caches, batch)
+
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        """Take part in a step in which this rank's attention group has no tokens, if other groups need experts."""
+        if self.plan.exchange:
+            self.model.serve_others(group_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""

@@ -34,7 +34,7 @@ class StepClock(ABC):
     def report(self, device: torch.device, *, alone: bool, reset: bool) -> RankReport:
         """Report times since the last report that had `reset`, and the memory of now.
 
-        `alone`: the rank's stage has no other rank.
+        `alone`: the rank exchanges no tensors with other ranks of its stage.
         """
         marks = (perf_counter(), self.steps, self.busy_s())
         elapsed_s, steps, busy_s = (now - then for now, then in zip(marks, self._marks, strict=True))

@@ -70,7 +70,7 @@ class Worker:
         self.request_slots = RequestSlots(
             plan.max_num_seqs, plan.max_model_len, plan.block_size, runner.device, groups=groups
         )
-        if self.rank == plan.output_rank:
+        if self.place.samples:
             self.sampler = self._create_sampler()
         runner.measure(self._rehearse)
         if self.sampler and plan.speculation and plan.speculation.draft:
@@ -120,7 +120,7 @@ class Worker:
             case Profile(steps, directory):
                 return TraceFile(self.profile(steps, directory))
             case RankStats(reset):
-                alone = self.links.tensor.size == 1
+                alone = self.links.tensor.size == 1 and self.plan.exchange is None
                 return self.clock.report(self.runner.device, alone=alone, reset=reset)
             case Sleep(level):
                 self.sleep(level)
@@ -192,6 +192,8 @@ class Worker:
     def _run_step(self, step: StepPlan) -> Result:
         self._update_slots(step)
         if not step.slots:
+            if any(step.group_tokens):
+                self.runner.serve_others(step.group_tokens)
             return StepResult(step.id, [], [], {}) if self.sampler else None
         samples, arrays = self._prepare_samples(step)
         runner = self.runner
