@@ -76,7 +76,7 @@ def vllm_table(*, refused: bool) -> str:
 
 
 def flag_with_values(flag: VLLMArgument) -> str:
-    """The name of a refused flag, and the values that are accepted nevertheless."""
+    """The name of a vLLM flag, and the values of it that are accepted."""
     return f"`--{flag.name}`" + (f" (but {', '.join(f'`{value}`' for value in flag.fine)})" if flag.fine else "")
 
 

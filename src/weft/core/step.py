@@ -1,4 +1,4 @@
-"""StepPlan and StepResult: what the core sends to the ranks for each step, and what comes back. Plain ints only.
+"""StepPlan and StepResult: what the core sends to the ranks for each step, and what comes back. No tensors.
 
 A running request holds a `slot`, a small integer. Under its slot every rank keeps the request's block table, and the
 output rank its sampler state. So a step has to carry only what is new.
@@ -11,7 +11,7 @@ import msgspec
 from weft.core.params import SamplingParams
 from weft.core.token_ids import TokenIds
 
-UNKNOWN = -1  # stands for a token that the step before samples
+UNKNOWN = -1  # placeholder for the token that the slot sampled last, which the scheduler does not know yet
 
 
 class Admission(msgspec.Struct, array_like=True):
@@ -29,18 +29,19 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     Row r is slot `slots[r]`. Its next `counts[r]` tokens, from position `starts[r]` on, lie in `tokens` after those of
     the rows before it. `blocks[g][r]` are the KV blocks appended to its block table in KV group g in this step. If
-    `samples[r]`, one token is sampled from the row's last position. The KV of all rows is written before any row's
-    attention in each layer, so a row may read blocks that another row of the same step fills. A token that is UNKNOWN
-    is the one that the slot sampled last.
+    `samples[r]`, a token is sampled after the row's last token, and with draft tokens after more of them (next
+    paragraph). The KV of all rows is written before any row's attention in each layer, so a row may read blocks that
+    another row of the same step fills. A token that is UNKNOWN is the one that the slot sampled last.
 
-    The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples does so after each of them, and
-    after the token before them. `draft_requests[r]` is the number of draft tokens that a draft model shall propose
-    after row r; if the row does not sample yet, the draft model only reads its tokens. `draft_requests` is empty
-    without a draft model.
+    The last `draft_counts[r]` tokens of row r are draft tokens: a row that samples yields `draft_counts[r]` + 1
+    tokens, one after the token before its drafts and one after each draft. `draft_requests[r]` is the number of draft
+    tokens that a draft model shall propose after row r; if the row does not sample yet, the draft model only reads its
+    tokens. `draft_requests` is empty without a draft model.
 
     If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
-    each group's plan, and one without rows takes part with its experts. `graph_rows` is the number of rows that a CUDA
-    graph of every group must have room for, 0 if a group's rows are not all of one token.
+    each group's plan, and a group whose plan has no rows still computes its experts for the tokens of the others.
+    `graph_rows` is the number of rows to which every group pads its CUDA graph, that of the largest group; 0 if any row
+    of any group has more than one token.
 
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
     order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
@@ -75,7 +76,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class SlotFailure(msgspec.Struct, array_like=True, frozen=True):
-    """The fault that ends one request while others go on, see the `code` of WeftError."""
+    """The reason that one request ends while the others go on. `code` is that of a WeftError."""
 
     code: str
     reason: str
@@ -85,9 +86,9 @@ class StepResult(msgspec.Struct, array_like=True):
     """The sampled tokens of one step.
 
     `tokens` and `logprobs` have one entry per row that samples and one more for each of its draft tokens, in order; a
-    logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt positions after
-    the ones computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot has no entry
-    if the draft model has not read its text to the end. `failed[slot]` is the reason that no token could be sampled
+    logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt tokens that
+    follow each position computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot
+    has no entry while the draft model lags behind its text. `failed[slot]` is the reason that no token could be sampled
     for a slot, whose ids in `tokens` are meaningless then.
     """
 
@@ -102,8 +103,8 @@ class StepResult(msgspec.Struct, array_like=True):
 class LockStep(msgspec.Struct):
     """One step of several attention groups, which begins in all of them at once: a plan for each group, in order.
 
-    Plans have equal `group_tokens`, which say whose rows are how many. The properties are those of a StepPlan, over the
-    rows of all groups.
+    All plans carry the same `group_tokens`, the number of tokens of each group. The properties are those of a
+    StepPlan, over the rows of all groups.
     """
 
     plans: list[StepPlan]
@@ -136,7 +137,7 @@ class LockStepResult(msgspec.Struct):
 
     @property
     def failed(self) -> bool:
-        """True if a request of any group has failed."""
+        """True if a request of any group has failed; a StepResult has a dict by slot here."""
         return any(result.failed for result in self.results)
 
     @property

@@ -10,7 +10,10 @@ from weft.architectures.shape import Rope
 
 
 class RopeTable:
-    """Angles of one rotary embedding, which all layers that have it share. `angles` is filled before the first step."""
+    """Cosines and sines (`angles`) of one rotary embedding, shared by all layers that have it.
+
+    They are filled before the first step.
+    """
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self.rope, self.head_dim = rope, head_dim
@@ -39,7 +42,8 @@ def rope_table(rope: Rope, head_dim: int, max_positions: int, length: int, rows:
 
     `max_positions` is the model's own context length, `length` the longest text that will be served. The base of
     dynamic scaling depends on the length of the text. Keys stay in the cache as they were rotated, so one base serves
-    every text: the base for `length`. Up to the model's own length it equals Transformers' exactly.
+    every text: the base for `length`. If `length` is at most
+    `max_positions`, the base is exactly Transformers'.
     """
     frequencies, magnitude = inverse_frequencies(rope, head_dim, max_positions, length)
     angles = torch.outer(torch.arange(rows, dtype=torch.float32), frequencies)
@@ -72,7 +76,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: i
 
 def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor:
     """Inverse frequencies of Llama 3.1: divided by `factor` for long wavelengths, kept for short ones, interpolated
-    between."""
+    between. GGUF files give the divisors themselves (`factors`)."""
     if rope.factors is not None:
         return plain / torch.tensor(rope.factors, dtype=torch.float32)
     original = rope.original_max_positions or max_positions

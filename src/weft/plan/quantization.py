@@ -80,7 +80,7 @@ def quantises_online(quantization: str, shape: ModelShape) -> bool:
 
 
 def cut_precision(config: EngineConfig, shape: ModelShape, schemes: Mapping[str, str]) -> str:
-    """A precision whose column groups are those of the weights that are held, for `places.column_unit`."""
+    """A precision whose scales cover as many columns as those of the held weights, for `places.column_unit`."""
     if quantises_online(config.quantization, shape):
         return ONLINE_QUANTIZATIONS[config.quantization]
     return shape.published.precision if shape.published and schemes else "bf16"
@@ -128,7 +128,9 @@ def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, scheme
 
 def _warn_dequantised(shape: ModelShape, lost: Mapping[str, str], total: int, dtype: DType) -> None:
     """Warn of the tensors in `lost` (name -> type) that no scheme can hold, reason by reason."""
-    uneven = {name for matrix in _matrices(shape) if not _is_even(shape, matrix.parameter) for name in matrix.sources}
+    uneven = {
+        name for matrix in _matrices(shape) if not _has_whole_units(shape, matrix.parameter) for name in matrix.sources
+    }
     by_reason: dict[str, Counter[str]] = {}
     for name, type in lost.items():
         types = by_reason.setdefault(_dequantised_reason(type, name in uneven), Counter())
@@ -161,7 +163,8 @@ def quantization_name(config: EngineConfig, shape: ModelShape, schemes: Mapping[
 
 
 def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str], dtype: DType) -> str:
-    """The planner's name for the precision of a plan's weights; for a GGUF file, the mix that is held most alike."""
+    """The planner's name for the precision of a plan's weights; for a GGUF file, the mix whose tensors, as the
+    engine holds them, agree with most of the file's."""
     if quantization in ONLINE_QUANTIZATIONS:
         return ONLINE_QUANTIZATIONS[quantization]
     if not schemes:
@@ -172,7 +175,8 @@ def precision_of(shape: ModelShape, quantization: str, schemes: Mapping[str, str
 
 
 def checkpoint_precision(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, devices: Sequence[str]) -> str:
-    """The planner's name for the precision in which an engine would hold a checkpoint; for a GGUF file, its own mix."""
+    """The planner's name for the precision in which an engine would hold a checkpoint; for a GGUF file, the mix
+    nearest to the types stored in it."""
     shape, schemes = checkpoint.shape, tensor_schemes(config, checkpoint, dtype, devices)
     quantization = quantization_name(config, shape, schemes)
     if quantization == "gguf":
@@ -204,7 +208,7 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
         name = matrix.sources[0]
         if name not in schemes:
             continue
-        uneven = _uneven_cut(shape, places, matrix.parameter)
+        uneven = _off_grid_cut(shape, places, matrix.parameter)
         if uneven is not None:
             raise _cut_error(*uneven, name, schemes[name], "--quantization none")
 
@@ -215,13 +219,13 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     if held == precision:
         return
     for parameter, layer in model_parameters(shape):
-        part, uneven = parameter.parts[0], _uneven_cut(shape, places, parameter)
+        part, uneven = parameter.parts[0], _off_grid_cut(shape, places, parameter)
         if uneven is not None and part_format(shape, held, parameter, part, layer or 0).bits < BF16.bits:
             name = part.source.format(layer=layer, expert=0)
             raise _cut_error(*uneven, name, precision, "--precision bf16")
 
 
-def _uneven_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
+def _off_grid_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
     """The first rank whose columns of a matrix are not whole units, and these columns; None if all are."""
     axis = parameter.parts[0].cols
     if axis is None:
@@ -282,11 +286,11 @@ def _online_schemes(shape: ModelShape, quantization: str) -> dict[str, str]:
 def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]:
     """Scheme of each tensor that can be held quantised, given the stored types; one scheme for all of a parameter.
 
-    Matrices of experts alone are held in floating-point schemes.
+    Only matrices of experts are held in floating-point schemes (MXFP4).
     """
     schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
-        if not _is_even(shape, matrix.parameter):
+        if not _has_whole_units(shape, matrix.parameter):
             continue
         scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
         if scheme is not None and (scheme not in FLOAT_SCHEMES or matrix.parameter.role == "expert"):
@@ -294,7 +298,7 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     return schemes
 
 
-def _is_even(shape: ModelShape, parameter: Parameter) -> bool:
+def _has_whole_units(shape: ModelShape, parameter: Parameter) -> bool:
     """Return True if a matrix has a multiple of UNIT columns, as kernels need them."""
     cols = parameter.parts[0].cols
     return cols is not None and axis_length(shape, cols) % UNIT == 0

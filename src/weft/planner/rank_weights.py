@@ -14,7 +14,7 @@ from weft.planner.work import LayerKind, layer_kinds
 
 @lru_cache(maxsize=8192)
 def rank_weights(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
-    """Weight bytes of one rank. `precision` is a result of `canonical` or `as_held` of `formats.precision`.
+    """Weight bytes of one rank. `precision` is a result of `canonical` or `held_precision` of `formats.precision`.
 
     Ranks with equally many experts, and stages with equally many layers of each kind, hold equally many bytes.
     """

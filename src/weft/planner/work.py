@@ -16,8 +16,10 @@ from weft.formats.precision import OTHERS, parameter_bytes, similar_layers
 
 
 class MatrixProduct(msgspec.Struct, frozen=True):
-    """A matrix that every token is multiplied with: its count of numbers and its bytes. `wide` is true if the matrix is
-    stored in 16 bits or more although the model's precision has fewer."""
+    """A matrix that every token is multiplied with: its count of numbers and its bytes.
+
+    `wide`: stored in 16 bits or more, so it gets the speeds of 16-bit weights; always false for precision fp32.
+    """
 
     numbers: int
     nbytes: int
@@ -51,7 +53,7 @@ class AttentionWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerWork(msgspec.Struct, frozen=True, kw_only=True):
-    """`count` layers that do equal work, each with `sums` sums over the ranks of its stage."""
+    """`count` layers that do equal work, each with `sums` all-reduces among the ranks of its stage."""
 
     count: int
     sums: int
@@ -72,11 +74,12 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True):
 def rank_work(shape: ModelShape, precision: str, kv_dtype: str, place: Place) -> RankWork:
     """The work of one rank. Equal shares give the same object.
 
-    `precision` is a result of `canonical` or `as_held` of `formats.precision`.
+    `precision` is a result of `canonical` or `held_precision` of `formats.precision`.
     """
     # Only the size of a rank's share counts, not its position: ranks of a stage, and stages, do equal work.
     names = ("q_heads", "kv_heads", "ffn", "vocab", "experts", "expert_ffn", "shared_ffn")
     spans = {name: Span(0, len(getattr(place, name))) for name in names}
+    # Any two stages will do: only being the first or the last one matters.
     stage, stages = (1, 2) if place.last else (0, 2)
     share = msgspec.structs.replace(
         place, rank=0, tp_rank=0, dp_rank=0, stage=stage, stages=stages, layers=Span(0, 0), **spans
@@ -131,6 +134,7 @@ def _layer(
     ffn = shape.layers[layer].ffn
     if not isinstance(ffn, Experts):
         return tuple(products), None
+    # `nbytes` counts all experts of the rank together, `numbers` one of them.
     held = max(1, len(place.experts))
     experts = ExpertWork(held=held, count=ffn.count, top_k=ffn.top_k, numbers=numbers, nbytes=nbytes / held)
     return tuple(products), experts

@@ -28,7 +28,7 @@ class DenseProduct:
 class PackedProduct:
     """A DenseProduct whose weight is packed for oneDNN."""
 
-    tensors: tuple[torch.Tensor, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = ()  # oneDNN's packed form is opaque
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._bias = bias
@@ -54,12 +54,13 @@ class RouterProduct(DenseProduct):
 def create_product(
     weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None = None
 ) -> DenseProduct | PackedProduct:
-    """The product with a weight, which the caller does not keep. Quantised weights are dequantised once."""
+    """Create the product with a weight, which the caller does not keep: the product may hold a packed copy. Quantised
+    weights are dequantised once."""
     weight = dense_weight(weight)
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return (PackedProduct if on_cpu and torch.backends.mkldnn.is_available() else DenseProduct)(weight, bias)
+    packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return (PackedProduct if packable and torch.backends.mkldnn.is_available() else DenseProduct)(weight, bias)
 
 
 def dense_weight(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:
-    """A weight in the dtype of activations."""
+    """The weight as a plain tensor: dequantised if quantised, else unchanged."""
     return weight.dequantise(weight.dtype) if isinstance(weight, QuantisedWeight) else weight

@@ -23,8 +23,9 @@ COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "steps")
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of a run.
 
-    Counters cover the window and all simulated replicas together. `events`: steps, stretches and arrivals of the whole
-    run. `steps`: scheduler steps of the whole run, including those within stretches.
+    `preemptions`, `prefix_queries` and `prefix_hits` cover the window and all simulated replicas together. `events`:
+    steps, stretches (runs of steps with the same batch, simulated as one event) and arrivals of the whole run. `steps`:
+    scheduler steps of the whole run, including those within stretches.
     """
 
     tally: Tally
@@ -49,12 +50,14 @@ def simulate(
     enough: Callable[[Tally], bool] = lambda tally: False,
     on_time: Callable[[float], object] = lambda now: None,
 ) -> SimulationResult:
-    """Simulate one replica per spec, idle at time 0, beside `unsimulated` replicas that are only counted.
+    """Simulate one replica per spec, idle at time 0, beside `unsimulated` replicas of which only the
+    number of requests is tracked, for the policy.
 
     Requests that arrive from `warmup_s` to `end_s` are measured. Arrivals continue until the last measured request has
     ended. With an infinite `end_s` the run ends when a finite source is exhausted and its requests have ended.
 
-    Every CHECK_EVERY events, `on_time` gets the virtual time, and `enough` may end the window and the run.
+    Every CHECK_EVERY events `on_time(now)` is called to report progress, in virtual seconds; `enough(tally)` returning
+    True ends the window and the run early.
     """
     tally = Tally(warmup_s, end_s)
     replicas = [Replica(spec, tally, prefix_caching=prefix_caching, stretches=stretches) for spec in specs]
@@ -85,7 +88,8 @@ class Simulation:
         self._others = (
             UnsimulatedReplicas(self._connections, len(replicas), most=replicas[0].most) if unsimulated else None
         )
-        # A heap of (time, replica). `_wake_s` is the current time of each replica; other entries are outdated.
+        # A heap of (time, replica). `_wake_s[i]` is the time at which replica i is to be woken;
+        # entries with another time are outdated and skipped.
         self._agenda: list[tuple[float, int]] = []
         self._wake_s = [inf] * len(replicas)
         self._arrived = 0

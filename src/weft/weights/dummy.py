@@ -9,8 +9,10 @@ import torch
 from weft.architectures.place import Span
 from weft.quant.quantised import QuantisedWeight
 
-STD = 0.02  # standard deviation with which models of this family are initialised
-BLOCK = 1 << 18  # elements that share a seed, in whole rows: few enough that little is generated in vain
+STD = 0.02  # the usual `initializer_range` of Transformers
+BLOCK = (
+    1 << 18
+)  # elements that share a seed, in whole rows: small, so that a rank that needs few rows generates few others
 
 
 class DummyWeights:
