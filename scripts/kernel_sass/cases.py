@@ -216,18 +216,19 @@ def round_weight(scheme: str) -> None:
 def lay(rows: int) -> None:
     """The arrays of a step in which `rows` requests write one token each."""
     batch = made_batch(rows)
+    batch.groups = (batch,)
     numbers = torch.zeros(rows, dtype=torch.int32)
     staged = types.SimpleNamespace(
         tokens=numbers,
         positions=numbers,
-        places=numbers.long(),
+        places=numbers.long()[None],
         context=numbers,
         order=numbers,
         slots=numbers,
         growth=torch.zeros(3, rows, dtype=torch.int32),
-        blocks=numbers,
+        blocks=numbers[None],
         last=numbers.long(),
-        tables=batch.tables,
+        tables=batch.tables[None],
         rows=rows,
         decodes=rows,
         width=batch.tables.shape[1],

@@ -52,10 +52,10 @@ def launch_all():
     pointwise.silu_mul(wide)
     if capability < 80 or kept.itemsize == 1:
         return  # the others take little memory anywhere, and know of no FP8
-    staged = types.SimpleNamespace(tokens=ints[0], positions=ints[0], places=batch.slots, context=ints[0],
-                                   order=ints[0], slots=ints[0], growth=ints, blocks=ints[0], last=batch.slots,
-                                   tables=ints, rows=2, decodes=2, width=4)
-    batch.tokens, batch.decodes = ints[0], 2
+    staged = types.SimpleNamespace(tokens=ints[0], positions=ints[0], places=batch.slots[None], context=ints[0],
+                                   order=ints[0], slots=ints[0], growth=ints, blocks=ints[:1], last=batch.slots,
+                                   tables=ints[None], rows=2, decodes=2, width=4)
+    batch.tokens, batch.decodes, batch.groups = ints[0], 2, (batch,)
     fill_batch(staged, batch)
     reduce.sum_add_norm(torch.zeros(8, dtype=torch.int64), wide, wide[0], 1e-6)
     longs = torch.zeros(2, dtype=torch.int64)

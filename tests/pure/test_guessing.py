@@ -98,9 +98,9 @@ def test_impossible_settings_give_one_clear_line(words: list[str], told: str) ->
 
 
 def test_a_model_that_weft_does_not_run_is_no_draft_yet() -> None:
-    told = weft_json("plan", "gpt-oss-120b", "--gpus", "2xH100", "-sc", '{"model": "gpt-oss-20b"}')[1]
+    told = weft_json("plan", "DeepSeek-V2", "--gpus", "16xH100", "-sc", '{"model": "DeepSeek-V2-Lite"}')[1]
     assert "architecture_not_run" in told["model"]["missing_codes"]
-    assert any(it.startswith("as a draft model, GptOss") for it in told["model"]["missing"])
+    assert any(it.startswith("as a draft model, Deepseek") for it in told["model"]["missing"])
 
 
 def test_a_draft_that_leaves_no_room_is_named() -> None:

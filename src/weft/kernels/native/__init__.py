@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Group
-from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedStage, Kernels
+from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedMixture, FusedStage, Kernels
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
+from weft.kernels.native.experts import NativeExperts
 from weft.kernels.native.matrices import NativeMatrices
 from weft.kernels.native.pointwise import NativePointwise
 from weft.kernels.native.rounding import NativeRounding
@@ -33,12 +34,17 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
     return NativeRounding(shape.dtype)
 
 
+def _is_native(layer: FusedLayer) -> bool:
+    """Return True if C++ computes the layer's experts, if it has any: some schemes have no kernel."""
+    return not isinstance(layer.ffn, FusedMixture) or isinstance(layer.ffn.experts, NativeExperts)
+
+
 def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
     entries = load_entries(shape.dtype)
 
     def fuse_layers(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
-        return NativeStage(entries, layers, comm)
+        return NativeStage(entries, layers, comm) if all(map(_is_native, layers)) else None
 
     return Kernels(
         attention=attention,
