@@ -59,7 +59,7 @@ TESTS_ALL = (
 KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
 TINY = {  # each a second or so without the tools
     "attention": f"{KERNELS}attention_over_paged_kv_is_exact[[1, 40, 7]-torch.bfloat16]",
-    "pointwise": f"{KERNELS}what_lies_between_the_products[50-torch.bfloat16]",
+    "pointwise": f"{KERNELS}operations_between_the_products[50-torch.bfloat16]",
     "sampling": f"{SAMPLER}rows_that_are_no_distribution",
     "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
 }

@@ -125,6 +125,9 @@ def test_swapped_weights_are_those_of_a_fresh_engine(
         ("smollm2", {"dtype": "bfloat16", "tensor_parallel_size": 3, "executor": "inline"}),
         ("gemma3", {}),
         ("qwen3-moe", {"tensor_parallel_size": 2, "executor": "inline"}),
+        ("gpt-oss", {}),
+        ("gpt-oss", {"dtype": "bfloat16"}),
+        ("gpt-oss", {"dtype": "bfloat16", "attention_backend": "torch"}),
     ],
     ids=lambda it: it if isinstance(it, str) else ", ".join(map(str, it.values())) or "native",
 )

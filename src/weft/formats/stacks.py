@@ -25,9 +25,10 @@ def unstack(
     for layer in range(len(shape.layers)) if names.stacks else ():
         for stack in names.stacks:
             name = names.layer.format(layer=layer) + stack.name
-            if name in divided:
+            members = [_members(names, stack, layer, expert) for expert in range(_count(shape))]
+            # A layer without experts has no such stack: what it lacks is named later.
+            if name in divided and members[0][0] in expected:
                 info = divided.pop(name)
-                members = [_members(names, stack, layer, expert) for expert in range(_count(shape))]
                 check_dims(info, name, _stack_dims(stack, info, len(members), expected[members[0][0]]))
                 divided |= _views(stack, info, members)
     return divided

@@ -303,6 +303,10 @@ class Matrices(Protocol):
         """Give a parameter other values, of the same dims and scheme, in the same memory."""
         ...
 
+    def refresh_biases(self) -> None:
+        """Take the values of biases that the caller has replaced in place: some products hold a copy of theirs."""
+        ...
+
     def tensors(self) -> Sequence[torch.Tensor]:
         """The tensors that hold weights."""
         ...

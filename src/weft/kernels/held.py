@@ -56,6 +56,9 @@ class HeldMatrices:
         for expert in range(stack_size(weight)):
             self._products[f"{name}.{expert}"].replace(weight.select(0, expert))
 
+    def refresh_biases(self) -> None:
+        """Nothing to do: these products read the callers' biases."""
+
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that hold weights."""
         return [tensor for product in self._products.values() for tensor in product.tensors]

@@ -24,8 +24,7 @@ class AttentionBlock:
         if spec.qk_norm == "head":
             query, key = weights.norm("attention.q_norm"), weights.norm("attention.k_norm")
             self.head_norm = HeadNorm(query.weight, key.weight, query.eps)
-        # In float32, as the logarithms of sums that they are compared with.
-        self.sinks = weights.vector("attention.sinks").float() if spec.sinks else None
+        self.sinks = weights.vector("attention.sinks") if spec.sinks else None
         self.out = weights.row_linear("attention.out")
 
     def __call__(self, x: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:
@@ -37,4 +36,4 @@ class AttentionBlock:
             return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         mixed = attention.attend(q, cache, batch, self.spec.scale, self.spec.window, lse)
-        return self.out(apply_sinks(mixed, lse, self.sinks), batch)
+        return self.out(apply_sinks(mixed, lse, self.sinks.float()), batch)

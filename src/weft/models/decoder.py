@@ -126,6 +126,7 @@ class DecoderModel:
         if name in self.vectors:
             assert isinstance(weight, torch.Tensor), name
             self.vectors[name].copy_(weight)
+            self.kernels.matrices.refresh_biases()
         else:
             self.kernels.matrices.replace(name, weight)
 

@@ -200,7 +200,7 @@ def rank_cut(config: EngineConfig, shape: ModelShape) -> tuple[tuple[float, ...]
 
 
 def expert_cut(config: EngineConfig, shape: ModelShape, tensor_parallel: int) -> ExpertCut:
-    """How the ranks of a stage share the experts. Raises as `cut_of_experts`."""
+    """The way that the ranks of a stage share the experts. Raises as `cut_of_experts`."""
     if not config.enable_expert_parallel:
         return ExpertCut()
     return cut_of_experts(

@@ -22,14 +22,20 @@ class NativeStack:
     """Packed matrices of all experts of a rank, one after the other in each of `tensors`.
 
     `order` [rows] are the rows of a matrix in the order in which they are packed; None: as they are. The descriptor is
-    that of the first matrix.
+    that of the first matrix. `bias` [experts, rows] is a copy of `own_bias` in that order, if there is one.
     """
 
     entries: Entries
     descriptor: MatrixDescriptor
     tensors: tuple[torch.Tensor, ...]
+    own_bias: torch.Tensor | None
     bias: torch.Tensor | None
     order: torch.Tensor | None
+
+    def refresh_bias(self) -> None:
+        """Take the values that `own_bias` has now."""
+        if self.own_bias is not None and self.bias is not None and self.order is not None:
+            self.bias.copy_(self.own_bias[:, self.order])
 
     def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
         """Take the values of another stack, of the same dims and scheme."""
@@ -84,7 +90,7 @@ def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None 
     tensors = tuple(part.new_empty(count, len(part)) for part in allocate_packed(entries, first))
     bias = stack.bias if stack.bias is None or order is None else stack.bias[:, order].contiguous()
     descriptor = describe_matrix(first, first.shape[0], tensors, bias)
-    packed = NativeStack(entries, descriptor, tensors, bias, order)
+    packed = NativeStack(entries, descriptor, tensors, stack.bias, bias, order)
     packed.replace(stack.weight)
     return packed
 

@@ -10,7 +10,7 @@ import torch
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertProducts, ExpertStack
 from weft.kernels.held import HeldMatrices
-from weft.kernels.native.experts import create_experts, pack_gate_up, pack_stack
+from weft.kernels.native.experts import NativeStack, create_experts, pack_gate_up, pack_stack
 from weft.kernels.native.matrix import NativeMatrix, pack_matrix
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
@@ -49,6 +49,11 @@ class NativeMatrices(HeldMatrices):
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
         return self._hold(name, pack_matrix(self._entries, weight, None))
+
+    def refresh_biases(self) -> None:
+        for product in self._products.values():
+            if isinstance(product, NativeStack):
+                product.refresh_bias()
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()
