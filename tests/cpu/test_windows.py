@@ -49,7 +49,7 @@ class WatchedKV(kv.KVManager):
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
-    """What texts held in the engine's KV cache, once they have been generated."""
+    """The KV blocks that each text held in the engine, noted when the text was complete."""
     monkeypatch.setattr("weft.core.engine.KVManager", WatchedKV)
     monkeypatch.setattr(WatchedKV, "notes", [], raising=False)
     return WatchedKV.notes

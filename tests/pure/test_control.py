@@ -1,4 +1,4 @@
-"""Which weights can take the place of others."""
+"""Checkpoints whose weights can take the place of others."""
 
 from __future__ import annotations
 
