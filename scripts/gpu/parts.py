@@ -54,6 +54,8 @@ TESTS_ALL = (
     GpuTests("backends", 480, (f"{GPU}test_backends_cuda.py",), "not how_long"),
     GpuTests("products-bfloat16", 480, (f"{GPU}test_products_cuda.py",), "bfloat16 or captured or scratch"),
     GpuTests("products-others", 480, (f"{GPU}test_products_cuda.py",), "not bfloat16 and not captured and not scratch"),
+    GpuTests("experts-bfloat16", 480, (f"{GPU}test_experts_cuda.py",), "bfloat16"),
+    GpuTests("experts-others", 480, (f"{GPU}test_experts_cuda.py",), "not bfloat16"),
     GpuTests("parity", 480, PARITY, "whole"),
 )  # fmt: skip
 KERNELS, SAMPLER = f"{GPU}test_triton_cuda.py::test_", f"{GPU}test_sampling_cuda.py::test_"
@@ -62,6 +64,7 @@ TINY = {  # each a second or so without the tools
     "pointwise": f"{KERNELS}operations_between_the_products[50-torch.bfloat16]",
     "sampling": f"{SAMPLER}rows_that_are_no_distribution",
     "products": f"{GPU}test_products_cuda.py::test_products[33-Span(start=0, stop=576)-576-Q4_1-torch.bfloat16]",
+    "experts": f"{GPU}test_experts_cuda.py::test_a_mixture_is_captured[16-MXFP4]",
 }
 SANITIZED = tuple(Sanitize(tool, case, TINY[case]) for tool in ("memcheck", "racecheck") for case in TINY)
 LOGITS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16 and not bfloat16"}
@@ -100,6 +103,10 @@ PRODUCTS = (
     Work("int4 start", 120, "start", {"model": LLAMA, "quantization": "int4"}),
     nano(LLAMA, 150, name=f"{LLAMA} int4", engine={"quantization": "int4"}),
 )
+EXPERTS = (
+    Work("experts", 300, "experts"),
+    Profile("_multiply_experts", "experts", "experts", {}),
+)
 PEERS = (
     Work(f"{SMALL} beside vLLM", 270, "peers", {"model": SMALL}),
     Work("Qwen3-8B beside vLLM", 330, "peers", {"model": "Qwen3-8B"}),
@@ -129,6 +136,7 @@ PARTS = {
             (Work("attention", 480, "attention"),), Needs(memory_GB=8),
         ),
         Part("products", "products with quantised weights, and a model with them", 8, PRODUCTS, Needs(memory_GB=40)),
+        Part("experts", "mixtures of experts: three models' layers", 7, EXPERTS, Needs(memory_GB=20)),
         Part("sampling", "the sampler's kernels beside torch", 1, (Work("sampling", 200, "sampling"),), Needs()),
         Part(
             "peers", "Weft and vLLM, the same token ids, by turns", 8, PEERS,

@@ -1,7 +1,7 @@
 """Kernels at their default sizes, and the work of one pass of each one's inner loop, as data.
 
-Sizes are those of Llama-3.1-8B, or of Llama-3.2-1B with its heads of 64. Launches go through the functions that the
-engine calls, so that tiles, warps and stages are the engine's own choice.
+Sizes are those of Llama-3.1-8B, of Llama-3.2-1B with its heads of 64, or of Qwen3-30B-A3B with its experts. Launches go
+through the functions that the engine calls, so that tiles, warps and stages are the engine's own choice.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ import torch
 
 from scripts.kernel_sass.launches import Launch, recorded
 from weft.architectures.place import Span
+from weft.architectures.shape import Experts
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
-from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.base import ExpertStack, HeadNorm, KVCache
 from weft.kernels.sampling import mask_words
-from weft.kernels.triton import attention, pointwise, products, reduce, rounding, sampling
+from weft.kernels.triton import attention, experts, pointwise, products, reduce, rounding, routing, sampling
 from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
 RANKS = 2  # of a sum over ranks
+MIXTURE, MIXTURE_HIDDEN, WIDTH = Experts(count=128, top_k=8, width=768), 2048, 768
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FP8_SINCE = 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]
 Arguments = Mapping[str, Any]  # of a launch, by the kernel's own names
@@ -58,6 +60,29 @@ def prefill_work(a: Arguments) -> Work:
 def multiply_work(a: Arguments) -> Work:
     """A tile of the quantised matrix; x serves many programs."""
     return Work(bytes=a["ROWS"] * a["UNITS"] * UNIT * stored_bytes(a))
+
+
+def experts_work(a: Arguments) -> Work:
+    """A tile of an expert's matrix, or, with a block of many tokens, the operations with it."""
+    numbers = a["ROWS"] * a["UNITS"] * UNIT
+    if a["TOKENS"] > 64:
+        return Work(flops=2 * numbers * a["TOKENS"])
+    return Work(bytes=numbers * (a["words"].itemsize if a["LOWEST"] == "none" else stored_bytes(a)))
+
+
+def choose_work(a: Arguments) -> Work:
+    """The scores of a token, and the numbers and shares of its experts."""
+    return Work(bytes=4 * a["count"] + (8 + 4) * a["TOP_K"])
+
+
+def sort_work(a: Arguments) -> Work:
+    """Numbers of experts."""
+    return Work(bytes=a["PAIRS"] * a["numbers"].itemsize)
+
+
+def sum_work(a: Arguments) -> Work:
+    """Columns of the parts of a token's experts, and of their sum."""
+    return Work(bytes=(a["TOP_K"] + 1) * a["BLOCK"] * a["parts"].itemsize)
 
 
 def dequantise_work(a: Arguments) -> Work:
@@ -200,6 +225,38 @@ def multiply(scheme: str, tokens: int) -> None:
     products.create_quantised_matrix(made_weight(scheme), None, PROCESSORS)(torch.empty(tokens, HIDDEN, dtype=BF16))
 
 
+def made_stack(scheme: str | None, rows: int, cols: int) -> experts.TritonStack:
+    """The matrices of two experts."""
+    if scheme is None:
+        return experts.pack_stack(ExpertStack("", torch.empty(2, rows, cols, dtype=BF16), None))
+    weight = QuantisedWeight.empty(scheme, rows, Span(0, cols), BF16, torch.device("cpu"), (2,))
+    return experts.pack_stack(ExpertStack("", weight, None))
+
+
+def multiply_experts(scheme: str | None, tokens: int) -> None:
+    """The first product of a mixture, with the activation that follows it."""
+    gate_up, down = (made_stack(scheme, *dims) for dims in ((2 * WIDTH, MIXTURE_HIDDEN), (MIXTURE_HIDDEN, WIDTH)))
+    mixture = experts.TritonExperts(spec=MIXTURE, gate_up=gate_up, down=down, first=0, processors=PROCESSORS)
+    numbers = torch.zeros(tokens, dtype=torch.int32)
+    out = torch.empty(tokens * MIXTURE.top_k, WIDTH, dtype=BF16)
+    x, blocks = torch.empty(tokens, MIXTURE_HIDDEN, dtype=BF16), routing.SortedRows(numbers, numbers)
+    mixture.multiply(x, gate_up, blocks, out, choices=MIXTURE.top_k, gated=True)
+
+
+def sort_rows() -> None:
+    routing.sort_rows(torch.zeros(2, MIXTURE.top_k, dtype=torch.int64), 0, MIXTURE.count, 16)
+
+
+def sum_parts() -> None:
+    numbers = torch.zeros(2, MIXTURE.top_k, dtype=torch.int64)
+    parts = torch.empty(2 * MIXTURE.top_k, MIXTURE_HIDDEN, dtype=BF16)
+    routing.sum_parts(parts, numbers, numbers.float(), 0, MIXTURE.count)
+
+
+def choose_experts() -> None:
+    routing.choose_experts(torch.empty(2, MIXTURE.count), MIXTURE, torch.zeros(2, dtype=torch.int64))
+
+
 def mask() -> None:
     logits, masks = torch.empty(2, VOCAB, dtype=BF16), torch.zeros(2, mask_words(VOCAB), dtype=torch.int32)
     sampling.apply_masks(logits, torch.zeros(2, dtype=torch.int64), masks)
@@ -269,6 +326,19 @@ CASES = (
     Case("_multiply", "INT4_128, 64 tokens", multiply_work, partial(multiply, "INT4_128", 64)),
     Case("_dequantise", "Q4_1", dequantise_work, partial(dequantise, "Q4_1")),
     Case("_dequantise", "INT8", dequantise_work, partial(dequantise, "INT8")),
+    *(
+        Case(
+            "_multiply_experts",
+            f"{scheme or 'bf16'}, blocks of {block}",
+            experts_work,
+            partial(multiply_experts, scheme, tokens),
+        )
+        for scheme in (None, "Q4_1", "INT8", "MXFP4")
+        for block, tokens in ((16, 256), (128, 2048))  # of 128 experts, of which a token chooses 8
+    ),
+    Case("_choose", "8 of 128", choose_work, choose_experts),
+    Case("_sort", "128 experts", sort_work, sort_rows),
+    Case("_sum", "8 experts", sum_work, sum_parts),
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
     Case("_round", "INT8", round_work, partial(round_weight, "INT8")),
 )

@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 import report
 from engine import ENGINES, Ended, Engine, Round
 from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_CPU, Environment, Missing
-from models import LARGE, SMALL, Models
+from models import LARGE, MIXTURE, SMALL, Models
 from work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 
 from weft.cache import cache_path
@@ -44,7 +44,7 @@ class Peer:
     models: tuple[str, ...] = (SMALL,)
 
 
-ALL, BOTH = WORKS, (SMALL, LARGE)
+ALL, EVERY = WORKS, (SMALL, LARGE, MIXTURE)
 PLAIN = (LATENCY, THROUGHPUT, PREFILL)
 
 
@@ -52,8 +52,13 @@ def weft(*options: str) -> Callable[[Models, str], list[str]]:
     return lambda models, name: [str(models.folder_of(name)), *options]
 
 
+def mixed(mix: str) -> Callable[[Models, str], list[str]]:
+    """The argument of an engine that reads the model's GGUF file of a mix."""
+    return lambda models, name: [str(models.gguf_mix(name, mix))]
+
+
 PEERS = (
-    Peer("weft", 16, None, "weft_engine.py", weft("dtype=bfloat16"), ALL, BOTH),
+    Peer("weft", 16, None, "weft_engine.py", weft("dtype=bfloat16"), ALL, EVERY),
     Peer(
         "weft tp2",
         16,
@@ -61,15 +66,26 @@ PEERS = (
         "weft_engine.py",
         weft("dtype=bfloat16", "tensor_parallel_size=2"),
         (LATENCY, THROUGHPUT),
-        BOTH,
+        EVERY,
     ),
-    Peer("llama.cpp", 16, LLAMA_CPP, "llamacpp_engine.py", lambda m, name: [str(m.gguf(name))], PLAIN, BOTH),
+    Peer("llama.cpp", 16, LLAMA_CPP, "llamacpp_engine.py", lambda m, name: [str(m.gguf(name))], PLAIN, EVERY),
     Peer("openvino", 16, OPENVINO, "openvino_engine.py", lambda m, name: [str(m.openvino(name))], ALL),
-    Peer("vllm", 16, VLLM_CPU, "vllm_engine.py", lambda m, name: [str(m.folder_of(name))], ALL, BOTH),
-    Peer("transformers", 16, TRANSFORMERS, "transformers_engine.py", lambda m, name: [str(m.folder_of(name))], PLAIN),
+    Peer("vllm", 16, VLLM_CPU, "vllm_engine.py", lambda m, name: [str(m.folder_of(name))], ALL, (SMALL, LARGE)),
+    Peer(
+        "transformers",
+        16,
+        TRANSFORMERS,
+        "transformers_engine.py",
+        lambda m, name: [str(m.folder_of(name))],
+        PLAIN,
+        (SMALL, MIXTURE),
+    ),
     Peer("weft int4", 4, None, "weft_engine.py", weft("quantization=int4"), PLAIN),
     Peer("onnxruntime int4", 4, ONNX_RUNTIME, "onnxruntime_engine.py", lambda m, name: [str(m.onnx_int4(name))], PLAIN),
-    Peer("llama.cpp q4_0", 4, LLAMA_CPP, "llamacpp_engine.py", lambda m, name: [str(m.gguf_q4_0(name))], PLAIN),
+    Peer("weft q4_0", 4, None, "weft_engine.py", mixed("q4_0"), PLAIN, (MIXTURE,)),
+    Peer("llama.cpp q4_0", 4, LLAMA_CPP, "llamacpp_engine.py", mixed("q4_0"), PLAIN, (SMALL, MIXTURE)),
+    Peer("weft q4_k_m", 4, None, "weft_engine.py", mixed("q4_k_m"), PLAIN, (LARGE,)),
+    Peer("llama.cpp q4_k_m", 4, LLAMA_CPP, "llamacpp_engine.py", mixed("q4_k_m"), PLAIN, (LARGE,)),
 )
 
 
@@ -107,7 +123,8 @@ def main() -> int:
         chosen = [peer for peer in PEERS if model in peer.models and (not said.only or peer.name in said.only)]
         with ExitStack() as stack:
             engines = start(chosen, model, models, said, stack, left_out, figures)
-            measure(engines, model, models, probe, said.rounds, figures, left_out)
+            works = [work for work in ALL if not said.works or work.name in said.works]
+            measure(engines, model, models, probe, works, said.rounds, figures, left_out)
     state = probe.state()
     report.write(said.out, figures, left_out, {"rounds": said.rounds, "round_trip_ns_and_GBps": state})
     return 0
@@ -149,13 +166,14 @@ def measure(
     model: str,
     models: Models,
     probe: Probe,
+    works: Sequence[Work],
     rounds: int,
     figures: list[report.Figure],
     left_out: dict[str, str],
 ) -> None:
     """Every work in every round on everybody, whoever was first being last the next time."""
-    text, large = models.text(), model == LARGE
-    for work in ALL:
+    text, large = models.text(), model != SMALL
+    for work in works:
         runs: dict[str, list[Round]] = {}
         playing = [(peer, engine) for peer, engine in engines if work in peer.works]
         for number in range(-1, rounds):  # the first warms up
@@ -191,8 +209,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/bench peers", description="Weft and its peers, interleaved.")
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each work (default: 5)")
     parser.add_argument("--starts", type=int, default=3, help="starts of an engine that starts quickly (default: 3)")
-    parser.add_argument("--models", nargs="+", choices=BOTH, default=list(BOTH))
+    parser.add_argument("--models", nargs="+", choices=EVERY, default=list(EVERY))
     parser.add_argument("--only", nargs="+", choices=[peer.name for peer in PEERS], help="these engines only")
+    parser.add_argument("--works", nargs="+", choices=[work.name for work in ALL], help="these works only")
     parser.add_argument("--folder", type=Path, default=cache_path() / "peers", help="environments and weights")
     parser.add_argument("--out", type=Path, default=Path("."), help="where the report goes")
     return parser.parse_args()

@@ -1,5 +1,6 @@
-"""The same weights for everybody: the demo's, dequantised to bfloat16, and 1.1 billion random ones. Each form is made
-once, by the peers' own converters, below the folder of the benchmark."""
+"""The same weights for everybody: the demo's, dequantised to bfloat16, and random ones: 1.1 billion of a dense model,
+1.4 billion of a mixture of experts. Each form is made once, by the peers' own converters, below the folder of the
+benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run
 
-SMALL, LARGE = "SmolLM2-135M", "Llama-1.1B-random"
+SMALL, LARGE, MIXTURE = "SmolLM2-135M", "Llama-1.1B-random", "Qwen3-MoE-1.4B-random"
+FILE_TYPES = {"q4_0": 2, "q4_k_m": 15}  # llama.cpp's llama_ftype
 HERE = Path(__file__).parent
 
 
@@ -88,15 +90,16 @@ class Models:
             )
         return target
 
-    def gguf_q4_0(self, name: str) -> Path:
-        target = self.models / f"{name}-q4_0.gguf"
+    def gguf_mix(self, name: str, mix: str) -> Path:
+        """In one of FILE_TYPES, by llama.cpp itself."""
+        target = self.models / f"{name}-{mix}.gguf"
         if not target.exists():
             python = LLAMA_CPP.python(self.folder)
             program = (
-                "import sys, llama_cpp as l; p = l.llama_model_quantize_default_params(); p.ftype = 2; "
+                "import sys, llama_cpp as l; p = l.llama_model_quantize_default_params(); p.ftype = int(sys.argv[3]); "
                 "sys.exit(l.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
             )
-            run([str(python), "-c", program, str(self.gguf(name)), str(target)])
+            run([str(python), "-c", program, str(self.gguf(name)), str(target), str(FILE_TYPES[mix])])
         return target
 
     def text(self) -> list[int]:

@@ -14,6 +14,8 @@ from typing import Any
 
 from weft import __version__
 
+OURS = ("weft", "weft int4", "weft q4_0", "weft q4_k_m")  # of which a table has one
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -39,7 +41,7 @@ class Row:
 
     @property
     def ours(self) -> Figure | None:
-        return next((it for it in self.figures if it.engine in ("weft", "weft int4")), None)
+        return next((it for it in self.figures if it.engine in OURS), None)
 
     @property
     def best(self) -> Figure | None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
@@ -18,6 +18,7 @@ from weft.client.local import LocalEngine
 from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
+from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
@@ -109,6 +110,7 @@ class LLM:
         parsed = [self._frontend.parse_prompt(prompt) for prompt in _list_prompts(prompts)]
         return self._answer_all(parsed, sampling_params, use_tqdm, priority)
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -119,8 +121,55 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        query: str,
+        history: Sequence[tuple[str, str]] | None = None,
+        system: str = SYSTEM,
+        generation_config: object = None,
+        **sampling: Any,
+    ) -> tuple[str, History]: ...
+
+    def chat(self, *arguments: Any, **options: Any) -> list[RequestOutput] | tuple[str, History]:
+        """Return the answers to one conversation or several, as `generate` does, through the model's chat template.
+
+        With a text instead of messages, or `query=`, return the text of the answer to it, and a new list of all turns:
+        `history`, pairs of query and response, and this one. `sampling` are fields of SamplingParams;
+        `generation_config` has Transformers' names of them.
+        """
+        if "query" in options or (arguments and isinstance(arguments[0], str)):
+            return self._answer_turn(*arguments, **options)
+        return self._answer_messages(*arguments, **options)
+
+    def _answer_turn(
+        self,
+        query: str,
+        history: Sequence[tuple[str, str]] | None = None,
+        system: str = SYSTEM,
+        generation_config: object = None,
+        **sampling: Any,
+    ) -> tuple[str, History]:
+        turns = copy_history(history)
+        params = turn_params(self._frontend, generation_config, sampling)
+        prompt = self._frontend.chat_prompt(turn_messages(query, turns, system))
+        [output] = self._answer_all([prompt], params, False, None)
+        response = output.outputs[0].text
+        return response, [*turns, (query, response)]
+
+    def _answer_messages(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Bar] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Return the answers to one conversation or several, as `generate` does, through the model's chat template."""
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts = [

@@ -30,12 +30,34 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+# The same in the words of models that have none of SIZES' and HEADS' own: 12 narrow heads, or 6.
+OPT_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "ffn_dim": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 48,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+GPT2_SIZES = {
+    "vocab_size": VOCAB,
+    "n_embd": 48,
+    "n_layer": LAYERS,
+    "n_head": 6,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One checkpoint: the architecture's name in Transformers and what differs from SIZES and HEADS.
+    """One checkpoint: the architecture's name in Transformers and what differs from `sizes`.
 
     `classes` are the configuration and the model of an architecture that Transformers does not have, written for a test
     as subclasses of PretrainedConfig and PreTrainedModel; `model` is then only the name of the recipe.
@@ -43,6 +65,7 @@ class Recipe:
 
     model: str
     config: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=lambda: {**SIZES, **HEADS})
     style: int = 5  # config.json as Transformers 4 or 5 writes it
     shards: bool = False
     config_class: str = ""  # if it is not the model's name and Config
@@ -54,6 +77,7 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
+MODEL_CLASSES = {"GPT2": "GPT2LMHeadModel"}  # whose name is not the recipe's model and ForCausalLM
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "tie_word_embeddings": False}
 FEW = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96, "tie_word_embeddings": False}
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 32, "truncate": False}
@@ -101,6 +125,9 @@ RECIPES = {
     # With limits that some of these small numbers reach.
     "gpt-oss": Recipe("GptOss", FEW | {"sliding_window": 9, "swiglu_limit": 0.7} | rope("yarn", **YARN)),
     "gpt-oss-4": Recipe("GptOss", FEW | {"num_local_experts": 5, "sliding_window": 9} | rope("yarn", **YARN), style=4),
+    "opt": Recipe("OPT", sizes=OPT_SIZES),
+    "opt-post-norm": Recipe("OPT", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}, sizes=OPT_SIZES),
+    "gpt2": Recipe("GPT2", sizes=GPT2_SIZES),
     "gemma3": Recipe("Gemma3", GEMMA3 | {"layer_types": [*SLIDING, FULL, *SLIDING]}, config_class="Gemma3TextConfig"),
     "gemma3-scaled": Recipe(
         "Gemma3",
@@ -135,7 +162,7 @@ GGUF_RECIPES = {
 def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
     recipe = (RECIPES | GGUF_RECIPES)[name]
-    values = {**SIZES, **HEADS, **recipe.config}
+    values = {**recipe.sizes, **recipe.config}
     if recipe.model in ("Qwen2", "Qwen2Moe"):
         values.pop("head_dim")
         values["hidden_size"] = 96
@@ -147,7 +174,7 @@ def make(name: str, folder: Path) -> Path:
                 parameter.normal_(0, 0.3)
             elif key.endswith("sinks"):
                 parameter.normal_(0, 1)
-            elif "norm" in key:
+            elif "norm" in key or parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.15)
@@ -173,7 +200,7 @@ def create_model(recipe: Recipe, values: dict[str, Any]) -> transformers.PreTrai
     if recipe.vision:
         config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)
         kind = "ForConditionalGeneration"
-    return getattr(transformers, recipe.model + kind)(config)
+    return getattr(transformers, MODEL_CLASSES.get(recipe.model, recipe.model + kind))(config)
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:

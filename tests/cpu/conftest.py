@@ -7,6 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.cpu.shared_threads import threads_share_memory
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks that are threads exchange through shared memory, in C++ where layers are fused."""
+    with threads_share_memory(monkeypatch):
+        yield
+
 
 @pytest.fixture
 def threads() -> Iterator[None]:

@@ -81,15 +81,17 @@ def _rotate(
 
 def _prefill(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    row_starts: torch.Tensor, tables: torch.Tensor, context: torch.Tensor, first: int, rows: int, width: int,
-    q_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, *, WINDOWED: bool, LSE: bool, **_: Any,
+    sinks: torch.Tensor, row_starts: torch.Tensor, tables: torch.Tensor, context: torch.Tensor, first: int, rows: int,
+    width: int, q_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, *, WINDOWED: bool, LSE: bool,
+    SINKS: bool, **_: Any,
 ) -> None:  # fmt: skip
     begin, tables = int(row_starts[first]), tables[first:]
     assert tables.stride(0) == width and len(tables) == rows
     some: Any = SimpleNamespace(row_starts=row_starts[first:] - begin, context=context[first:], tables=tables)
     seen = window if WINDOWED else None
     cache = KVCache(keys.to(q.dtype), values.to(q.dtype))
-    out[begin:] = PLAIN.attention.attend(q[begin:], cache, some, scale / LOG2_E, seen, lse[begin:] if LSE else None)
+    more = lse[begin:] if LSE else None, sinks if SINKS else None
+    out[begin:] = PLAIN.attention.attend(q[begin:], cache, some, scale / LOG2_E, seen, *more)
 
 
 def _draw(

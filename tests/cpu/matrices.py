@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ from weft.quant.quantised import QuantisedWeight
 from weft.weights.quantised import quantise
 
 CPU = torch.device("cpu")
-# Those that kernels tell apart; of what is published, zero points of 4 bits, and rows that are one group.
+MXFP4 = "MXFP4"
+# Those that kernels tell apart, but for MXFP4; published ones with zero points of 4 bits, and with rows of one group.
 KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM")
 
 
@@ -56,12 +58,16 @@ def random_stacks(
 
 def stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     """A stack of matrices of the same dims and scheme. Its scales are small: products neither grow nor vanish."""
-    cols = parts[0].shape[1]
+    halvings = round(math.log2(parts[0].shape[1]) / 2)
+
+    def small(numbers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(numbers) / 2**halvings if numbers[0].dtype == torch.float16 else torch.stack(numbers)
+
     lowest = [part.lowest for part in parts if part.lowest is not None]
-    small = cols**-0.5
+    scales = small([part.scales for part in parts])
     return replace(
         parts[0],
         values=torch.stack([part.values for part in parts]),
-        scales=torch.stack([part.scales for part in parts]) * small,
-        lowest=(torch.stack(lowest) * (small if lowest[0].dtype == torch.float16 else 1)) if lowest else None,
+        scales=scales - halvings if parts[0].type == MXFP4 else scales,
+        lowest=small(lowest) if lowest else None,
     )

@@ -94,7 +94,27 @@ void short_calls(int threads) {
     CHECK(sum == 15000);
 }
 
+// Counts that the phase before has found. A thread that is late may read those of a later phase, which may be 0.
+void found(int threads) {
+    constexpr int64_t PHASES = 3000;
+    std::atomic<int64_t> count{0}, done{0}, wanted{0}, thens{0};
+    together(threads, true, [&](Team &team) {
+        for (int64_t phase = 0; phase < PHASES; phase++) {
+            team.each(1, [&](int64_t, int64_t) {}, [&] {
+                count = phase % 3 * 5;
+                wanted += count;
+            });
+            if ((phase + team.rank) % 7 == 0) sched_yield();
+            team.each(count, 1, [&](int64_t first, int64_t last) { done += last - first; }, [&] {
+                CHECK(done == wanted && thens++ == phase);
+            });
+        }
+    });
+    CHECK(thens == PHASES && done == wanted);
+}
+
 int main() {
+    for (int threads : {1, 2, 3, 8}) found(threads);
     for (int threads : {1, 2, 3, 8})
         for (int64_t count : {0, 1, 2, 7, 100, 1000}) each_once(threads, count);
     for (int threads : {2, 5}) late(threads), slow(threads), short_calls(threads), many(threads);

@@ -51,12 +51,12 @@ def test_both_sides_are_the_same(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "difference"),
     [
-        ("Layer", swapped, r"\bLayer\.eps .*\b424 .*\b420 "),
-        ("Layer", lambda fields: fields[:-1], r"\bLayer\.eps .*\b424 .*\bmissing "),
+        ("Layer", swapped, r"\bLayer\.eps .*\b432 .*\b428 "),
+        ("Layer", lambda fields: fields[:-1], r"\bLayer\.eps .*\b432 .*\bmissing "),
         (
             "Layer",
             lambda fields: (*fields, ("extra", ctypes.c_float)),
-            r"\bLayer\.extra .*\bmissing .*\b428 ",
+            r"\bLayer\.extra .*\bmissing .*\b436 ",
         ),
         ("Step", lambda fields: fields[1:], r"\bStep\.angles .*\b8 .*\b0 "),
         ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b80 "),
@@ -93,7 +93,7 @@ def test_torch_takes_the_place_of_a_library_that_differs(
     change(monkeypatch, "Layer", swapped(tuple(LayerDescriptor._fields_)))  # type: ignore[arg-type]
     with caplog.at_level("WARNING", "weft"):
         assert create_kernels("auto", torch.device("cpu"), shaped(torch.float32)).attention.name == "torch"
-    assert "Layer.eps" in caplog.text and "424" in caplog.text
+    assert "Layer.eps" in caplog.text and "432" in caplog.text
 
 
 def test_no_structure_is_declared_elsewhere() -> None:
@@ -125,5 +125,5 @@ def test_fields_that_change_places_in_c_are_found(tmp_path: Path) -> None:
 
 def test_a_field_that_is_not_listed_does_not_compile(tmp_path: Path) -> None:
     """Not even one that hides in the padding, and leaves the structure's size as it was."""
-    done = altered(tmp_path, "stage.h", "float scale, head_eps, eps;", "float scale, head_eps, eps, extra;")
+    done = altered(tmp_path, "workspace.h", "float scale, head_eps, eps;", "float scale, head_eps, eps, extra;")
     assert done.returncode != 0 and "list all fields of Layer in abi.h" in done.stderr

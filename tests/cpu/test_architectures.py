@@ -55,6 +55,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", SMALL),
     ("Phi3ForCausalLM", SMALL | {"sliding_window": 9, "tie_word_embeddings": True}),
     ("OPTForCausalLM", OPT | {"word_embed_proj_dim": 64}),
+    ("OPTForCausalLM", OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    ("OPTForCausalLM", OPT | {"word_embed_proj_dim": 64, "enable_bias": False, "_remove_final_layer_norm": True}),
     ("GPT2LMHeadModel", GPT2),
     ("GPT2LMHeadModel", GPT2 | {"n_inner": 99}),
 ]

@@ -23,7 +23,7 @@ from tests.refusals import refuses
 from weft import LLM, SamplingParams, kernels
 from weft.errors import ConfigError
 from weft.kernels import attention_inputs, contest, create_kernels, flashinfer, triton, usable, varlen
-from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache
+from weft.kernels.base import Attention, AttentionShape, HeadNorm, Kernels, KVCache, apply_sinks
 from weft.kernels.batch import Batch
 from weft.kernels.plain import PlainAttention, PlainPointwise, create_plain_kernels
 from weft.kernels.triton import attention, tuning
@@ -106,6 +106,9 @@ def test_attention_is_the_plain_one(kind: str, case: tuple) -> None:
             torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
             torch.testing.assert_close(sums, want_sums, atol=2e-4, rtol=2e-4)
             assert torch.equal(attention.attend(q, cache, batch, head_dim**-0.5, seen), got)
+            sinks = torch.randn(q_heads) * 4
+            got = attention.attend(q, cache, batch, head_dim**-0.5, seen, sinks=sinks)
+            torch.testing.assert_close(got, apply_sinks(want, want_sums, sinks), atol=2e-4, rtol=2e-4)
         contexts = contexts[::-1] if counts == counts[::-1] else contexts
 
 

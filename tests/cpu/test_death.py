@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -96,7 +96,9 @@ def lives(member: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    ("tensor", "stages"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)], ids=["shared memory", "gloo"]
+)
 @pytest.mark.parametrize(
     ("victim", "failed"),
     [(0, None), (1, "core"), (2, "rank 0"), (3, "rank 1")],
@@ -115,13 +117,22 @@ def test_sigkill(programs: list[Program], victim: int, failed: str | None, tenso
     assert left(family) == []
 
 
+def seldom(*values: object) -> Any:
+    """A case of a test that is run with the long ones only."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("kind", "members", "phase", "blow"),
     [
-        *(("executor", 3, phase, signal.SIGINT) for phase in ("import", "start", "load", "allocate", "step")),
-        *(("executor", 3, phase, signal.SIGKILL) for phase in ("import", "load")),
-        *(("engine", 4, phase, signal.SIGINT) for phase in ("import", "allocate", "step")),
-        *(("engine", 4, phase, signal.SIGKILL) for phase in ("start", "load")),
+        ("executor", 3, "import", signal.SIGKILL),
+        ("executor", 3, "load", signal.SIGINT),
+        ("engine", 4, "step", signal.SIGINT),
+        ("engine", 4, "start", signal.SIGKILL),
+        *(seldom("executor", 3, phase, signal.SIGINT) for phase in ("import", "start", "allocate", "step")),
+        seldom("executor", 3, "load", signal.SIGKILL),
+        *(seldom("engine", 4, phase, signal.SIGINT) for phase in ("import", "allocate")),
+        seldom("engine", 4, "load", signal.SIGKILL),
     ],
 )
 def test_the_parent_is_ended(

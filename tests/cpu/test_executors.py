@@ -66,7 +66,12 @@ def test_results_in_order(make: Make, tensor: int, stages: int) -> None:
 
 @both
 @pytest.mark.parametrize(
-    ("groups", "tensor", "stages", "exchange"), [(2, 1, 1, "gather"), (2, 2, 2, "dispatch"), (3, 1, 1, "dispatch")]
+    ("groups", "tensor", "stages", "exchange"),
+    [
+        (2, 1, 1, "gather"),
+        pytest.param(2, 2, 2, "dispatch", marks=pytest.mark.long),
+        (3, 1, 1, "dispatch"),
+    ],
 )
 def test_attention_groups_step_together(make: Make, groups: int, tensor: int, stages: int, exchange: str) -> None:
     """Each gets its own part of a step, knows the others', and answers for itself; one may have none."""

@@ -133,20 +133,21 @@ def test_dealt_experts_give_the_same_logits(mixture: Mixture) -> None:
 
 
 @pytest.mark.parametrize("chosen", [(0, 1), (4, 5), (0, 5)], ids=str)
-def test_all_tokens_choose_the_same_experts(folder: Path, chosen: tuple[int, ...]) -> None:
+def test_all_tokens_choose_the_same_experts(folder: Path, chosen: tuple[int, ...], shared_memory: None) -> None:
     """One rank has both, the other none; or each has one."""
     path = make_mixture(folder, f"choose-{chosen[0]}-{chosen[1]}", edit=to_experts(*chosen))
     assert routed_to(path, PROMPTS[1]) == {*chosen}
     truth = [greedy(checkpoints.reference(path), prompt, NEW) for prompt in PROMPTS]
-    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}):
+    for layout in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 3}, {"data_parallel_size": 2}):
         assert answers(path, **EXPERTS, **layout) == truth
 
 
-def test_one_expert_gets_every_token(folder: Path) -> None:
+def test_one_expert_gets_every_token(folder: Path, shared_memory: None) -> None:
     path = make_mixture(folder, "choose-one", edit=to_experts(3), num_experts_per_tok=1)
     assert routed_to(path, PROMPTS[1]) == {3}
     truth = [greedy(checkpoints.reference(path), prompt, NEW) for prompt in PROMPTS]
-    assert answers(path, **EXPERTS, tensor_parallel_size=2) == truth
+    for layout in ("tensor_parallel_size", "data_parallel_size"):
+        assert answers(path, **EXPERTS, **{layout: 2}) == truth
 
 
 def test_dealt_experts_in_processes(mixture: Mixture) -> None:
@@ -189,8 +190,12 @@ SCHEDULING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("how", SCHEDULING, ids=str)
-@pytest.mark.parametrize("layout", ["dp2 x ep2", "dp2 x tp2 x ep4", "dp2 x ep2 x pp2"])
-def test_tokens_of_groups_do_not_depend_on_scheduling(seven: Mixture, layout: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layout", ["dp2 x ep2", "dp2 x tp2 x ep4", pytest.param("dp2 x ep2 x pp2", marks=pytest.mark.long)]
+)
+def test_tokens_of_groups_do_not_depend_on_scheduling(
+    seven: Mixture, layout: str, how: dict[str, Any], shared_memory: None
+) -> None:
     path, truth = seven
     assert answers(path, **EXPERTS, **GROUPS[layout][1], **how) == truth
 
@@ -209,7 +214,7 @@ def test_requests_of_a_group_are_preempted(seven: Mixture, monkeypatch: pytest.M
     assert [output.outputs[0].token_ids for output in outputs] == truth * 4
 
 
-def test_one_request_at_a_time(seven: Mixture) -> None:
+def test_one_request_at_a_time(seven: Mixture, shared_memory: None) -> None:
     """All other groups take each step empty; a prompt of one token, and answers in the order of the prompts."""
     path, truth = seven
     model = checkpoints.reference(path)

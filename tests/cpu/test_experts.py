@@ -8,11 +8,14 @@ import pytest
 import torch
 from msgspec.structs import replace as changed
 
+from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
-from tests.cpu.matrices import KINDS, random_stacks
+from tests.cpu.matrices import KINDS, MXFP4, random, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
-from weft.kernels.base import ExpertProducts, ExpertStack
+from weft.comm import Solo
+from weft.kernels.base import ExpertProducts, ExpertStack, FusedLayer, FusedMixture, FusedMLP, Kernels, KVCache
+from weft.kernels.batch import Batch
 from weft.kernels.experts import choose_experts
 from weft.kernels.plain import create_plain_kernels
 from weft.quant.quantised import QuantisedWeight
@@ -58,11 +61,11 @@ def test_experts(spec: Experts, dtype: torch.dtype, tokens: int, columns: Span |
     assert_close(fast(x, *choice), plain(x, *choice), dtype)
 
 
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("columns", [None, Span(32, 96)], ids=["all columns", "64 columns"])
-def test_quantised_experts(type: str, tokens: int, columns: Span | None) -> None:
-    dtype = torch.float32
+def test_quantised_experts(type: str, tokens: int, columns: Span | None, dtype: torch.dtype) -> None:
     fast, plain = both(SEVEN, random_stacks(SEVEN, HIDDEN, dtype, type, columns), dtype)
     x, choice = random_tokens(tokens, dtype), random_choice(SEVEN, tokens)
     assert_close(fast(x, *choice), plain(x, *choice), dtype, quantised=True)
@@ -134,6 +137,63 @@ def test_any_number_of_threads_gives_the_same_bits(type: str | None, tokens: int
         torch.set_num_threads(count)
         results.append(fast(x, *choice))
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("type", [None, "Q4_1"])
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_a_fused_layer_with_shared_experts(type: str | None, weighed: bool, tokens: int) -> None:
+    """The result of its parts one by one, with routed and shared experts in different schemes."""
+    dtype, width, kernels = torch.float32, 160, native(torch.float32)
+    torch.manual_seed(4)
+    stacks = random_stacks(SEVEN, HIDDEN, dtype, None if type else "Q8_0")
+    matrix = kernels.matrices.matrix
+
+    def weight(rows: int, cols: int) -> torch.Tensor | QuantisedWeight:
+        return torch.randn(rows, cols) / cols**0.5 if type is None else random(type, rows, Span(0, cols), cols)
+
+    layer = FusedLayer(
+        attention_norm=torch.rand(HIDDEN),
+        qkv=matrix(torch.randn(4 * 32, HIDDEN), None),
+        head_norm=None,
+        out=matrix(torch.randn(HIDDEN, 64) / 8, None),
+        ffn_norm=torch.rand(HIDDEN),
+        ffn=FusedMixture(
+            SEVEN,
+            kernels.matrices.router(torch.randn(SEVEN.count, HIDDEN), None),
+            kernels.matrices.experts(SEVEN, *stacks, 0),
+            FusedMLP(matrix(weight(2 * width, HIDDEN), None), matrix(weight(HIDDEN, width), None)),
+            kernels.matrices.router(torch.randn(1, HIDDEN), None) if weighed else None,
+        ),
+        q_heads=2,
+        window=None,
+        scale=32**-0.5,
+        sinks=None,
+        eps=1e-5,
+    )
+    batch, blocks = ragged([tokens], [tokens], 16, seed=7)
+    residual, angles = torch.randn(tokens, HIDDEN), torch.rand(128, 32)
+    caches = [KVCache(*torch.zeros(2, blocks, 16, 1, 32)) for _ in range(2)]
+    stage = kernels.fuse_layers([layer], Solo())
+    assert stage is not None
+    got = stage(residual.clone(), angles, caches[:1], batch)
+    assert_close(got, layer_by_parts(layer, kernels, residual, angles, caches[1], batch), dtype, quantised=True)
+
+
+def layer_by_parts(
+    layer: FusedLayer, kernels: Kernels, residual: torch.Tensor, angles: torch.Tensor, cache: KVCache, batch: Batch
+) -> torch.Tensor:
+    pointwise, mixture = kernels.pointwise, layer.ffn
+    assert isinstance(mixture, FusedMixture) and mixture.shared is not None
+    qkv = layer.qkv(pointwise.norm(residual, layer.attention_norm, layer.eps))
+    q = pointwise.rotate_and_store(qkv, layer.q_heads, angles, cache, batch, None)
+    residual = residual + layer.out(kernels.attention.attend(q, cache, batch, layer.scale, None))
+    x = pointwise.norm(residual, layer.ffn_norm, layer.eps)
+    routed = mixture.experts(x, *pointwise.choose_experts(mixture.router(x), mixture.spec))
+    shared = mixture.shared.down(pointwise.silu_mul(mixture.shared.gate_up(x)))
+    if mixture.weigher is not None:
+        shared = shared * mixture.weigher(x).sigmoid()
+    return residual + routed + shared
 
 
 @pytest.mark.parametrize("normalised", [True, False])

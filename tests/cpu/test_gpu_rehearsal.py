@@ -47,6 +47,7 @@ def link_packages(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork") or not shutil.which("bash"), reason="needs bash")
+@pytest.mark.long
 def test_all_parts_are_rehearsed(tmp_path: Path) -> None:
     repository, programs, results = (tmp_path / name for name in ("repository", "bin", "results"))
     for folder in (repository, programs, tmp_path / "vllm/vllm"):

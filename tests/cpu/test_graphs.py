@@ -243,10 +243,13 @@ def test_a_rank_that_others_sum_with_cannot_go_on_by_itself() -> None:
         graph.capture_at_start()
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3-moe", "gpt-oss"))]
+)
 def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoints.make("qwen3", tmp_path_factory.mktemp("graphs"))
+    path = checkpoints.make(name, tmp_path_factory.mktemp("graphs"))
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompts = [[1, 5, 9], [4], [3, 4]]
 
@@ -261,7 +264,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
         captures.append(Again())
         return captures[-1]
 
-    monkeypatch.setattr(runner.ModelRunner, "captures", True)
+    monkeypatch.setattr(runner.ModelRunner, "captures", property(lambda self: self.model.capturable))
     monkeypatch.setattr(runner, "CudaGraphs", capture)
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
     monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long

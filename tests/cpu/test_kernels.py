@@ -92,6 +92,10 @@ def test_attention_over_paged_kv_is_exact(kind: str, case: tuple, dtype: torch.d
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window), got)
+    sinks = torch.randn(q_heads).to(dtype) * 4
+    got = kernels.attention.attend(q, written(kernels, cache), batch, head_dim**-0.5, window, sinks=sinks)
+    want = apply_sinks(want, want_sums, sinks)
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kind", ["native", "plain"])

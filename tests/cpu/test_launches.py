@@ -18,8 +18,11 @@ from tests.cpu.attention import shaped
 from tests.cpu.launches import Launches
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
+from weft.architectures.shape import Experts
 from weft.kernels import triton, warm
+from weft.kernels.base import ExpertStack
 from weft.kernels.triton import attention, pointwise, products, tuning
+from weft.kernels.triton.kernels import TritonMatrices
 from weft.quant.quantised import QuantisedWeight
 from weft.worker import graphs, runner
 
@@ -63,6 +66,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mistral", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
         ("tiny", {"tensor_parallel_size": 2, "quantization": "int4"}),
         ("llama", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24}),
+        ("qwen3-moe", {}),
+        ("gpt-oss", {"quantization": "int4", "max_num_batched_tokens": 200}),
     ],
     ids=lambda it: it if isinstance(it, str) else ", ".join(it) or "plain",
 )
@@ -102,6 +107,27 @@ def test_attention_warms_what_any_number_of_rows_launches(
     for rows in range(1, 301, 7):
         for window in shape.windows:
             backend.attend(*attention.attention_inputs.decode_inputs(shape, CPU, [3] * rows), shape.scale, window)
+    assert [*launches.variants] == before
+
+
+@pytest.mark.parametrize("held", [16, 128])
+@pytest.mark.parametrize("type", [None, "MXFP4"])
+def test_experts_warm_what_any_number_of_tokens_launches(type: str | None, held: int, launches: Launches) -> None:
+    spec = Experts(count=128, top_k=8, width=96)
+
+    def stack(rows: int, cols: int) -> ExpertStack:
+        if type is None:
+            return ExpertStack("", torch.zeros(held, rows, cols, dtype=torch.bfloat16), None)
+        return ExpertStack("", QuantisedWeight.empty(type, rows, Span(0, cols), torch.bfloat16, CPU, (held,)), None)
+
+    matrices = TritonMatrices(132)
+    product = matrices.experts(spec, stack(192, 64), stack(64, 96), 0)
+    warm.warm_kernels(matrices.launches(8192), CPU)
+    before = [*launches.variants]
+    assert 2 * 4 <= len(launches.of("_multiply_experts")) <= 2 * 2 * len(products.TILES)
+    for tokens in (*range(1, 300), *range(300, 8193, 99), 8192):
+        zeros = torch.zeros(tokens, 8)
+        product(torch.zeros(tokens, 64, dtype=torch.bfloat16), zeros.long(), zeros)
     assert [*launches.variants] == before
 
 

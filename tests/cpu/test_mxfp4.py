@@ -38,9 +38,13 @@ def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same checkpoint with experts in MXFP4 and in bfloat16."""
-    folder = tmp_path_factory.mktemp("mxfp4")
-    wide = checkpoints.make("gpt-oss-mxfp4", folder)
-    small = folder / "published"
+    return publish_mxfp4(checkpoints.make("gpt-oss-mxfp4", tmp_path_factory.mktemp("mxfp4")))
+
+
+def publish_mxfp4(wide: Path) -> tuple[Path, Path]:
+    """Round the experts of a checkpoint of gpt-oss: a checkpoint with them in MXFP4, and `wide` with what they stand
+    for."""
+    small = wide.with_name("published")
     small.mkdir()
     tensors, packed = load_file(wide / "model.safetensors"), {}
     for name, value in list(tensors.items()):
@@ -102,6 +106,7 @@ EXPERTS = "model.layers.2.mlp.experts."
     [
         ({"gate_up_proj_scales": None}, "matrix-without-scales", ["gate_up_proj_scales"]),
         ({"gate_up_proj_blocks": None}, "missing-tensor", [EXPERTS + "gate_up_proj", [6, 64, 192]]),
+        ({"down_proj_scales": []}, "packed-part-of-other-dims", [EXPERTS + "down_proj"]),
         ({"down_proj_blocks": [6, 64, 2, 16]}, "packed-part-of-other-dims", [[6, 64, 2, 16], [6, 64, 3, 16]]),
         (
             {"down_proj_blocks": [5, 64, 3, 16], "down_proj_scales": [5, 64, 3]},
@@ -123,6 +128,15 @@ def test_experts_that_are_missing_or_misshapen(
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folders[0] / "config.json").read_text())
     with refuses(ModelError, code, *values):
+        resolve(str(tmp_path))
+
+
+def test_a_layer_without_experts_is_not_among_stacks(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The config says that a layer is dense, and the checkpoint has experts there."""
+    config = json.loads((folders[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"mlp_only_layers": [1]}))
+    (tmp_path / "model.safetensors").symlink_to(folders[1] / "model.safetensors")
+    with refuses(ModelError, "missing-tensor", "model.layers.1.mlp.gate_proj.weight"):
         resolve(str(tmp_path))
 
 

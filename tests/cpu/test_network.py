@@ -59,7 +59,7 @@ def open_files(process: psutil.Process) -> set[str]:
     return {name for name in names if not name.startswith(("/dev/null", "/usr/", "anon_inode:"))}
 
 
-@pytest.mark.parametrize("network", [True, False])
+@pytest.mark.parametrize("network", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ranks_on_the_network_share_no_file(start: Callable[..., ProcessExecutor], network: bool) -> None:
     plan = make_plan(tensor=2, stages=2)
     executor = start(plan, network=network)

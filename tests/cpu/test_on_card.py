@@ -183,6 +183,7 @@ def measured_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return measured
 
 
+@pytest.mark.long
 def test_no_step_takes_more_memory_than_was_measured(path: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = measured_bytes(monkeypatch)
     wishes: list[dict[str, Any]] = [
@@ -209,7 +210,7 @@ def test_a_start_takes_the_memory_of_the_largest_step(path: str, card: Card, mon
         assert card.reserved == reserved
 
 
-@pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
+@pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ngram", "draft"])
 def test_graphs_that_a_start_has_no_time_for_are_captured_while_nothing_runs(
     path: str, card: Card, monkeypatch: pytest.MonkeyPatch, draft: bool
 ) -> None:

@@ -22,9 +22,10 @@ from weft.hardware.cpu import CpuSpeed
 from weft.plan.layout import build_plan
 from weft.plan.memory import Capacity, kv_blocks
 from weft.plan.plan import Plan
+from weft.planner.activations import activation_bytes
 from weft.planner.deployment import Workload, deploy
 from weft.planner.execution import plan_to_run
-from weft.planner.footprint import activation_bytes, footprint
+from weft.planner.footprint import footprint
 from weft.planner.forecast import forecast_plan
 from weft.planner.profiles import load_profile
 from weft.probes.speeds import Speeds
@@ -35,6 +36,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 3:1": {"tensor_split": (3, 1)},
     "tp3": {"tensor_parallel_size": 3},
     "pp2": {"pipeline_parallel_size": 2},
+}
+DEALT = {"enable_expert_parallel": True}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": {"tensor_parallel_size": 2, **DEALT},
+    "dp2 x ep2": {"data_parallel_size": 2, **DEALT},
+    "dp2 x tp2 x ep4": {"tensor_parallel_size": 2, "data_parallel_size": 2, **DEALT},
+    "dp2 x moe-tp2": {"data_parallel_size": 2, "expert_parallel_size": 1, **DEALT},
+    "pp2 x ep2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, **DEALT},
+    "dp2 x ep 2:1": {"tensor_split": (2, 1), "data_parallel_size": 2, **DEALT},
 }
 
 
@@ -76,7 +86,13 @@ def test_planned_bytes_of_mixed_layers_are_the_allocated_ones(tmp_path: Path, cu
     agree(str(checkpoints.make(recipe, tmp_path)), cut, "bfloat16", "none", "bf16")
 
 
-@pytest.mark.parametrize("cut", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["qwen3-moe-biased", "mixtral-window", "qwen2-moe", "gpt-oss-4"])
+@pytest.mark.parametrize("cut", EXPERT_LAYOUTS)
+def test_planned_bytes_of_dealt_experts_are_the_allocated_ones(tmp_path: Path, cut: str, recipe: str) -> None:
+    agree(str(checkpoints.make(recipe, tmp_path)), cut, "bfloat16", "none", "bf16")
+
+
+@pytest.mark.parametrize("cut", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_planned_bytes_of_experts_in_mxfp4_are_the_allocated_ones(tmp_path: Path, cut: str) -> None:
     folder = checkpoints.make("gpt-oss-mxfp4", tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
@@ -95,7 +111,7 @@ def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) ->
         kv_cache_memory_bytes=1 << 20,
         max_num_batched_tokens=256,
         max_num_seqs=32,
-        **LAYOUTS[cut],
+        **(LAYOUTS | EXPERT_LAYOUTS)[cut],
     )
     checkpoint = resolve(path, load_format="dummy")
     if cut == "tp3" and quantization not in ("none", "auto"):
@@ -108,11 +124,13 @@ def agree(path: str, cut: str, dtype: str, quantization: str, precision: str) ->
     kv = "fp32" if dtype == "float32" else "bf16"
     same = deploy(
         plan.shape,
-        tensor_weights=LAYOUTS[cut].get("tensor_split", (1.0,) * plan.tensor_parallel),
-        stage_layers=[len(place.layers) for place in plan.places if place.tp_rank == 0],
+        tensor_weights=config.tensor_split or (1.0,) * plan.tensor_parallel,
+        stage_layers=[len(place.layers) for place in plan.places[: plan.output_rank + 1 : plan.tensor_parallel]],
         gpus=range(len(plan.places)),
         precision=precision,
         kv_dtype=kv,
+        expert_parallel=plan.expert_parallel,
+        shares_experts=plan.data_parallel > 1,
     )
     assert same.places == plan.places
     cluster, weft = parse_gpus(f"{len(plan.places)}xL4"), load_profile("weft")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.cpu.kernels import native
-from tests.cpu.matrices import KINDS, random
+from tests.cpu.matrices import KINDS, MXFP4, random
 from tests.cpu.test_weights import SHAPE, UNEVEN, plan_for
 from tests.pure.gguf_files import write_model
 from tests.refusals import refuses
@@ -30,6 +30,7 @@ from weft.plan.quantization import held_tensors
 from weft.quant.quantised import QuantisedWeight, pack_nibbles, unpack_nibbles
 from weft.quant.rounding import round_weight
 from weft.weights import stored
+from weft.weights.blocks import dequantise
 from weft.weights.load import allocate_parameters, load_weights
 from weft.weights.quantised import quantise, split_blocks, unpack_blocks
 from weft.weights.stored import StoredWeights
@@ -122,7 +123,7 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
 
 
 # Scales that are products of two numbers are rounded to 16 bits, and the 6 bits of Q6_K to others.
-LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q4_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, "Q6_K": 6e-3}
+LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, "Q6_K": 6e-3}
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
@@ -141,7 +142,7 @@ def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("type", "v", "gate", "schemes", "lost"),
     [
-        ("Q4_K", "Q6_K", "Q5_K", {"Q4_1", "Q8_MIN"}, 6e-3),
+        ("Q4_K", "Q6_K", "Q5_K", {"Q4_K", "Q8_MIN"}, 6e-3),
         ("Q5_0", "Q8_0", "Q5_1", {"Q8_0", "Q8_MIN"}, 0),
         ("Q4_0", "Q4_1", "IQ4_NL", {"Q4_0", "Q4_1", "Q8_0"}, 0),
         ("Q3_K", "Q4_K", "Q2_K", {"Q4_16", "Q4_16_MIN"}, 3e-4),
@@ -157,7 +158,7 @@ def test_parts_of_a_parameter_are_held_alike(
         assert (got - want).norm() <= lost * want.norm()
 
 
-@pytest.mark.parametrize("type", sorted(SCHEMES.keys() & ENCODINGS.keys()))
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_1", "Q8_0"])
 def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type: str) -> None:
     """Two ways to the same numbers: one is many times faster."""
     blocks = torch.randint(0, 256, (3, 4, ENCODINGS[type].nbytes), generator=torch.Generator().manual_seed(1))
@@ -167,6 +168,17 @@ def test_blocks_of_a_scheme_s_own_type_are_split_as_they_would_be_unpacked(type:
     unpack_blocks(blocks.to(torch.uint8).view(3, -1), type, 0, made[1])
     for one, other in zip(*((it.values, it.scales, it.lowest) for it in made), strict=True):
         assert torch.equal(one, other) if one is not None else other is None
+
+
+@pytest.mark.parametrize("cols", [Span(0, 1024), Span(96, 800), Span(512, 544)])
+def test_blocks_of_nested_groups_are_kept_bit_for_bit(cols: Span) -> None:
+    """All bits of the scales and minima count, and columns may begin and end within blocks."""
+    blocks = torch.randint(0, 256, (3, 4, 144), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    blocks[..., 1:4:2] &= 0x3B  # the upper bytes of float16: finite
+    into = QuantisedWeight.empty("Q4_K", 3, cols, torch.bfloat16, CPU)
+    split_blocks(blocks[:, cols.start // 256 : -(-cols.stop // 256)], into)
+    assert torch.equal(into.dequantise(), dequantise(blocks.view(3, -1), "Q4_K")[:, cols.start : cols.stop])
+    assert into.nbytes == SCHEMES["Q4_K"].nbytes(3, cols)
 
 
 def test_a_scale_beyond_16_bits_is_refused() -> None:
@@ -205,7 +217,7 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 @pytest.mark.parametrize(
     ("rows", "cols", "width"),
     [(96, Span(0, 256), 256), (33, Span(0, 576), 576), (1, Span(0, 32), 32), (64, Span(192, 384), 576)],
@@ -219,8 +231,11 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
     for tokens in (1, 2, 3, 4, 7, 12, 13, 25, 40):
         x = torch.randn(tokens, len(cols), generator=generator).mul_(4).to(dtype)
         x[0, :32] = 0
-        want = in_8_bits(x) @ exact.T + bias.float()
         got = product(x).float()
+        # AMX multiplies many tokens as they are, with weights rounded to bfloat16.
+        forms = [(in_8_bits(x), exact)] + [(x.float(), exact.bfloat16().float())] * (dtype == torch.bfloat16)
+        wants = [inputs @ weights.T + bias.float() for inputs, weights in forms]
+        want = min(wants, key=lambda want: float((got - want).norm()))
         # A number of x that lies between two steps may go to either.
         step = x.float().abs().amax(dim=1, keepdim=True) / 127 * exact.abs().max()
         torch.testing.assert_close(got, want, rtol=1e-2, atol=float(2 * step.max()))
@@ -281,11 +296,12 @@ def answers(**how: Any) -> list[list[int]]:
     return [answer.outputs[0].token_ids for answer in found]
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("int8", marks=pytest.mark.long)])
 def test_layouts_agree(quantization: str) -> None:
     """To the token where they do the same sums. Ranks that add up parts round otherwise, and what is rounded to 8 bits
     next may then be a step off: that moves tokens that are nearly as likely as others, but not the perplexity."""
-    assert answers(quantization=quantization, pipeline_parallel_size=2) == answers(quantization=quantization)
+    exact = {"quantization": quantization, "dtype": "float32"}  # in which the number of tokens changes no product
+    assert answers(**exact, pipeline_parallel_size=2) == answers(**exact)
     whole = measured(quantization=quantization)
     for ranks in (2, 3):
         assert measured(quantization=quantization, tensor_parallel_size=ranks) == pytest.approx(whole, rel=0.01)

@@ -18,12 +18,10 @@ from scripts.kernel_sass.cases import CASES
 from scripts.kernel_sass.disassembly import passes, relative
 from tests.cpu.compiling import ROOT, environment
 
+
 # Half a minute each with a core to itself. The others compile nearly as 120: the same products of matrices, and 89 the
 # same conversions from 8 bits.
-COMPARED = (90, 120)
-
-
-@pytest.mark.parametrize("architecture", COMPARED)
+@pytest.mark.parametrize("architecture", [90, pytest.param(120, marks=pytest.mark.long)])
 def test_no_kernel_takes_more_of_the_issue_slots(architecture: int) -> None:
     baseline = report.loaded()
     if version("triton") != baseline["triton"]:

@@ -308,7 +308,7 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded(server: Server) -> N
         assert len(other.lines) == 1 and "is taken by" in other.lines[0] and str(server.process.pid) in other.lines[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_lets_requests_end(words: list[str], number: signal.Signals) -> None:
     with Server(*words) as server:
         with server.client.completions.create(model="tiny", prompt="a", stream=True, **LONG) as stream:

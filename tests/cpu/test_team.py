@@ -75,6 +75,7 @@ def test_all_layers_of_a_stage_give_the_same_bits(
             q_heads=q_heads,
             window=None,
             scale=head_dim**-0.5,
+            sinks=None,
             eps=1e-5,
         )
         for _ in range(2)

@@ -11,7 +11,7 @@ import torch
 from tests.cpu.attention import ragged, spoil_behind
 from tests.cpu.kernels import triton_kernels
 from tests.cpu.test_kernels import CASES, TOLERANCE, attend_by_loop, joined_is_whole
-from weft.kernels.base import HeadNorm, KVCache
+from weft.kernels.base import HeadNorm, KVCache, apply_sinks
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import create_plain_kernels
 from weft.kernels.staged import StagedStep
@@ -53,6 +53,9 @@ def test_attention_over_paged_kv_is_exact(case: tuple, processors: int, dtype: t
     want = attend_by_loop(q, cache, batch, head_dim**-0.5, window, want_sums)
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(sums, want_sums, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    sinks = torch.randn(q_heads).to(dtype) * 4
+    got, want = attention.attend(q, cache, batch, head_dim**-0.5, window, sinks=sinks), apply_sinks(want, sums, sinks)
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("processors", [1, 24])

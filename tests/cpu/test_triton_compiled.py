@@ -91,6 +91,37 @@ def launch_all():
 """
     + COMPILED
 )
+EXPERTS = (
+    LAUNCHES
+    + """
+from weft.architectures.place import Span
+from weft.architectures.shape import Experts
+from weft.kernels.base import ExpertStack
+from weft.kernels.triton.experts import TritonExperts, pack_stack
+from weft.kernels.triton.routing import choose_experts
+from weft.quant.quantised import QuantisedWeight
+
+dtype = getattr(torch, sys.argv[2])
+spec = Experts(count=32, top_k=4, width=2880, limit=7.0, gain=1.702, up_offset=1.0, bias=True)
+
+def stack(kind, rows, cols):
+    if kind is None:
+        weight = torch.zeros(1, dtype=dtype).expand(2, rows, cols)
+    else:
+        weight = QuantisedWeight.empty(kind, rows, Span(0, cols), dtype, torch.device("cpu"), (2,))
+    return pack_stack(ExpertStack("", weight, torch.zeros(2, rows, dtype=dtype)))
+
+def launch_all():
+    choose_experts(torch.zeros(2, 32), spec, torch.zeros(2, dtype=torch.int64))
+    for kind in sys.argv[3].split(","):
+        kind = None if kind == "None" else kind
+        experts = TritonExperts(spec=spec, gate_up=stack(kind, 2 * 2880, 2880), down=stack(kind, 2880, 2880), first=0,
+                                processors=132)
+        for launch in experts.launches(2048):
+            launch()
+"""
+    + COMPILED
+)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +131,10 @@ def launch_all():
         (90, "128", "bfloat16", "float8_e4m3fn"),
         (86, "256,8", "bfloat16", "bfloat16"),
         (86, "128", "float32", "float32"),
-        (75, "256", "float32", "float32"),
-        (75, "64,128,256", "float16", "float16"),  # heads of 96 take what those of 128 take
+        pytest.param(75, "256", "float32", "float32", marks=pytest.mark.long),
+        pytest.param(
+            75, "64,128,256", "float16", "float16", marks=pytest.mark.long
+        ),  # heads of 96 take what those of 128 take
     ],
     ids=str,
 )
@@ -117,11 +150,34 @@ def test_they_compile_and_fit(capability: int, head_dims: str, dtype: str, kept:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [(90, "bfloat16"), (86, "float16"), (86, "float32"), (75, "float16")], ids=str
+    ("capability", "dtype"),
+    [
+        (90, "bfloat16"),
+        pytest.param(86, "float16", marks=pytest.mark.long),
+        pytest.param(86, "float32", marks=pytest.mark.long),
+        pytest.param(75, "float16", marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_products_compile_and_fit(capability: int, dtype: str) -> None:
     shared = compiled(PRODUCTS, str(capability), dtype)
     assert shared.keys() == {"_multiply", "_dequantise", "_round"}
+    assert max(shared.values()) <= most_shared(capability), shared
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kinds"),
+    [
+        (90, "bfloat16", "None,MXFP4"),
+        pytest.param(86, "bfloat16", "None,MXFP4", marks=pytest.mark.long),
+        (86, "float32", "None"),
+        pytest.param(75, "float16", "Q4_1", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_experts_compile_and_fit(capability: int, dtype: str, kinds: str) -> None:
+    shared = compiled(EXPERTS, str(capability), dtype, kinds)
+    assert shared.keys() == {"_choose", "_sort", "_multiply_experts", "_sum"}
     assert max(shared.values()) <= most_shared(capability), shared
 
 

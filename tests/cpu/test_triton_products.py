@@ -12,7 +12,7 @@ import torch
 
 from tests.cpu import tiny
 from tests.cpu.kernels import triton_kernels
-from tests.cpu.matrices import KINDS, random
+from tests.cpu.matrices import KINDS, MXFP4, random
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.formats.schemes import ALL_SCHEMES
@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="needs triton")
 from triton.runtime.interpreter import GridExecutor
 
 from weft.kernels.triton import products
+from weft.kernels.triton.weights import nibbles_in_order, pack_weight
 
 # Triton's interpreter multiplies bfloat16 matrices wrongly: tests/gpu has that.
 DTYPES = [torch.float32, torch.float16]
@@ -39,7 +40,7 @@ LOADS = {torch.float32: [(1, (1, 40)), (24, (1, 40))], torch.float16: [(24, (40,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 @pytest.mark.parametrize(("rows", "cols", "width"), CUTS, ids=str)
 def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
     weight = random(type, rows, cols, width, dtype=dtype)
@@ -59,7 +60,7 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
         torch.testing.assert_close(plain.float(), x.float() @ exact.T, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("type", ["Q4_1", "INT8"])
+@pytest.mark.parametrize("type", ["Q4_1", "INT8", MXFP4])
 def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = random(type, 70, Span(160, 448), 576, dtype=torch.float32), torch.randn(70)
     product, x = triton_kernels(4).matrices.matrix(weight, bias), torch.randn(products.MANY, 288)
@@ -72,7 +73,7 @@ def test_many_rows_are_multiplied_with_what_was_dequantised(type: str, monkeypat
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
     """To the last bit what the whole table would have, for what is asked of it alone; and the head of the same."""
     weight = random(type, 70, Span(0, 576), 576, dtype=dtype)
@@ -85,21 +86,15 @@ def test_rows_of_a_table(type: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(table(x), x @ weight.dequantise().T, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 def test_products_take_no_more_memory_than_planned(type: str) -> None:
     weight = random(type, 70, Span(160, 1408), 1664)
-    assert (
-        products.create_quantised_matrix(weight, None, 1).nbytes
-        == weight.nbytes
-        == ALL_SCHEMES[type].nbytes(70, Span(160, 1408))
-    )
+    assert pack_weight(weight).nbytes == weight.nbytes == ALL_SCHEMES[type].nbytes(70, Span(160, 1408))
 
 
 def test_nibbles_in_order() -> None:
     numbers = torch.randint(0, 16, (3, 256), dtype=torch.uint8)
-    found = products.nibbles_in_order(
-        (numbers.view(3, 8, 2, 16)[:, :, 0] | numbers.view(3, 8, 2, 16)[:, :, 1] << 4).flatten(1)
-    )
+    found = nibbles_in_order((numbers.view(3, 8, 2, 16)[:, :, 0] | numbers.view(3, 8, 2, 16)[:, :, 1] << 4).flatten(1))
     assert torch.equal(torch.stack((found & 15, found >> 4), dim=2).flatten(1), numbers)
     assert not torch.equal(unpack_nibbles(found), numbers)
 
@@ -132,10 +127,10 @@ def answers(folder: Path, *, tied: bool, **how: Any) -> list[tuple[list[int], li
 @pytest.mark.parametrize(
     ("quantization", "dtype", "tied", "ranks"),
     [
-        ("int8", "float32", False, 2),
+        pytest.param("int8", "float32", False, 2, marks=pytest.mark.long),
         ("int4", "float32", True, 2),
-        ("q4_0", "float16", False, 1),
-        ("q8_0", "float32", True, 1),
+        pytest.param("q4_0", "float16", False, 1, marks=pytest.mark.long),
+        pytest.param("q8_0", "float32", True, 1, marks=pytest.mark.long),
     ],
 )
 def test_an_engine_gives_what_the_dequantised_weights_give(

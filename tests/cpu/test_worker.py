@@ -79,8 +79,8 @@ def test_packed_weights_are_not_held_twice(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(kind, "matrix", spy)
     with alone(plan) as worker:
         worker.load()
-    # Four to a layer, and the head.
-    assert len(alive) == 4 * len(plan.shape.layers) + 1 and not any(alive)
+    # Four to a layer, the embedding table and the head.
+    assert len(alive) == 4 * len(plan.shape.layers) + 2 and not any(alive)
 
 
 def test_the_memory_of_the_kernels_is_given_back_too(tmp_path: Path) -> None:

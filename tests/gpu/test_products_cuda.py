@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cpu.matrices import KINDS, random
+from tests.cpu.matrices import KINDS, MXFP4, random
 from weft.architectures.place import Span
 from weft.kernels.triton import products
 from weft.kernels.triton.kernels import TritonMatrices
@@ -27,7 +27,7 @@ def there(weight: QuantisedWeight) -> QuantisedWeight:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("type", KINDS)
+@pytest.mark.parametrize("type", [*KINDS, MXFP4])
 @pytest.mark.parametrize(
     ("rows", "cols", "width"),
     [(33, Span(0, 576), 576), (1, Span(0, 32), 32), (70, Span(160, 1408), 1664), (4096, Span(0, 14336), None)],
@@ -70,7 +70,7 @@ def made_up(type: str, rows: int, cols: int) -> QuantisedWeight:
     """Numbers that are quickly made; none are negative where they need not be."""
     weight = QuantisedWeight.empty(type, rows, Span(0, cols), torch.bfloat16, CUDA)
     weight.values.random_(0, 256)
-    weight.scales.fill_(0.01)
+    weight.scales.fill_(120 if type == MXFP4 else 0.01)
     if weight.lowest is not None:
         weight.lowest.fill_(0)
     return weight

@@ -21,6 +21,7 @@ def cut(
     experts: bool = False,
 ) -> DeploymentLayout:
     each, rest = divmod(len(shape.layers), stages)
+    replicas = len(order) // (tensor * stages)
     return deploy(
         shape,
         tensor_weights=[1.0] * tensor,
@@ -28,7 +29,8 @@ def cut(
         gpus=order,
         precision=precision,
         kv_dtype="bf16",
-        expert_parallel=experts,
+        expert_parallel=tensor * replicas if experts else 1,
+        shares_experts=experts and replicas > 1,
     )
 
 

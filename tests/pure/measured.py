@@ -81,7 +81,8 @@ def case(row: Mapping[str, str]) -> Case:
         gpus=range(count),
         precision=precision,
         kv_dtype=load_profile(engine).kv_dtype(precision),
-        expert_parallel=shared and count > 1,
+        expert_parallel=count // stages if shared else 1,
+        shares_experts=shared and count > stages,
     )
     split_as = f"TP {tensor}" * (tensor > 1 and not shared) + f"PP {stages}" * (stages > 1) + "DEP" * shared
     return Case(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.pure.shapes import figures, windows
 from tests.refusals import refusals, refuses
-from weft.architectures.shape import Experts, ModelShape, Rope
+from weft.architectures.shape import Attention, Dense, Experts, ModelShape, Rope
 from weft.errors import ModelError
 from weft.formats import config_json
 from weft.formats.fields import Fields
@@ -346,7 +346,24 @@ def test_mixtures_that_cannot_be(change: dict[str, Any], code: str, values: tupl
         planned(MIXTRAL | change)
 
 
-def test_opt_with_a_projected_embedding_is_another_model() -> None:
-    opt = LLAMA | {"architectures": ["OPTForCausalLM"], "ffn_dim": 96, "word_embed_proj_dim": 32}
-    with refuses(ModelError, "wrong-field-value", "word_embed_proj_dim", "32", "64"):
-        planned(opt)
+OPT = {"architectures": ["OPTForCausalLM"], "hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4}
+OPT |= {"num_hidden_layers": 2, "vocab_size": 100}
+
+
+def test_opt_has_what_its_config_says() -> None:
+    plain, small = planned(OPT), planned(OPT | {"word_embed_proj_dim": 32, "do_layer_norm_before": False})
+    assert (plain.embedding_dim, plain.final_norm, plain.layers[0].norms) == (None, True, "pre")
+    assert (small.embedding_dim, small.final_norm, small.layers[0].norms) == (32, False, "residual")
+    assert not planned(OPT | {"_remove_final_layer_norm": True}).final_norm
+    galactica = planned(OPT | {"enable_bias": False, "activation_function": "gelu"}).layers[0]
+    assert isinstance(galactica.mixer, Attention) and isinstance(galactica.ffn, Dense)
+    assert (galactica.mixer.bias, galactica.mixer.out_bias, galactica.ffn.bias) == (False, False, False)
+    assert galactica.ffn.activation == "gelu"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("activation_function", "quick_gelu"), ("layer_norm_elementwise_affine", False)]
+)
+def test_what_opt_does_not_compute(field: str, value: object) -> None:
+    with refuses(ModelError, "wrong-field-value", field.replace("activation_function", "hidden_act")):
+        shape(OPT | {field: value})

@@ -106,7 +106,7 @@ class Counted(Connection):
 
 
 async def test_pipelined_requests_are_answered_in_order_and_few_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.server.Connection", Counted)
+    monkeypatch.setattr("weft.serving.http_server.Connection", Counted)
     monkeypatch.setattr(Counted, "most", 0)
     world = World()
     async with weft_server(world) as live:

@@ -41,7 +41,8 @@ def cut(
         gpus=range(ranks),
         precision=precision,
         kv_dtype=kv_dtype,
-        expert_parallel=experts,
+        expert_parallel=ranks // len(stages or (0,)) if experts else 1,
+        shares_experts=experts and ranks > (tensor or ranks) * len(stages or (0,)),
     )
 
 

@@ -182,6 +182,7 @@ def test_llama3s_divisors(tmp_path: Path) -> None:
     )
 
 
+MIXED = {"expert_count": 4, "expert_used_count": 2}
 # A change of the metadata, the code of what is wrong with it, and values of the message.
 WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"block_count": None}, "missing-field", ("block_count",)),
@@ -192,6 +193,9 @@ WRONG: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"rope.dimension_count": 4}, "wrong-field-value", ("rope.dimension_count", "4", "8")),
     ({"expert_count": 8}, "missing-field", ("expert_used_count",)),
     ({"expert_count": 2, "expert_used_count": 3}, "wrong-field-value", ("expert_used_count", "3", "2")),
+    (MIXED | {"expert_gating_func": 2}, "wrong-field-value", ("llama", "expert_gating_func", 2)),
+    (MIXED | {"expert_weights_scale": 2.5}, "wrong-field-value", ("llama", "expert_weights_scale", 2.5)),
+    (MIXED | {"expert_weights_norm": False}, "wrong-field-value", ("llama", "expert_weights_norm", False)),
     ({"logit_scale": 0.5}, "gguf-feature-not-computed", ("llama.logit_scale",)),
     ({"rope.scaling.type": "longrope"}, "wrong-field-value", ("rope.scaling.type", "'longrope'")),
     ({"rope.scaling.type": "linear"}, "missing-field", ("rope.scaling.factor",)),
@@ -223,7 +227,6 @@ def test_tensors_of_another_model_are_not_passed_over(tmp_path: Path) -> None:
         resolve(str(tmp_path / "m.gguf"))
 
 
-MIXED = {"expert_count": 4, "expert_used_count": 2}
 PLANNED = [
     ("llama", MIXED, [], {"architecture": "MixtralForCausalLM", "experts": Experts(count=4, top_k=2, width=96)}),
     (

@@ -33,7 +33,7 @@ ABOUT: dict[str, Any] = {
 
 
 def test_parts_and_their_limits() -> None:
-    names = "first tests sanitize parity speed ranks ablations attention products sampling peers"
+    names = "first tests sanitize parity speed ranks ablations attention products experts sampling peers"
     assert list(PARTS) == names.split()
     assert all(part.minutes < 9 for part in PARTS.values()) and gpu_check.PART_S < 9 * 60
     for part in PARTS.values():

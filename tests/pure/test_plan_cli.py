@@ -129,10 +129,11 @@ def test_the_kv_cache_has_the_dtype_that_is_asked_for() -> None:
 
 def test_a_model_that_the_engine_runs_is_told_from_one_it_does_not() -> None:
     assert plan("Qwen3-8B --gpus 1xH100")[1]["model"]["runs"] is True
-    assert plan("gpt2 --gpus 1xH100")[1]["model"]["runs"] is False
+    assert plan("gpt2 --gpus 1xH100")[1]["model"]["runs"] is True
+    assert plan("Phi-3-mini-4k-instruct --gpus 1xH100")[1]["model"]["runs"] is False
     assert plan("Qwen3-8B --gpus 1xH100 --precision nvfp4")[1]["model"]["runs"] is False
-    assert "does not run it yet" in run("gpt2", "--gpus", "1xH100")[1]
-    assert "does not run it yet" not in run("gpt2", "--gpus", "1xH100", "--engine", "vllm")[1]
+    assert "does not run it yet" in run("Phi-3-mini-4k-instruct", "--gpus", "1xH100")[1]
+    assert "does not run it yet" not in run("Phi-3-mini-4k-instruct", "--gpus", "1xH100", "--engine", "vllm")[1]
 
 
 def test_old_gpus_run_bfloat16_checkpoints_in_float16() -> None:

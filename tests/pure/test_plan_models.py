@@ -57,7 +57,7 @@ def test_flags_hold_for_all_models() -> None:
     assert (told["objective"], told["engine"]) == ("latency", "vllm")
     # Flags that some models cannot have rule those out, and no others.
     rows = weft_json("plan", "--gpus", "2xH100", "-ep")[1]["models"]
-    refused = [row for row in rows if "has no experts" in row.get("reason", "")]
+    refused = [row for row in rows if "--enable-expert-parallel" in row.get("reason", "")]
     assert refused and any(row["fits"] for row in rows)
 
 

@@ -16,7 +16,7 @@ COMMANDS = (
     "Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4",
     "Qwen3-32B --gpus 1xRTX4090+1xRTX3090",
     "deepseek-v3 --nodes 2x8xH200",
-    "gpt2 --gpus 1xH100",
+    "Phi-3-mini-4k-instruct --gpus 1xH100",
     "Llama-3.1-8B-Instruct --gpus 2xRTX4090",
     "Llama-3.1-8B-Instruct --gpus 2xT4 --precision bf16",
     "Llama-3.1-70B --gpus 1xH100",

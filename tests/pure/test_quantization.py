@@ -94,13 +94,13 @@ def test_parts_of_a_parameter_are_held_alike(caplog: pytest.LogCaptureFixture) -
     """q, k and v are multiplied together: in a scheme that has room for each of them."""
     caplog.set_level(logging.INFO, "weft")
     got = plan(stored("Q4_K", v="Q6_K", down="Q5_0"))
-    kinds = {"q": "Q8_MIN", "k": "Q8_MIN", "v": "Q8_MIN", "o": "Q4_1", "gate": "Q4_1", "up": "Q4_1", "down": "Q8_0"}
+    kinds = {"q": "Q8_MIN", "k": "Q8_MIN", "v": "Q8_MIN", "o": "Q4_K", "gate": "Q4_K", "up": "Q4_K", "down": "Q8_0"}
     for name in MATRICES:
         kind = name.split(".")[1].removesuffix("_proj")
         assert got.schemes[f"model.layers.7.{name}"] == kinds[kind]
     (line,) = [record.message for record in caplog.records]
-    mixed = ("90 of Q4_K as Q4_1", "60 of Q4_K as Q8_MIN", "30 of Q5_0 as Q8_0", "30 of Q6_K as Q8_MIN")
-    has_values(line, "210 of 211", ", ".join(mixed))
+    mixed = ("60 of Q4_K as Q8_MIN", "30 of Q5_0 as Q8_0", "30 of Q6_K as Q8_MIN")
+    has_values(line, "120 of 211", ", ".join(mixed))
 
 
 def test_beside_parts_in_16_bits_they_have_16_bits(caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +128,8 @@ def test_the_wording_of_what_is_held_otherwise(
     [
         ("Q4_0", "Q4_0"),
         ("Q4_0 Q4_1", "Q4_1"),
-        ("Q4_K", "Q4_1"),
+        ("Q4_K", "Q4_K"),
+        ("Q4_K Q4_1", "Q4_1"),
         ("Q5_0", "Q8_0"),
         ("Q5_0 Q8_0", "Q8_0"),
         ("Q5_1", "Q8_MIN"),

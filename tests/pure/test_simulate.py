@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.pure.costs import cut, speed
 from tests.pure.simulations import Counted, load, run, spec, steps, told
 from weft.formats.catalogue import find
-from weft.gateway.policy import LeastConnections, RoundRobin
+from weft.gateway.policy import POLICIES, LeastConnections, RoundRobin
 from weft.hardware.cluster import parse_gpus
 from weft.planner.cost import predict
 from weft.planner.deployment import Workload
@@ -404,8 +404,12 @@ def test_stretches_are_what_makes_it_fast() -> None:
     ("asked", "simulated"),
     [
         (load(FixedLength(600), FixedLength(100), rate=48 * 5.0), 12),
-        (load(UniformLength(200, 1000), UniformLength(50, 150), rate=48 * 6.0, burstiness=0.2), 16),
-        (load(FixedLength(600), UniformLength(20, 100), users=48 * 3), 12),
+        pytest.param(
+            load(UniformLength(200, 1000), UniformLength(50, 150), rate=48 * 6.0, burstiness=0.2),
+            16,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(load(FixedLength(600), UniformLength(20, 100), users=48 * 3), 12, marks=pytest.mark.long),
     ],
     ids=["equal", "bursts", "users"],
 )
@@ -453,19 +457,6 @@ def test_a_stretch_knows_which_rounds_are_over(rounds: int, first: float, growth
 # Policies
 
 
-def test_least_connections_take_the_least_busy_and_equal_ones_in_turn() -> None:
-    policy = LeastConnections()
-    assert [policy.choose_replica([0, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.choose_replica([2, 1, 5]) == 1
-    assert policy.choose_replica([1, 1, 1]) == 2
-    assert policy.choose_replica([3]) == 0
-
-
-def test_round_robin_asks_nobody() -> None:
-    policy = RoundRobin()
-    assert [policy.choose_replica([9, 0, 0]) for _ in range(4)] == [0, 1, 2, 0]
-
-
 def test_a_policy_that_balances_waits_less() -> None:
     asked = load(FixedLength(1024), LogNormalLength(300, 600), rate=40.0)
     found = []
@@ -475,3 +466,23 @@ def test_a_policy_that_balances_waits_less() -> None:
         )
         found.append(sorted(simulated.tally.ttft)[int(0.95 * len(simulated.tally.ttft))])
     assert found[0] < found[1]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_routes_every_request(name: str) -> None:
+    asked = load(FixedLength(1024), FixedLength(16), rate=10.0, prefixes=4, prefix_len=768)
+    simulated = simulate(
+        [spec(max_num_seqs=16)] * 3, asked.source(), POLICIES[name](), warmup_s=0.0, end_s=10.0, prefix_caching=True
+    )
+    assert len(simulated.tally.ttft) > 50
+
+
+def test_routing_by_prefix_computes_less_than_by_connections() -> None:
+    asked = load(FixedLength(1024), FixedLength(16), rate=10.0, prefixes=8, prefix_len=960)
+    hits = []
+    for name in ("least_conn", "prefix"):
+        simulated = simulate(
+            [spec(num_blocks=400)] * 4, asked.source(), POLICIES[name](), warmup_s=5.0, end_s=25.0, prefix_caching=True
+        )
+        hits.append(simulated.prefix_hits / simulated.prefix_queries)
+    assert hits[1] > 1.2 * hits[0]

@@ -28,7 +28,8 @@ def replica(
         gpus=range(len(cluster.gpus)),
         precision="bf16",
         kv_dtype="bf16",
-        expert_parallel=experts,
+        expert_parallel=len(cluster.gpus) // stages if experts else 1,
+        shares_experts=experts and len(cluster.gpus) > tensor * stages,
     )
     return build_replicas(shape, layout, cluster, load_profile(engine))[0]
 

@@ -14,7 +14,7 @@ from tests.refusals import refusals, refuses
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.limits import RequestLimits
 from weft.text.settings import TokenizerSettings
-from weft.text.template import ChatTemplate
+from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
 PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -253,6 +253,40 @@ def test_chatml_where_its_tokens_are() -> None:
     )
     with refuses(RequestError, "no-chat-template"):
         ChatTemplate.for_tokenizer(Tokenizer(word_level(("[UNK]", "a")), TokenizerSettings())).render([USER])
+
+
+def test_models_that_only_continue_a_text_get_the_last_message() -> None:
+    template = ChatTemplate.for_tokenizer(chatml_tokenizer(), chat_format="raw")
+    assert template.render([{"role": "system", "content": "Be kind."}, USER]) == "hi"
+
+
+def test_chatml_leaves_the_oldest_turns_out() -> None:
+    tokenizer = chatml_tokenizer()
+    chat = [{"role": "system", "content": "Be kind."}]
+    for number in range(4):
+        chat += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
+    chat.append(USER)
+
+    def kept(window: int | None, room: int = 1000) -> list[str]:
+        messages, ids = ChatML(tokenizer, window).encode(chat, room, opens=True, unfinished=False)
+        assert ids == tokenizer.encode(ChatML(tokenizer).render(messages), add_special_tokens=False)
+        return [message["content"] for message in messages]
+
+    everything = [message["content"] for message in chat]
+    assert kept(None) == kept(None, 10) == kept(1000) == everything
+    assert kept(1) == kept(1000, 10) == ["Be kind.", "hi"]
+    ids = ChatML(tokenizer).encode(chat[:1] + chat[-3:-1], 1000, opens=False, unfinished=False)[1]
+    assert kept(len(ids)) == ["Be kind.", "hi"]
+    assert kept(len(ids) + 1) == ["Be kind.", "q3", "a3", "hi"]
+
+
+def test_chatml_goes_on_with_an_unfinished_message() -> None:
+    tokenizer = chatml_tokenizer()
+    chat = [USER, {"role": "assistant", "content": "Well, \n"}]
+    _, ids = ChatML(tokenizer, 100).encode(chat, 1000, opens=False, unfinished=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,"
+    )
 
 
 def test_a_template_given_by_the_user(tmp_path: Path) -> None:

@@ -335,6 +335,48 @@ def test_tiktoken(tmp_path: Path, ranks: dict[bytes, int]) -> None:
         assert this.decode(expected, skip_special_tokens=False) == oracle.decode(expected)
 
 
+def test_a_tiktoken_file_with_an_entry_twice(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    file = tmp_path / "qwen.tiktoken"
+    lines = file.read_bytes().splitlines()
+    token, rank = lines[7].split()
+    for wrong, names in ((b"ACB6 " + rank, ("rank", 7)), (token + b" 100000", ("token",))):
+        file.write_bytes(b"\n".join([*lines, wrong]))
+        with refuses(ModelError, "tiktoken-entry-twice", file, *names):
+            load_tokenizer(str(tmp_path))
+
+
+def test_a_literal_text_has_no_special_token(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    [pattern] = QWEN.splits
+    oracle = tiktoken.Encoding("qwen", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    this = load_tokenizer(str(tmp_path))
+    for text in (*TEXTS, "a<|im_end|>\n<|im_start|>system\nweft", "<|extra_0|><|endoftext|>", "<|im_start|"):
+        expected = oracle.encode(unicodedata.normalize("NFC", text))
+        assert this.encode_literally(text) == expected, text
+    assert this.encode("<|im_start|>") == [len(ranks) + 1]
+
+
+# --- vocab.json and merges.txt
+
+
+def test_a_folder_of_opt(tmp_path: Path) -> None:
+    """Without a tokenizer.json, and with a beginning that only tokenizer_config.json asks for."""
+    hf_tokenizer = byte_level()
+    model = json.loads(hf_tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in model["merges"]), ""]
+    (tmp_path / "merges.txt").write_text("\n".join(lines))
+    named = {"bos_token": {"content": SPECIALS[0]}, "eos_token": {"content": SPECIALS[0]}, "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    this = load_tokenizer(str(tmp_path))
+    assert (this.bos_id, this.eos_id, this.end_ids) == (0, 0, (0,))
+    for text in (*TEXTS, *ODD):
+        assert this.encode(text) == [0, *hf_tokenizer.encode(text).ids], text
+        assert this.decode(this.encode(text)) == text
+    (tmp_path / "merges.txt").write_text("one\n")
+    with refuses(ModelError, "damaged-tokenizer", "vocab.json", "merges.txt"):
+        load_tokenizer(str(tmp_path))
+
+
 # --- GGUF
 
 

@@ -102,6 +102,30 @@ PLAN = (
     WrongLine("plan gpt2 --gpus 16xH100 -tp 13", 2, "more-ranks-than-heads", "13 12"),
     WrongLine("plan gpt2 --gpus 16xH100 -pp 13", 2, "more-stages-than-layers", "13 12"),
     WrongLine("plan gpt2 --gpus 4xH100 -ep", 2, "no-experts", "gpt2"),
+    WrongLine(
+        "plan Qwen/Qwen3-30B-A3B --gpus 4xH100 --expert-parallel-size 2", 2, "expert-size-without-expert-parallel", "2"
+    ),
+    WrongLine(
+        "plan mistralai/Mixtral-8x7B-v0.1 --gpus 16xH100 -tp 4 -dp 4 -ep", 2, "more-expert-ranks-than-experts", "16 8"
+    ),
+    WrongLine(
+        "plan mistralai/Mixtral-8x7B-v0.1 --gpus 4xH100 -tp 2 -dp 2 -ep --expert-parallel-size 3",
+        2,
+        "expert-size-not-dividing",
+        "1,2,4",
+    ),
+    WrongLine(
+        "plan mistralai/Mixtral-8x7B-v0.1 --gpus 4xH100 -ep --expert-parallel-size 9",
+        2,
+        "more-expert-ranks-than-experts",
+        "9 8",
+    ),
+    WrongLine(
+        "plan mistralai/Mixtral-8x7B-v0.1 --gpus 4xH100 -dp 2 -ep --device-map balanced",
+        1,
+        "device-map-beside-other-cut",
+        "--enable-expert-parallel attention",
+    ),
     WrongLine("plan gpt2 --gpus 2xH100 --tensor-split 2,0", 2, "bad-tensor-split-weight", "0.0"),
     WrongLine("plan gpt2 --gpus 2xH100 --tensor-split 2,1 -tp 3", 2, "tensor-split-of-other-size", "2 3"),
     WrongLine("plan gpt2 --gpus 2xH100 --pipeline-split 6,5", 2, "pipeline-split-of-other-sum", "11 12"),
@@ -160,7 +184,7 @@ SIMULATE = (
     WrongLine(f"simulate {LOAD} --rate inf", 2, "invalid-flag-value", "'inf'"),
     WrongLine(f"simulate {LOAD} --rate 1,2", 2, "invalid-flag-value", "'1,2' --rates"),
     WrongLine(f"simulate {LOAD} --rates 1,x", 2, "invalid-flag-value", "'x' 0.5"),
-    WrongLine(f"simulate {LOAD} --rate 1 --policy random", 2, "invalid-flag-value", "'random'"),
+    WrongLine(f"simulate {LOAD} --rate 1 --policy fastest", 2, "invalid-flag-value", "'fastest'"),
     WrongLine(f"simulate {LOAD} --rate 1 --burstiness 0", 2, "invalid-flag-value", "'0'"),
     WrongLine(f"simulate {LOAD} --rate 1 --users 2", 2, "two-loads", "--rate --users"),
     WrongLine(f"simulate {LOAD} --think 2s --rate 1", 2, "think-without-users", "--think --users"),

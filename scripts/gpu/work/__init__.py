@@ -29,7 +29,7 @@ class Figure:
 
 Measurement = Callable[[Options], Iterator[Figure]]
 MEASUREMENTS = (
-    "bench", "start", "attention", "sampling", "products", "symmetric", "nccl", "shared", "death", "peers",
+    "bench", "start", "attention", "sampling", "products", "experts", "symmetric", "nccl", "shared", "death", "peers",
 )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     A fused tensor (`qkv`, `gate_up`) is named once per part that it holds, in the order of the parts. Names of a
     layer's modules are relative to `layer`, names of an expert's modules to `expert`.
 
+    - `project_in`, `project_out`: the projections from the embedding's rows to the hidden size and back, in models
+      whose rows have another length.
     - `transposed`: matrices are stored as [inputs, outputs].
     - `stacks`: tensors that hold the parameters of all experts, which are named here as if each had its own.
     - `shared_gate`: the projection that weighs the result of the shared experts.
@@ -38,6 +40,8 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     embed: str = "model.embed_tokens"
     positions: str = ""
+    project_in: str = ""
+    project_out: str = ""
     layer: str = "model.layers.{layer}."
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -89,6 +93,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     - `shared_gate`: the shared experts have one, and their width together is `shared_expert_intermediate_size`.
     - `keys`: this architecture's name of a field -> the usual name.
     - `values`: the usual name of a field -> its value if the field is missing.
+    - `logn`: queries get `Attention.logn`, if the config's `use_logn_attn` says so.
     - `ffn_of_hidden`: MLP width as a multiple of the hidden size, if the width is not given.
     - `ffn_parts`: number of MLP widths that `intermediate_size` counts together.
     - `inner`: field that holds the language model of a vision-language model.
@@ -121,6 +126,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: bool = False
     keys: Mapping[str, str] = {}
     values: Mapping[str, object] = {}
+    logn: bool = False
     ffn_of_hidden: int = 0
     ffn_parts: int = 1
     inner: str = ""
@@ -133,6 +139,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     - `runs`: the engine runs it; the planner knows all of them.
     - `gguf`: `general.architecture` in GGUF files; "" if another architecture with that name stands for both.
     - `modules`: substitutions (pattern, replacement) from tensor names to Transformers' module names.
+    - `renamed`: substitutions (pattern, replacement) from tensor names that some files have to those of `names`.
     - `positions_before`: rows before that of position 0 in a table of position embeddings.
     """
 
@@ -143,4 +150,5 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     runs: bool = False
     gguf: str = ""
     modules: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
     positions_before: int = 0

@@ -14,6 +14,7 @@ class Axis(Enum):
     """Meaning of one dimension of a parameter, which decides how tensor parallelism may cut it."""
 
     HIDDEN = "hidden"
+    EMBEDDING = "embedding"  # length of the embedding's rows, if it is not the hidden size
     HEAD_DIM = "head_dim"
     Q = "q_heads"  # q_heads * head_dim, cut in whole heads
     KV = "kv_heads"  # kv_heads * head_dim, cut in whole heads
@@ -56,6 +57,7 @@ _SPAN_LENGTHS: dict[str, Callable[[ModelShape], int]] = {
 # Length of each axis that is never cut, in elements.
 _WHOLE_LENGTHS: dict[Axis, Callable[[ModelShape], int]] = {
     Axis.HIDDEN: lambda shape: shape.hidden,
+    Axis.EMBEDDING: lambda shape: shape.embedding_dim or shape.hidden,
     Axis.HEAD_DIM: lambda shape: shape.head_dim,
     Axis.POSITIONS: lambda shape: shape.max_positions + find_architecture(shape.architecture).positions_before,
     Axis.EXPERTS: lambda shape: shape.experts.count if shape.experts else 0,

@@ -40,7 +40,7 @@ class PipelineUnit(msgspec.Struct, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=8)
 def pipeline_units(shape: ModelShape) -> tuple[PipelineUnit, ...]:
-    """All units of a model, in the order of the forward pass: embedding, layers, norm, head."""
+    """All units of a model, in the order of the forward pass: embedding, layers, final norm if there is one, head."""
     table = outer_parameters(shape)
     embedding = [parameter for parameter in table if parameter.where == "embed"]
     norm = [parameter for parameter in table if parameter.where == "head" and parameter.role != "head"]
@@ -48,7 +48,7 @@ def pipeline_units(shape: ModelShape) -> tuple[PipelineUnit, ...]:
     return (
         _unit(shape, "embedding", embedding),
         *(_layer(shape, layer) for layer in range(len(shape.layers))),
-        _unit(shape, "norm", norm),
+        *([_unit(shape, "norm", norm)] if norm else []),
         PipelineUnit(kind="head", name=head[0].removesuffix(".weight"), tensors=(head,)),
     )
 

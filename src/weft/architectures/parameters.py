@@ -19,8 +19,9 @@ from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
 
-# A quantised format treats parameters by role. A vector is a norm, a bias or the like.
-Role = Literal["embedding", "head", "linear", "expert", "router", "vector"]
+# A quantised format treats parameters by role. A vector is a norm, a bias or the like; a projection leads from the
+# embedding's rows to the hidden size, or back.
+Role = Literal["embedding", "projection", "head", "linear", "expert", "router", "vector"]
 
 
 class Part(msgspec.Struct, frozen=True, cache_hash=True):
@@ -66,15 +67,30 @@ def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]
 def outer_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Parameters outside the layers: those of the embedding, then the final norm, and the head as the last."""
     names = find_architecture(shape.architecture).names
-    embed = Part(names.embed + ".weight", Axis.VOCAB, Axis.HIDDEN)
+    width = Axis.HIDDEN if shape.embedding_dim is None else Axis.EMBEDDING
+    embed = Part(names.embed + ".weight", Axis.VOCAB, width)
     outer = [Parameter("embed.weight", "embed", (embed,), "embedding")]
+    if shape.embedding_dim is not None:
+        project = Part(names.project_in + ".weight", Axis.HIDDEN, width)
+        outer.append(Parameter("embed.projection.weight", "embed", (project,), "projection"))
     if names.positions:
         positions = Part(names.positions + ".weight", Axis.POSITIONS, Axis.HIDDEN)
         outer.append(Parameter("positions.weight", "embed", (positions,), "embedding"))
-    for kind in ("weight", "bias") if shape.norm.kind == "layer" else ("weight",):
-        outer.append(Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis.HIDDEN),), "vector"))
-    head = embed if shape.tied else Part(names.head + ".weight", Axis.VOCAB, Axis.HIDDEN)
+    outer += _final_norm(names, shape)
+    if shape.embedding_dim is not None:
+        project = Part(names.project_out + ".weight", width, Axis.HIDDEN)
+        outer.append(Parameter("head.projection.weight", "head", (project,), "projection"))
+    head = embed if shape.tied else Part(names.head + ".weight", Axis.VOCAB, width)
     return (*outer, Parameter("head.weight", "head", (head,), "head"))
+
+
+def _final_norm(names: Names, shape: ModelShape) -> list[Parameter]:
+    kinds = ("weight", "bias") if shape.norm.kind == "layer" else ("weight",)
+    return [
+        Parameter(f"norm.{kind}", "head", (Part(f"{names.norm}.{kind}", Axis.HIDDEN),), "vector")
+        for kind in kinds
+        if shape.final_norm
+    ]
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> tuple[Parameter, ...]:
@@ -97,7 +113,7 @@ class _LayerTable:
 
     def layer(self, spec: LayerSpec) -> Iterator[Parameter]:
         names = self.names
-        before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
+        before, after = spec.norms in ("pre", "both", "residual"), spec.norms in ("post", "both")
         if before:
             yield from self.norm("attention_norm", names.attention_norm)
         if isinstance(spec.mixer, Attention):

@@ -24,14 +24,15 @@ THETA = 10000.0  # base of a rotary embedding if the checkpoint gives none
 class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Rotary position embedding: its base `theta`, and the scaling of its frequencies for longer contexts.
 
-    `kind` is Transformers' `rope_type`. The other fields are parameters of that scaling, None if the checkpoint does
-    not give them. `original_max_positions` is the length in tokens that the model was trained at before scaling.
-    `factors` are llama3's divisors of the head_dim/2 frequencies, if the checkpoint gives the divisors themselves (GGUF
-    does) and not the parameters that they are computed from.
+    `kind` is Transformers' `rope_type`; "qwen", Qwen v1's dynamic scaling, which Transformers does not have; or "none"
+    for a model that does not rotate queries and keys. The other fields are parameters of that scaling, None if the
+    checkpoint does not give them. `original_max_positions` is the length in tokens that the model was trained at before
+    scaling. `factors` are llama3's divisors of the head_dim/2 frequencies, if the checkpoint gives the divisors
+    themselves (GGUF does) and not the parameters that they are computed from.
     """
 
     theta: float = THETA
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "qwen", "none"] = "default"
     factor: float = 1.0
     original_max_positions: int | None = None
     low_freq_factor: float | None = None
@@ -58,9 +59,9 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
         Linear and dynamic scaling stretch that length, unless the checkpoint says that it is stretched already.
         """
-        if self.kind not in ("linear", "dynamic"):
+        if self.kind not in ("linear", "dynamic", "qwen"):
             return max_positions
-        return int((self.original_max_positions or max_positions) * self.factor)
+        return round((self.original_max_positions or max_positions) * self.factor)
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cache_hash=True):
@@ -71,6 +72,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     - `qk_norm`: norm of queries and keys before the rotation: of each "head" by itself, or over "all" heads at once.
     - `bias`: the projections of queries, keys and values have one; `out_bias`: the output projection.
     - `sinks`: each query head has a learnt logit that takes part in the softmax and has no value.
+    - `logn`: the query of the token n of a text (n counts from 1) is multiplied by the logarithm of n to this base, if
+      n is larger; None for a model without such a factor.
     """
 
     heads: int
@@ -83,6 +86,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    logn: int | None = None
 
     @property
     def group(self) -> int:
@@ -163,14 +167,15 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
 
 
 Mixer = Attention | LatentAttention
-Norms = Literal["pre", "post", "both"]
+Norms = Literal["pre", "post", "both", "residual"]
 FeedForward = Dense | Experts
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One decoder layer: a mixer and a feed-forward part, each added to the residual.
 
-    `norms`: each part's input is normalised ("pre"), its output before it is added ("post"), or "both".
+    `norms`: each part's input is normalised ("pre"), its output before it is added ("post"), or "both"; or the residual
+    itself after each addition ("residual").
     """
 
     mixer: Mixer
@@ -209,7 +214,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     All layers have the same numbers of query and KV heads, all MLPs one width, and all mixtures the same number of
     experts and one width: a rank's share of a model (`Place`) is one range of each.
 
+    - `embedding_dim`: length of the rows of embedding and head, if a projection leads from there to `hidden` and
+      another one back; None if they are `hidden` long.
     - `embedding_scale`: factor on the embedding's rows.
+    - `final_norm`: the last layer's result is normalised before the head.
     - `tied`: the head is the embedding.
     - `dtype`: the checkpoint's own dtype.
     - `bos`: token id that starts a text, if any. `eos`: all token ids that end an answer, from config and
@@ -223,7 +231,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     vocab: int
     max_positions: int
     norm: Norm = Norm()
+    embedding_dim: int | None = None
     embedding_scale: float = 1.0
+    final_norm: bool = True
     tied: bool = False
     dtype: DType = "bfloat16"
     published: PublishedQuantization | None = None

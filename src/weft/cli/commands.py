@@ -8,6 +8,7 @@ from weft.cli import values
 from weft.cli.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
 from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
+from weft.cli.gateway_flags import GATEWAY_FLAGS
 from weft.cli.hardware_flags import FLAGS as HARDWARE
 from weft.cli.plan_flags import PLAN
 from weft.cli.simulate_flags import SIMULATE
@@ -20,7 +21,8 @@ class Command:
     """`weft NAME ARGUMENT [flags]`.
 
     `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
-    `takes_prompt`, the words after MODEL are in `arguments.prompt_words`.
+    `takes_prompt`, the words after MODEL are in `arguments.prompt_words`. If `own_config`, the file of --config has
+    more than flags, and `module` reads it.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Command:
     about: str = "the prompt"  # help for an argument that is not a model
     needs_model: bool = True
     takes_prompt: bool = False
+    own_config: bool = False
     log_level: str = "WARNING"
     example: str = ""
 
@@ -137,6 +140,16 @@ COMMANDS = {
             groups=HARDWARE,
             argument="",
             example="weft hardware --yaml",
+        ),
+        Command(
+            name="gateway",
+            summary="Serve several servers at one address: balance requests, and try again elsewhere if one fails.",
+            module="weft.cli.gateway",
+            groups=(("gateway", GATEWAY_FLAGS),),
+            argument="",
+            own_config=True,
+            log_level="INFO",
+            example="weft gateway --upstream http://10.0.1.10:8000 --upstream http://10.0.1.11:8000",
         ),
         Command(
             name="bench latency",

@@ -26,7 +26,7 @@ OTHER_NAMES = {
     "tensor-parallel-size": "tp-size num-shard tensor-parallel",
     "pipeline-parallel-size": "pp-size pipeline-parallel",
     "data-parallel-size": "dp-size data-parallel",
-    "enable-expert-parallel": "ep-size expert-parallel-size",
+    "expert-parallel-size": "ep-size",
     "tensor-split": "ts gpu-split",
     "device-ids": "mg main-gpu base-gpu-id gpu-id gpu gpu-ids",
     "gpus": "num-gpus n-gpus",

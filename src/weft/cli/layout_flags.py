@@ -11,7 +11,7 @@ from weft.cli.parser import UsageError
 from weft.errors import ConfigError, PlanError
 from weft.hardware.cluster import Cluster
 from weft.plan import device_map, max_memory, placement
-from weft.plan.rules import check_layout
+from weft.plan.rules import check_expert_parallel_size, check_layout
 from weft.planner.domains import usable_devices
 from weft.planner.note import Note, create_note
 from weft.planner.question import LayoutConstraints
@@ -54,6 +54,7 @@ def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, pr
         pipeline_parallel=stages,
         data_parallel=replicas,
         expert_parallel=expert_parallel(given, model, sized=bool(sizes)),
+        expert_parts=expert_parts(given, model, tensor, replicas),
         tensor_split=given.get("tensor_split"),
         pipeline_split=given.get("pipeline_split"),
     )
@@ -88,9 +89,40 @@ def expert_parallel(given: dict[str, Any], model: Model, *, sized: bool) -> bool
     """The choice of --enable-expert-parallel; if it is not given, False if a size is, else None: the search decides."""
     choice: bool | None = given.get("enable_expert_parallel")
     if choice and model.shape.experts is None:
-        raise UsageError(f"--enable-expert-parallel: {model.name} has no experts", code="no-experts")
+        raise UsageError(
+            f"--enable-expert-parallel deals experts out to ranks, and {model.name} has none: leave it out",
+            code="no-experts",
+        )
     # Sizes describe the whole layout.
     return False if choice is None and sized else choice
+
+
+def expert_parts(given: dict[str, Any], model: Model, tensor: int | None, replicas: int | None) -> int | None:
+    """The parts of --expert-parallel-size, None if it is not given.
+
+    Raises UsageError without --enable-expert-parallel, and for parts that the model or the other sizes do not allow.
+    """
+    parts: int | None = given.get("expert_parallel_size")
+    if not given.get("enable_expert_parallel"):
+        if parts is not None:
+            raise UsageError(
+                f"--expert-parallel-size {parts} takes --enable-expert-parallel as well: add it, or leave the size out",
+                code="expert-size-without-expert-parallel",
+            )
+        return None
+    experts = model.shape.experts
+    assert experts is not None, "expert_parallel checks it"
+    ranks = (tensor or 1) * (replicas or 1)
+    if parts is None and not (tensor and replicas):
+        return None  # the search decides the number of ranks
+    try:
+        if tensor and replicas:
+            check_expert_parallel_size(parts or ranks, ranks, experts.count)
+        elif parts is not None and parts > experts.count:
+            check_expert_parallel_size(parts, parts * experts.count, experts.count)
+    except PlanError as error:
+        raise UsageError(str(error), code=error.code) from None
+    return parts
 
 
 def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:

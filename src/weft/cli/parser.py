@@ -65,7 +65,8 @@ def parse_command(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """
     parser = build_parser(command)
     argv, warnings = without_vllm_flags([full_spelling(word) for word in words], option_names(command))
-    argv = with_config_file(command, argv)
+    if not command.own_config:
+        argv = with_config_file(command, argv)
     arguments, extra = parser.parse_known_args(argv)
     refuse_unknown_flags(command, extra)
     if command.takes_prompt:
@@ -144,7 +145,9 @@ def build_parser(command: Command) -> Parser:
         parser.add_argument("argument", metavar="MODEL", nargs="?", default=None, help=about)
     elif command.argument:
         parser.add_argument("argument", metavar=command.argument, nargs="*", default=[], help=command.about)
-    parser.add_argument("--config", metavar="FILE", help="YAML file with flags; flags on the command line override it")
+    content = "the configuration (docs/gateway.md)" if command.own_config else "flags"
+    about = f"YAML file with {content}; flags on the command line override it"
+    parser.add_argument("--config", metavar="FILE", help=about)
     for title, flags in command.groups:
         group = parser.add_argument_group(title)
         for flag in flags:

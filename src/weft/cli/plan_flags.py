@@ -105,12 +105,24 @@ LAYOUT = (
         parse=values.at_least(1),
         help="number of pipeline stages, each with some of the layers",
     ),
-    Flag(name="data-parallel-size", short="-dp", parse=values.at_least(1), help="number of replicas of the model"),
+    Flag(
+        name="data-parallel-size",
+        short="-dp",
+        parse=values.at_least(1),
+        help="number of independent replicas of the model; with --enable-expert-parallel: of attention groups, which "
+        "share one set of experts",
+    ),
     Flag(
         name="enable-expert-parallel",
         short="-ep",
         parse=None,
-        help="give each GPU whole experts instead of a slice of each",
+        help="deal whole experts out to ranks, instead of cutting every expert into slices",
+    ),
+    Flag(
+        name="expert-parallel-size",
+        parse=values.at_least(1),
+        help="number of parts into which the experts are dealt; the ranks of a part divide each expert's columns. "
+        "Default: tensor-parallel size times data-parallel size",
     ),
     Flag(name="tensor-split", parse=values.decimals, metavar="2,1", help="share of each tensor-parallel rank"),
     engine_flag("pipeline-split"),

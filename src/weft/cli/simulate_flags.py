@@ -10,7 +10,13 @@ from weft.cli.flags import Flag
 from weft.config import EngineConfig
 
 # The same as in gateway.policy, which is too slow to import for --help.
-POLICIES = ("least-connections", "round-robin")
+POLICIES = ("least_conn", "round_robin", "random", "power_of_two", "prefix", "session")
+OLD_POLICIES = {"least-connections": "least_conn", "round-robin": "round_robin"}
+
+
+def policy(text: str) -> str:
+    """The name of a policy, for its old name too."""
+    return OLD_POLICIES.get(text, text)
 
 
 def shape(text: str) -> float:
@@ -98,7 +104,13 @@ SERVICE = (
         parse=None,
         help="schedule each step before the previous one has ended (default: on for GPUs without a pipeline)",
     ),
-    Flag(name="policy", choices=POLICIES, default=POLICIES[0], help="rule that picks the replica for a request"),
+    Flag(
+        name="policy",
+        parse=policy,
+        choices=POLICIES,
+        default=POLICIES[0],
+        help="rule that picks the replica for a request",
+    ),
     plan_flags.MAX_NUM_SEQS,
     Flag(
         name="max-num-queued-reqs",

@@ -178,7 +178,7 @@ def build_study(given: dict[str, Any], question: Question, best: Candidate, load
     sample = given.get("sample_replicas")
     return Study(
         specs=replicas,
-        gpus_each=best.layout.replica_size,
+        gpus_each=best.layout.engine_ranks,
         device="CPU" if question.cluster.on_cpu else "GPU",
         capacity=replica_capacity(best, load),
         times=simulated_times(given, load, usual_duration(given, load, best, len(replicas))),
@@ -221,7 +221,7 @@ def expected_runs(given: dict[str, Any]) -> int:
 
 def replica_capacity(best: Candidate, load: SimulatedLoad) -> float:
     """Predicted requests per second of one saturated replica."""
-    return best.predicted.saturated_tok_s / best.layout.data_parallel / load.mean[1]
+    return best.predicted.saturated_tok_s / best.layout.engines / load.mean[1]
 
 
 def usual_duration(given: dict[str, Any], load: SimulatedLoad, best: Candidate, replicas: int) -> float:

@@ -37,8 +37,10 @@ def heading(question: Question, best: Candidate, study: Study, load: SimulatedLo
     replicas += f" {devices(study.gpus_each, study)}"
     input_len, output_len = load.mean
     spec = study.specs[0]
-    tokens = spec.kv.tokens(spec.num_blocks, spec.max_model_len)
-    limits = f"{tokens:,} tokens of KV, {spec.max_num_seqs} requests at once"
+    groups = len(spec.steps)
+    replicas += f" in {groups} attention groups" * (groups > 1)
+    tokens = groups * spec.kv.tokens(spec.num_blocks, spec.max_model_len)
+    limits = f"{tokens:,} tokens of KV, {groups * spec.max_num_seqs} requests at once"
     error = f"step times of {question.engine} from the planner (error up to {100 * best.predicted.error_band:.0f} %)"
     return [
         f"{deployment_title(question, best)}; {replicas}, {limits}; {study.policy}",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +22,8 @@ from weft.core.request import Request
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
-from weft.text.template import ChatTemplate
+from weft.formats.config_json import chat_settings
+from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer, load_tokenizer
 
 PromptLike = str | Sequence[int] | Mapping[str, Any]
@@ -49,6 +51,12 @@ def sampling_defaults(generation: Mapping[str, Any], policy: str) -> dict[str, A
     return {name: generation[name] for name in GENERATION_DEFAULTS if generation.get(name) is not None}
 
 
+def sampling_length(generation: Mapping[str, Any], policy: str) -> int | None:
+    """Return the model's own default of the length of an answer; None without one, or if `policy` is "vllm"."""
+    length = generation.get("max_new_tokens")
+    return None if policy == "vllm" or length is None else int(length)
+
+
 def stream_key(*parts: object) -> int:
     """Return the 64-bit key of a random stream, which depends on `parts` alone."""
     return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
@@ -67,7 +75,10 @@ class TextTools:
         if config.skip_tokenizer_init:
             return cls()
         loaded = load_tokenizer(config.tokenizer or checkpoint.path)
-        return cls(loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template))
+        chat = chat_settings(Path(checkpoint.path))
+        return cls(
+            loaded, ChatTemplate.for_tokenizer(loaded, config.chat_template, chat.chat_format, window=chat.window)
+        )
 
     def measure_vocabulary(self) -> None:
         """Compute the longest token now, rather than for the first long prompt.
@@ -82,7 +93,8 @@ class Frontend:
     """Turns prompts into requests under the limits of one model.
 
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
-    the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out. Without a
+    the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
+    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes. Without a
     tokenizer, prompts are token ids and answers have no text. All methods raise RequestError, naming the field, for
     anything that cannot be served.
     """
@@ -95,10 +107,12 @@ class Frontend:
         eos: Sequence[int],
         text_tools: TextTools,
         defaults: Mapping[str, Any] | None = None,
+        max_new_tokens: int | None = None,
         seed: int = 0,
     ) -> None:
         self.vocab = vocab
         self.max_model_len = max_model_len
+        self.max_new_tokens = max_new_tokens
         self._eos = tuple(eos)
         self._text_tools = text_tools
         self._defaults = dict(defaults or {})
@@ -118,6 +132,7 @@ class Frontend:
             eos=sorted({*shape.eos, *(tokenizer.end_ids if tokenizer else ())}),
             text_tools=text_tools,
             defaults=sampling_defaults(checkpoint.generation, config.generation_config),
+            max_new_tokens=sampling_length(checkpoint.generation, config.generation_config),
             seed=config.seed,
         )
 
@@ -202,19 +217,39 @@ class Frontend:
         `chat_template`, a file or the text itself, replaces the model's template; `template_variables` are passed to
         the template. With `continue_final_message`, the text ends where the last message ends.
         """
-        tokenizer = self._require_tokenizer("a conversation", "messages")
-        template = (
-            self._text_tools.template if chat_template is None else ChatTemplate.for_tokenizer(tokenizer, chat_template)
-        )
-        assert template is not None, "a tokenizer comes with a template"
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
-        text = template.render(messages, add_generation_prompt=opens, **variables)
+        text = self._template(chat_template).render(messages, add_generation_prompt=opens, **variables)
         return _cut_after(text, messages[-1].get("content")) if continue_final_message else text
+
+    def _template(self, given: str | None) -> ChatTemplate:
+        tokenizer = self._require_tokenizer("a conversation", "messages")
+        template = self._text_tools.template if given is None else ChatTemplate.for_tokenizer(tokenizer, given)
+        assert template is not None, "a tokenizer comes with a template"
+        return template
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **rendering: Any
+    ) -> tuple[str, list[int]]:
+        """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
+
+        `rendering` are the keywords of `render_chat`, `least` is that of `check_text`.
+        """
+        text = self.render_chat(messages, **rendering)
+        self.check_text(text, param="messages", least=least)
+        template = self._template(rendering.get("chat_template"))
+        if not isinstance(template, ChatML):
+            return text, self.encode(text, special=False, param="messages")
+        unfinished, variables = rendering.get("continue_final_message", False), rendering.get("template_variables")
+        asked = (variables or {}).get("add_generation_prompt", rendering.get("add_generation_prompt", True))
+        opens = bool(asked) and not unfinished
+        kept, ids = template.encode(messages, self.max_model_len - 1, opens=opens, unfinished=unfinished)
+        return text if len(kept) == len(messages) else self.render_chat(kept, **rendering), ids
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
         """Return the prompt for a conversation; `rendering` are the keywords of `render_chat`."""
-        return self.parse_prompt(self.render_chat(messages, **rendering), special=False, param="messages")
+        text, ids = self.encode_chat(messages, **rendering)
+        return Prompt(self.pack_prompt(ids, param="messages"), text)
 
     def create_collector(
         self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from weft.core.engine import EngineCore
@@ -27,8 +27,9 @@ class CoreLoop(ABC):
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
         while True:
             self._handle_event(self._wait())
-            while (event := self._next_event()) is not None:
-                self._handle_event(event)
+            # Only those that have come by now: a caller that asks again and again does not keep the steps waiting.
+            for _ in range(self.inbox.qsize()):
+                self._handle_event(self.inbox.get_nowait())
             outputs: list[Output] = []
             while self.core.pending and self.core.pending[0].done():
                 outputs += self.core.finish_oldest()
@@ -54,9 +55,3 @@ class CoreLoop(ABC):
         self.core.pump()
         for future in islice(self.core.pending, first_new, None):
             future.add_done_callback(self.inbox.put)
-
-    def _next_event(self) -> Any:
-        try:
-            return self.inbox.get_nowait()
-        except Empty:
-            return None

@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from weft.comm.base import add_up
 
+# Before torch 2.13 it has the name that warns since.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class DistributedGroup:
     """A `Group` over a process group of NCCL or gloo.
@@ -56,7 +59,7 @@ class DistributedGroup:
         out = local.new_empty(self.size * most, *x.shape[1:])
         if out.numel():
             with peers_may_vanish():
-                dist.all_gather_into_tensor(out, local, group=self._group)
+                all_gather_single(out, local, group=self._group)
         if min(sizes) < most:
             out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
         return out.to(self._device)

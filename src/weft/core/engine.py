@@ -63,7 +63,7 @@ class EngineCore:
         One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
         as they grow (weft serve, AsyncLLM).
         """
-        groups = [create_scheduler(plan, num_blocks, config) for _ in range(plan.data_parallel)]
+        groups = [create_scheduler(plan, num_blocks, config, group) for group in range(plan.data_parallel)]
         scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)
         pace = Pace(monotonic, plan.max_num_batched_tokens) if paced else None
         return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace)
@@ -168,8 +168,8 @@ class EngineCore:
         raise error
 
 
-def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig) -> Scheduler:
-    """The scheduler of one attention group, with the plan's limits and the config's policies.
+def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig, group: int) -> Scheduler:
+    """The scheduler of an attention group, with the plan's limits and the config's policies.
 
     All groups together queue as many requests as the config says.
     """
@@ -177,7 +177,7 @@ def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig) -> Sched
         kv=KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_queued=-(-config.max_num_queued_reqs // plan.data_parallel),
+        max_num_queued=(config.max_num_queued_reqs + group) // plan.data_parallel,
         max_model_len=plan.max_model_len,
         stages=plan.stages,
         policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),

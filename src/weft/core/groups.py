@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from weft.core.request import Output, Request, Stats, duplicate_id_error
+from weft.core.request import Output, Request, Stats, duplicate_id_error, queue_full_error
 from weft.core.scheduler import Scheduler
 from weft.core.step import LockStep, LockStepResult, StepPlan
 from weft.errors import QueueFullError
@@ -38,15 +38,15 @@ class GroupedScheduler:
         if request.id in self._group_of:
             raise duplicate_id_error(request.id)
         by_load = sorted(range(len(self.groups)), key=self._load.__getitem__)
-        for number in by_load[:-1]:
+        for number in by_load:
             try:
                 self.groups[number].add(request, prepared=prepared)
                 break
             except QueueFullError:
                 continue
         else:
-            number = by_load[-1]
-            self.groups[number].add(request, prepared=prepared)
+            waiting = sum(group.waiting for group in self.groups)
+            raise queue_full_error(waiting, sum(group.max_num_queued for group in self.groups))
         tokens = len(request.prompt) + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
@@ -80,6 +80,9 @@ class GroupedScheduler:
 
     def schedule(self) -> LockStep | None:
         """Return the next step of all groups, or None if no group can run anything."""
+        decoding = [group.decodes for group in self.groups]
+        for number, group in enumerate(self.groups):
+            group.others_decode = any(decoding[:number] + decoding[number + 1 :])
         plans = [group.schedule() for group in self.groups]
         if not any(plans):
             return None
@@ -89,10 +92,8 @@ class GroupedScheduler:
         )
         step = LockStep([plan or empty_plan() for plan in plans])
         tokens = [len(plan.tokens) for plan in step.plans]
-        decodes = all(len(plan.tokens) == len(plan.slots) for plan in step.plans)
         for plan in step.plans:
             plan.group_tokens = tokens
-            plan.graph_rows = max(tokens) if decodes else 0
         self._in_flight.append(step)
         return step
 

@@ -10,7 +10,7 @@ from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.step import SlotFailure, TokenLogprobs
 from weft.core.token_ids import TokenIds
-from weft.errors import RequestError
+from weft.errors import QueueFullError, RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -82,6 +82,14 @@ def duplicate_id_error(id: str) -> RequestError:
     """The error for a request whose id is that of another unfinished one."""
     return RequestError(
         f"a request {id!r} is running already; ids must differ", param="request_id", code="duplicate-request-id"
+    )
+
+
+def queue_full_error(waiting: int, limit: int) -> QueueFullError:
+    """The error for a request that comes while `waiting` others wait, of which at most `limit` may."""
+    return QueueFullError(
+        f"{waiting} requests wait already, at most {limit} may; try again later, or raise --max-num-queued-reqs",
+        code="queue-full",
     )
 
 

@@ -10,10 +10,9 @@ from typing import Literal
 from msgspec.structs import replace
 
 from weft.core.kv import KVManager
-from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error
+from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error, queue_full_error
 from weft.core.sequence import Flight, Sequence
 from weft.core.speculation import DraftProposer
-from weft.errors import QueueFullError
 from weft.plan.plan import Speculation
 
 
@@ -65,6 +64,8 @@ class RequestSets:
         # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
+        # True if requests of another attention group, which takes the same steps, await their next token.
+        self.others_decode = False
         self._counters = Stats(blocks_total=kv.num_blocks)
 
     # Requests in and out
@@ -80,11 +81,7 @@ class RequestSets:
             raise duplicate_id_error(request.id)
         check_prompt_length(length, self.max_model_len, self.kv.layout.blocks(length + 1), self.kv.num_blocks)
         if self.waiting >= self.max_num_queued + len(self._slots):
-            raise QueueFullError(
-                f"{self.waiting} requests wait already, at most {self.max_num_queued} may; "
-                "try again later, or raise --max-num-queued-reqs",
-                code="queue-full",
-            )
+            raise queue_full_error(self.waiting, self.max_num_queued)
         order = (request.priority if self._by_priority else 0, self._arrivals)
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
@@ -141,6 +138,13 @@ class RequestSets:
     def active(self) -> int:
         """Number of requests that run, plus those waiting that are prepared and for which a slot is free."""
         return len(self._running) + min(self.waiting - len(self._unprepared), len(self._slots))
+
+    @property
+    def decodes(self) -> bool:
+        """True if a running request awaits its next token."""
+        if len(self._running) > len(self._ready):
+            return True
+        return any(len(sequence.tokens) + sequence.pending - sequence.computed == 1 for sequence in self._ready)
 
     @property
     def blocks_used(self) -> int:

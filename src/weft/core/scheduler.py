@@ -59,7 +59,7 @@ class Scheduler(RequestSets):
             else:
                 prefills.append(sequence)
         plan = flight.plan
-        beside_decodes = len(self._running) > len(prefills)
+        beside_decodes = self.others_decode or len(self._running) > len(prefills)
         if beside_decodes:
             budget = min(budget, self.prompt_limit)
         allowed = budget

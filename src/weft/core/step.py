@@ -40,8 +40,6 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     If several attention groups step together, each gets a plan of its own: `group_tokens` has the number of tokens of
     each group's plan, and a group whose plan has no rows still computes its experts for the tokens of the others.
-    `graph_rows` is the number of rows to which every group pads its CUDA graph, that of the largest group; 0 if any row
-    of any group has more than one token.
 
     `masks[slot]` says which tokens may be sampled for a constrained request: for each token that its row samples, in
     order, a bit per token id of the vocabulary, in little-endian words of 32 bits, the lowest id in the lowest bit.
@@ -60,7 +58,6 @@ class StepPlan(msgspec.Struct, array_like=True):
     draft_requests: list[int] = []
     masks: dict[int, bytes] = {}
     group_tokens: list[int] = []
-    graph_rows: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -17,6 +17,7 @@ OUT_OF_MEMORY_HINTS = {
     "step": "lower --max-num-batched-tokens or --max-num-seqs, or --gpu-memory-utilization",
 }
 STUCK = "its stack is printed above; weft hardware tests the GPUs and the links between them"
+CANNOT_REACH = "cannot-reach"  # code of the error of a rank that does not find rank 0
 KILLED = "if nobody killed it, the system was out of memory: see `dmesg`"
 
 
@@ -38,8 +39,8 @@ def cause_of(error: BaseException, rank: int, phase: str) -> Cause:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Return True if a rank fails only because it can no longer reach another, whose failure is the root cause."""
-    return isinstance(error, ConnectionError)
+    """Return True if a rank fails only because it cannot reach another one, whose own failure may be the root cause."""
+    return isinstance(error, ConnectionError) or (isinstance(error, WeftError) and error.code == CANNOT_REACH)
 
 
 class ExitReason(NamedTuple):

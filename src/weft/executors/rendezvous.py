@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from weft.errors import ConfigError, error_reason
+from weft.executors.causes import CANNOT_REACH
 from weft.executors.messages import Launch, Listening
 from weft.plan.wiring import Tcp
 
@@ -50,7 +51,7 @@ def check_reachable(address: Tcp, timeout_s: float = REACH_S) -> None:
         raise ConfigError(
             f"cannot reach rank 0 at {_name(address)}: {error_reason(error)}; check that rank 0 still runs, and that "
             "no firewall is between the machines",
-            code="cannot-reach",
+            code=CANNOT_REACH,
         ) from None
 
 

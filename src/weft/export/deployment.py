@@ -145,7 +145,7 @@ def plan_servers(
             local = index - first[node]
             by_node.setdefault(node, []).append(visible[local] if visible else f"{local}")
         replicas.append(tuple(NodeShare(node, tuple(names)) for node, names in by_node.items()))
-    if layout.expert_parallel > 1:
+    if layout.shares_experts:
         return (ReplicaServer(0, tuple(replicas), port),)
     planned: list[ReplicaServer] = []
     for number, replica in enumerate(replicas):

@@ -11,6 +11,7 @@ from weft import __version__
 from weft.export.deployment import Deployment, ReplicaServer
 from weft.export.shell import Placeholder
 from weft.formatting import format_counts
+from weft.planner.cuts import cut_of
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.notes import notes
 from weft.planner.ranking import Candidate
@@ -64,11 +65,21 @@ def describe_cut(layout: DeploymentLayout) -> str:
         words.append(f"tensor parallel {layout.tensor_parallel}" + (f" ({heads} heads)" if is_uneven(layout) else ""))
     if layout.pipeline_parallel > 1:
         words.append(f"a pipeline of {' + '.join(map(str, layout.stage_layers))} layers")
-    if layout.expert_parallel > 1:
-        words.append(f"experts spread over {layout.expert_parallel} GPUs")
-    if layout.data_parallel > 1:
+    if layout.deals_experts:
+        words.append(_describe_experts(layout))
+    if layout.shares_experts:
+        words.append(f"{layout.data_parallel} attention groups that share the experts")
+    elif layout.data_parallel > 1:
         words.append(f"{layout.data_parallel} replicas")
     return ", ".join(words) or "one rank"
+
+
+def _describe_experts(layout: DeploymentLayout) -> str:
+    """The cut of the experts in words, of a layout that deals them out."""
+    parts, columns = layout.expert_parallel, cut_of(layout).expert_columns
+    if parts == 1:
+        return f"every expert cut over {columns} ranks"
+    return f"experts dealt out to {parts} ranks" if columns == 1 else f"experts in {parts} parts of {columns} ranks"
 
 
 def describe_plan(candidate: Candidate) -> str:

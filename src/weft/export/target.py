@@ -11,7 +11,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.planner.cuts import Cut
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.domains import cluster_devices
+from weft.planner.domains import Device, cluster_devices
 from weft.planner.question import Question
 
 Unsupported = Callable[[Question, DeploymentLayout], str]
@@ -36,9 +36,14 @@ class ExportTarget(msgspec.Struct, frozen=True):
 
 def spans_nodes(question: Question, layout: DeploymentLayout) -> bool:
     """Return True if a replica has GPUs on more than one node."""
-    gpus = cluster_devices(question.cluster)
-    nodes = ({gpus[index].node for _, index in layout.replica(number)} for number in range(layout.data_parallel))
-    return any(len(used) > 1 for used in nodes)
+    devices = used_devices(question, layout)
+    return any(len({device.node for device in devices[ranks]}) > 1 for ranks in layout.replica_slices())
+
+
+def used_devices(question: Question, layout: DeploymentLayout) -> list[Device]:
+    """The device of each rank."""
+    devices = cluster_devices(question.cluster)
+    return [devices[index] for index in layout.gpus]
 
 
 def crowded(layout: DeploymentLayout) -> bool:
@@ -57,4 +62,5 @@ def cut_distance(wanted: Cut, other: Cut) -> float:
 
 def _sizes(cut: Cut) -> tuple[int, ...]:
     ranks = cut.tensor_parallel * cut.pipeline_parallel
-    return cut.tensor_parallel, cut.pipeline_parallel, cut.data_parallel, cut.expert_parallel, ranks, ranks
+    sizes = cut.tensor_parallel, cut.pipeline_parallel, cut.data_parallel, cut.expert_parallel, ranks, ranks
+    return *sizes, 1 + cut.shares_experts

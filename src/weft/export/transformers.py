@@ -16,8 +16,8 @@ from weft.export.pages import render_template
 from weft.export.shell import command_line
 from weft.export.target import spans_nodes
 from weft.formats import gguf_types
+from weft.planner.activations import MIB
 from weft.planner.deployment import DeploymentLayout
-from weft.planner.footprint import MIB
 from weft.planner.question import Question
 
 SCRIPT_NAME = "transformers_plan.py"

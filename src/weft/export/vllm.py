@@ -29,6 +29,8 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
         return "it has one rank on a GPU"
     if layout.kv_dtype == "int8":
         return "its KV cache has no int8; --kv-cache-dtype fp8 takes as many bytes"
+    if layout.expert_parts is not None and layout.expert_parallel > 1:
+        return "it deals whole experts out to all ranks, or cuts every expert over all of them"
     if layout.shares_experts and layout.pipeline_parallel > 1:
         return "its replicas share experts with tensor parallelism only, not in a pipeline"
     if layout.shares_experts and spans_nodes(question, layout):
@@ -151,6 +153,7 @@ def engine_flags(deployment: Deployment, server: ReplicaServer | None = None) ->
     tokens, requests = deployment.batch
     flags: dict[str, Value] = {
         **{f"{kind}-parallel-size": size for kind, size in parallel_sizes(layout).items() if size > 1},
+        # With several attention groups and without this flag, vLLM cuts every expert over the ranks of all groups.
         "enable-expert-parallel": layout.expert_parallel > 1,
         "max-model-len": deployment.max_model_len,
         "max-num-seqs": requests,

@@ -13,7 +13,7 @@ from weft.export.files import SCRIPT, ExportFile
 from weft.export.header import KEYS, TargetRemarks, header_comment
 from weft.export.hosts import on_cpu
 from weft.export.shell import Flags, Value, bash_script, command_line, run_together
-from weft.export.target import crowded, spans_nodes
+from weft.export.target import crowded, spans_nodes, used_devices
 from weft.plan import speculation
 from weft.plan.backends import no_narrow_cache
 from weft.planner.deployment import DeploymentLayout, deploy
@@ -26,9 +26,11 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
     """The reason why Weft's engine cannot run a layout yet, in words."""
     if question.cluster.gpus[layout.gpus[0]].gfx:
         return "Weft runs on NVIDIA's GPUs and on CPUs; --emit vllm is for other GPUs"
-    if layout.shares_experts:
-        return "Weft's replicas do not share experts yet"
-    return "Weft runs each replica on one node; --emit vllm spans several" if spans_nodes(question, layout) else ""
+    if spans_nodes(question, layout):
+        return "Weft runs each replica on one node; --emit vllm spans several"
+    if layout.shares_experts and len({device.node for device in used_devices(question, layout)}) > 1:
+        return "Weft runs all attention groups that share experts on one node; --emit vllm spans several"
+    return ""
 
 
 def narrow_cache(question: Question) -> bool:
@@ -67,7 +69,6 @@ def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
     """Flags of a server's engine."""
     layout, checkpoint = deployment.candidate.layout, deployment.checkpoint
     flags = _layout_flags(deployment)
-    flags["enable-expert-parallel"] = layout.expert_parallel > 1
     flags["max-model-len"] = deployment.max_model_len
     if deployment.question.max_num_seqs:
         flags["max-num-seqs"] = deployment.question.max_num_seqs
@@ -93,6 +94,11 @@ def _layout_flags(deployment: Deployment) -> dict[str, Value]:
         flags["tensor-split"] = ",".join(short_weights(deployment))
     if layout.pipeline_parallel > 1:
         flags["pipeline-split"] = ",".join(map(str, layout.stage_layers))
+    if layout.shares_experts:
+        flags["data-parallel-size"] = layout.data_parallel
+    flags["enable-expert-parallel"] = layout.deals_experts
+    if layout.expert_parts:
+        flags["expert-parallel-size"] = layout.expert_parts
     if crowded(layout) and not on_cpu(deployment):
         gpus = layout.gpus[: layout.replica_size]
         flags["device-ids"] = ",".join(f"{list(dict.fromkeys(gpus)).index(gpu)}" for gpu in gpus)
@@ -121,7 +127,8 @@ def short_weights(deployment: Deployment) -> list[str]:
             gpus=layout.gpus,
             precision=layout.precision,
             kv_dtype=layout.kv_dtype,
-            expert_parallel=layout.expert_parallel > 1,
+            expert_parallel=layout.expert_parallel,
+            shares_experts=layout.shares_experts,
         )
         if cut.places == layout.places:
             return words

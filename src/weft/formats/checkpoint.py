@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -106,9 +107,11 @@ def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelSha
 def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """Tensors of safetensors files as the table of parameters names them.
 
-    The tensors of each packed matrix are joined into one, stacks of experts are divided, and matrices that are stored
-    as [inputs, outputs] are turned.
+    Names that only some files have are replaced, the tensors of each packed matrix are joined into one, stacks of
+    experts are divided, and matrices that are stored as [inputs, outputs] are turned.
     """
+    for pattern, name in find_architecture(shape.architecture).renamed:
+        index = {re.sub(pattern, name, own): info for own, info in index.items()}
     if shape.published is not None:
         index = packed.join_packed(index, shape.published)
     names = find_architecture(shape.architecture).names
@@ -118,11 +121,11 @@ def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[s
 
 
 def _turn_matrices(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
-    """Give the matrices of the layers their dims [outputs, inputs]."""
+    """Give the matrices of the layers their dims [outputs, inputs]; packed ones have them already."""
     turned = {
         name: msgspec.structs.replace(index[name], dims=index[name].dims[::-1], transposed=True)
         for name, parameter in packed.matrices(shape)
-        if parameter.role == "linear" and name in index
+        if parameter.role == "linear" and name in index and not isinstance(index[name], packed.Packed)
     }
     return index | turned
 

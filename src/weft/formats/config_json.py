@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
-from weft.architectures.shape import Activation, DType, ModelShape, Norm
+from weft.architectures.shape import DType, ModelShape, Norm
 from weft.errors import ModelError, error_reason
 from weft.formats import limits, packed, quantization_config
-from weft.formats.config_layers import read_layers, with_defaults
+from weft.formats.config_layers import ACTIVATIONS, read_activation, read_layers, with_defaults
 from weft.formats.fields import Fields
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 QUANTIZE = "quantize_config.json"  # AutoGPTQ's own file; newer checkpoints have these fields in config.json
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+CHAT_FORMATS = ("chatml", "raw")
 DTYPES: dict[str, DType] = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32"}
-# Names of each activation in config.json.
-ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
-    "silu": ("silu", "swish"),
-    "gelu": ("gelu",),
-    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
-    "relu": ("relu",),
-}
-# Fields that change what a model computes in a way that Weft does not.
+# Fields that change what a model computes in a way that Weft does not, and flags with the only value that it computes.
 REFUSED = ("attn_logit_softcapping", "final_logit_softcapping")
+FLAGS = {
+    "layer_norm_elementwise_affine": True,  # of OPT
+    "scale_attn_weights": True,  # this and the next two of GPT-2
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "no_bias": True,  # of Qwen v1
+}
 
 
 def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
@@ -58,6 +60,28 @@ def recommended_sampling(folder: Path) -> dict[str, float | int | bool]:
     if "do_sample" in fields:
         sampling["do_sample"] = fields.flag("do_sample")
     return sampling
+
+
+class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of the first Qwen models' generation_config.json.
+
+    - `chat_format`: "chatml", or "raw" for models that only continue a text.
+    - `window`: tokens of a conversation, without its last message; the oldest turns beyond are left out.
+    """
+
+    chat_format: str | None = None
+    window: int | None = None
+
+
+def chat_settings(folder: Path) -> ChatSettings:
+    """The `ChatSettings` of a directory; all None if it has no generation_config.json. Raises ModelError."""
+    if not (folder / GENERATION).exists():
+        return ChatSettings()
+    fields = load_json(folder / GENERATION)
+    chat_format = fields.text_or("chat_format", None)
+    if chat_format not in (None, *CHAT_FORMATS):
+        raise fields.wrong_value("chat_format", " or ".join(CHAT_FORMATS))
+    return ChatSettings(chat_format=chat_format, window=fields.integer_or("max_window_size", None))
 
 
 def load_config(folder: Path) -> Fields:
@@ -112,8 +136,6 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
         _check_runnable(config, known)
     config, default = with_defaults(config, known.config), known.config
     hidden = config.integer("hidden_size")
-    if config.integer_or("word_embed_proj_dim", hidden) != hidden:  # of OPT
-        raise config.wrong_value("word_embed_proj_dim", f"the hidden_size, {hidden}")
     longest = config.integer_or("max_position_embeddings", None, maximum=limits.POSITIONS)
     max_positions = longest or default.max_positions
     layers = read_layers(config, known, max_positions)
@@ -124,7 +146,9 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
         vocab=config.integer("vocab_size"),
         max_positions=layers[0].mixer.rope.reach(max_positions),
         norm=Norm(kind=default.norm, eps=_norm_eps(config, default), offset=default.norm_offset),
+        embedding_dim=_embedding_dim(config, known, hidden),
         embedding_scale=hidden**0.5 if default.scaled_embedding else 1.0,
+        final_norm=layers[0].norms != "residual" and not config.flag("_remove_final_layer_norm"),
         tied=config.flag("tie_word_embeddings", default.tied),
         dtype=dtype(config) or own,
         bos=config.integer_or("bos_token_id", default.bos, minimum=0),
@@ -134,6 +158,12 @@ def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = Tr
     if quantised is None or quantization_config.unsupported_quantization(quantised) is not None:
         return shape
     return packed.with_config_types(shape, quantised)
+
+
+def _embedding_dim(config: Fields, known: Architecture, hidden: int) -> int | None:
+    """Length of the embedding's rows; None if it is the hidden size."""
+    width = config.integer_or("word_embed_proj_dim", hidden) if known.names.project_in else hidden
+    return None if width == hidden else width
 
 
 def _norm_eps(config: Fields, default: ConfigFields) -> float:
@@ -189,9 +219,12 @@ def _check_runnable(config: Fields, known: Architecture) -> None:
     for key in REFUSED:
         if key in config:
             raise config.wrong_value(key, "null, since Weft does not compute it")
-    names = ACTIVATIONS[known.config.activation]
-    if config.text_or("hidden_act", names[0]) not in (*names, None):
-        raise config.wrong_value("hidden_act", names[0])
+    for key, value in FLAGS.items():
+        if config.flag(key, value) != value:
+            raise config.wrong_value(key, f"{str(value).lower()}, since Weft computes nothing else")
+    if read_activation(config, known) is None:
+        names = ACTIVATIONS[known.config.activation] if known.names.gated else chain(*ACTIVATIONS.values())
+        raise config.wrong_value("hidden_act", " or ".join(names))
 
 
 def dtype(config: Fields) -> DType | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.compose import compose_layers
-from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, Mixer, Rope
+from weft.architectures.shape import Activation, Attention, Dense, Experts, LatentAttention, LayerSpec, Mixer, Rope
 from weft.errors import ModelError
 from weft.formats import limits
 from weft.formats.config_rope import read_base, read_ropes
@@ -13,6 +13,13 @@ from weft.formats.fields import Fields
 SLIDING_WINDOW = 4096  # tokens; default of architectures with windows
 MAX_WINDOW_LAYERS = 28  # default number of Qwen's first layers, which have no window
 LAYER_TYPES = ("full_attention", "sliding_attention")
+# Names of each activation in config.json.
+ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu",),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+    "relu": ("relu",),
+}
 
 
 def with_defaults(config: Fields, default: ConfigFields) -> Fields:
@@ -29,22 +36,41 @@ def read_layers(config: Fields, known: Architecture, max_positions: int) -> tupl
     """
     default = known.config
     count = config.integer("num_hidden_layers", maximum=limits.LAYERS)
-    if known.runs:
+    local_rope: Rope | None = None
+    if known.names.positions:
+        rope = Rope(kind="none")
+    elif known.runs:
         rope, local_rope = read_ropes(config, max_positions, default.local_rope, stretched=default.stretched)
     else:
-        rope, local_rope = Rope(theta=read_base(config)), None
-    bias = default.bias == "all" or (default.bias == "config" and config.flag("attention_bias"))
-    mlp_bias = default.bias == "all" or (default.mlp_bias and config.flag("mlp_bias"))
+        rope = Rope(theta=read_base(config))
+    all_biased = default.bias == "all" and config.flag("enable_bias", True)
+    bias = all_biased or (default.bias == "config" and config.flag("attention_bias"))
+    mlp_bias = all_biased or (default.mlp_bias and config.flag("mlp_bias"))
     width = _mlp_width(config, default) // default.ffn_parts
     return compose_layers(
         known,
         _latent_attention(config, rope) or _attention(config, known, rope, bias=bias),
         _windows(config, default, count),
-        Dense(width=width, activation=default.activation, gated=known.names.gated, bias=mlp_bias),
+        Dense(
+            width=width,
+            activation=read_activation(config, known) or default.activation,
+            gated=known.names.gated,
+            bias=mlp_bias,
+        ),
         _experts(config, default, width, bias=mlp_bias),
         _dense_layers(config),
         local_rope=local_rope,
+        norms=None if config.flag("do_layer_norm_before", True) else "residual",
     )
+
+
+def read_activation(config: Fields, known: Architecture) -> Activation | None:
+    """The config's activation; None if it is not the architecture's own or, without a gate, one of ACTIVATIONS."""
+    own = known.config.activation
+    name = config.text_or("hidden_act", None)
+    if name is None or name in ACTIVATIONS[own]:
+        return own
+    return None if known.names.gated else next((key for key, names in ACTIVATIONS.items() if name in names), None)
 
 
 def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -> Attention:
@@ -62,7 +88,14 @@ def _attention(config: Fields, known: Architecture, rope: Rope, *, bias: bool) -
         bias=bias or default.bias == "qkv",
         out_bias=bias,
         sinks=bool(known.names.sinks),
+        logn=_logn(config, default),
     )
+
+
+def _logn(config: Fields, default: ConfigFields) -> int | None:
+    """Base of the factor on queries beyond the length that Qwen v1 was trained at; None if the config asks for none."""
+    trained = config.integer_or("max_position_embeddings", default.max_positions)
+    return trained if default.logn and config.flag("use_logn_attn") else None
 
 
 def _head_dim(config: Fields, default: ConfigFields, heads: int) -> int:

@@ -51,7 +51,7 @@ def _rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
     )
     match scaling.text_or(key, "default"):
         case None | "default":
-            return Rope(theta=theta)
+            return _unscaled(config, theta, max_positions)
         case "linear":
             return Rope(theta=theta, kind="linear", factor=scaling.number("factor"))
         case "dynamic":
@@ -63,6 +63,14 @@ def _rope(config: Fields, scaling: Fields, max_positions: int) -> Rope:
         case "yarn":
             return _yarn(scaling, theta, original or max_positions, max_positions)
     raise scaling.wrong_value(key, "default, linear, dynamic, llama3 or yarn")
+
+
+def _unscaled(config: Fields, theta: float, max_positions: int) -> Rope:
+    """The rotary embedding without `rope_scaling`: Qwen v1 has a flag for its dynamic scaling."""
+    longest = config.integer_or("stretched_positions", None)
+    if not config.flag("use_dynamic_ntk") or longest is None or longest <= max_positions:
+        return Rope(theta=theta)
+    return Rope(theta=theta, kind="qwen", factor=longest / max_positions)
 
 
 def _llama3(scaling: Fields, theta: float, original: int | None) -> Rope:

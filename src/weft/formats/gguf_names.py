@@ -24,7 +24,13 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(?:\.(?P<expert>\d
 @lru_cache(maxsize=32)
 def outer_modules(names: Names) -> dict[str, str]:
     """Hugging Face's name of each module outside the layers, by ggml's."""
-    return {"token_embd": names.embed, "output_norm": names.norm, "output": names.head}
+    modules = {
+        "token_embd": names.embed,
+        "position_embd": names.positions,
+        "output_norm": names.norm,
+        "output": names.head,
+    }
+    return {own: name for own, name in modules.items() if name}
 
 
 @lru_cache(maxsize=32)
@@ -33,9 +39,7 @@ def layer_modules(names: Names) -> dict[str, str]:
     gate_up, expert = names.gate_up, names.expert
     modules = {
         "attn_norm": names.attention_norm,
-        "attn_q": names.qkv[0],
-        "attn_k": names.qkv[1],
-        "attn_v": names.qkv[2],
+        **_attention_modules(names),
         "attn_q_norm": names.q_norm,
         "attn_k_norm": names.k_norm,
         "attn_output": names.out,
@@ -56,6 +60,13 @@ def layer_modules(names: Names) -> dict[str, str]:
         "ffn_down_shexp": names.shared + "down_proj",
     }
     return {own: name for own, name in modules.items() if name}
+
+
+def _attention_modules(names: Names) -> dict[str, str]:
+    """Hugging Face's names of the projections of queries, keys and values, which may be one."""
+    if len(set(names.qkv)) == 1:
+        return {"attn_qkv": names.qkv[0]}
+    return dict(zip(("attn_q", "attn_k", "attn_v"), names.qkv, strict=True))
 
 
 def hugging_face(name: str, names: Names) -> str | None:

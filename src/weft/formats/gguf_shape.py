@@ -60,6 +60,9 @@ REFUSED = (
 )
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
 ALLOWED = dict.fromkeys(MIXTURES, ("expert_count",))  # keys of REFUSED that an architecture computes
+# Values, of keys about the shares of a token's experts, that stand for what is computed: 0 for an architecture's own, 1
+# for a softmax (or no scale). 3 is a softmax over the chosen experts alone, the same as a normalised one.
+GATING, SCALES = (0, 1, 3), (0, 1)
 # Architectures that llama.cpp knows to leave the weights of a token's experts as they are, and to begin and end YaRN's
 # ramp between whole dims. The files do not say so.
 NOT_NORMALISED = ("Qwen2MoeForCausalLM",)
@@ -154,6 +157,8 @@ def _attention(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) ->
         rotary = rope(gguf, fields, head_dim)
         if known.name in NOT_TRUNCATED:
             rotary = replace(rotary, truncate=False)
+    if known.names.positions:
+        rotary = Rope(kind="none")
     if known.config.stretched:
         rotary = with_original(rotary, fields.integer("context_length"))
     return Attention(
@@ -191,12 +196,27 @@ def _check_fields(fields: Fields, where: str, prefix: str, known: Architecture, 
                 f"{where} has {prefix}{key}, which Weft's models do not compute; use another model",
                 code="gguf-feature-not-computed",
             )
+    if run and known.name in MIXTURES:
+        _check_gating(fields, known)
     for key in PER_LAYER:
         if isinstance(fields.values.get(key), Array):
             raise ModelError(
                 f"{where} has a {prefix}{key} per layer, which Weft does not compute; use another model",
                 code="gguf-field-per-layer",
             )
+
+
+def _check_gating(fields: Fields, known: Architecture) -> None:
+    """Raise ModelError if the engine computes other shares of a token's experts than the file asks for."""
+    normalised = known.name not in NOT_NORMALISED
+    computed = {
+        "expert_gating_func": GATING if normalised else GATING[:2],
+        "expert_weights_scale": SCALES,
+        "expert_weights_norm": (normalised,),
+    }
+    for key, values in computed.items():
+        if fields.values.get(key, values[0]) not in values:
+            raise fields.wrong_value(key, f"{' or '.join(map(str, values))}, which is what Weft computes")
 
 
 def _norm_eps(fields: Fields) -> float:

@@ -102,6 +102,8 @@ def _join_mxfp4(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
         scales = index.get(stack + MXFP4_PARTS[1])
         if scales is None:
             raise _wrong(values, stack, f"has no {stack}{MXFP4_PARTS[1]} beside it", code="matrix-without-scales")
+        if not scales.dims:
+            raise _wrong(scales, stack, "has a scalar for its scales", code="packed-part-of-other-dims")
         _check_part(scales, stack, ("U8",))
         _check_part(values, stack, ("U8",), (*scales.dims, nbytes))
         joined[stack] = Packed(

@@ -20,6 +20,7 @@ from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, GROUPS
 
+NESTED_HALVES, NESTED_BYTES = 2, 12  # of a group of a nested scheme: numbers of 16 bits, bytes with those of 6 bits
 UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
 
 
@@ -28,18 +29,21 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
     `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
     scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
-    2^(byte - 127), of which the byte is stored.
+    2^(byte - 127), of which the byte is stored; "nested", as GGUF's K-quants have it: a group has two 16-bit numbers,
+    and for each UNIT of its columns two integers of 6 bits. Their products are the scale and -minimum of the UNIT.
     """
 
     bits: int
     group: int
-    lowest: Literal["middle", "zero", "minimum", "mxfp4"]
+    lowest: Literal["middle", "zero", "minimum", "mxfp4", "nested"]
 
     @property
     def group_bits(self) -> int:
         """Bits of a group beside its numbers: scale, and minimum or zero point."""
         if self.lowest == "mxfp4":
             return 8
+        if self.lowest == "nested":
+            return 8 * (NESTED_HALVES * 2 + NESTED_BYTES)
         return 16 + {"middle": 0, "zero": 8, "minimum": 16}[self.lowest]
 
     def nbytes(self, rows: int, cols: Span) -> int:
@@ -59,12 +63,13 @@ SCHEMES = {
     "Q8_0": Scheme(bits=8, group=32, lowest="middle"),
     "Q8_MIN": Scheme(bits=8, group=32, lowest="minimum"),
     "Q4_1": Scheme(bits=4, group=32, lowest="minimum"),
+    "Q4_K": Scheme(bits=4, group=256, lowest="nested"),
     "Q4_0": Scheme(bits=4, group=32, lowest="middle"),
     "Q4_16": Scheme(bits=4, group=16, lowest="middle"),
     "Q4_16_MIN": Scheme(bits=4, group=16, lowest="minimum"),
 }
 # Each GGUF type as a scheme, after unpacking. IQ4's values are 16 numbers of 8 bits. If a block has several groups,
-# their scales and minima are products of the block's own with whole numbers, and are rounded to 16 bits.
+# their scales and minima are products of the block's own with integers, and are rounded to 16 bits, except in Q4_K.
 GGUF_SCHEMES = {
     "Q4_0": SCHEMES["Q4_0"],
     "Q4_1": SCHEMES["Q4_1"],
@@ -73,7 +78,7 @@ GGUF_SCHEMES = {
     "Q8_0": SCHEMES["Q8_0"],
     "Q2_K": Scheme(bits=2, group=16, lowest="minimum"),
     "Q3_K": Scheme(bits=3, group=16, lowest="middle"),
-    "Q4_K": Scheme(bits=4, group=32, lowest="minimum"),
+    "Q4_K": SCHEMES["Q4_K"],
     "Q5_K": Scheme(bits=5, group=32, lowest="minimum"),
     "Q6_K": Scheme(bits=6, group=16, lowest="middle"),
     "IQ4_NL": SCHEMES["Q8_0"],

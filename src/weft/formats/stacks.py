@@ -62,10 +62,12 @@ def stack_of(name: str, shape: ModelShape, dims: Sequence[int]) -> tuple[str, tu
 
 
 def check_dims(info: TensorInfo, name: str, dims: Sequence[int]) -> None:
-    """Raise ModelError if a tensor has other dims than the model's shape asks for."""
+    """Raise ModelError if a tensor has other dims than the model's shape asks for; it says those in the file."""
     if info.dims != tuple(dims):
+        order = -1 if info.transposed else 1
         raise ModelError(
-            f"{info.file}: tensor {name} is {list(info.dims)}; the model's shape asks for {list(dims)}",
+            f"{info.file}: tensor {name} is {list(info.dims[::order])}; the model's shape asks for "
+            f"{list(dims[::order])}",
             code="tensor-of-other-dims",
         )
 

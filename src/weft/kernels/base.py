@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from weft.architectures.shape import Attention as AttentionLayer
 from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.batch import Batch
@@ -38,8 +39,8 @@ class AttentionShape:
     """Dimensions of a rank's attention, and the limits of its steps.
 
     `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have, `groups` their
-    pairs of KV group and window, if there are several groups. Limits: `rows` of a decode step, `tokens` of a step,
-    `length` of a row's context.
+    pairs of KV group and window, if there are several groups. If `sinks`, each head has one. Limits: `rows` of a decode
+    step, `tokens` of a step, `length` of a row's context.
     """
 
     q_heads: int
@@ -54,6 +55,7 @@ class AttentionShape:
     tokens: int
     length: int
     groups: tuple[tuple[int, int | None], ...] = ()
+    sinks: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
@@ -68,6 +70,7 @@ class AttentionShape:
             windows=tuple(dict.fromkeys(shape.layers[layer].window for layer in layers)),
             groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
             scale=shape.mixer.scale,
+            sinks=isinstance(shape.mixer, AttentionLayer) and shape.mixer.sinks,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
@@ -127,13 +130,16 @@ class ExpertStack(NamedTuple):
 
 
 class ExpertProducts(Protocol):
-    """The MLPs of a rank's experts."""
+    """The MLPs of a rank's experts. If `capturable`, no call waits for the GPU, and no size depends on the choices."""
+
+    @property
+    def capturable(self) -> bool: ...
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Sum of the results of each token's experts, weighted by its shares: [T, hidden] -> [T, hidden].
 
         `chosen` [T, k] int64 are numbers of experts of the whole model, `shares` [T, k] float32. Experts of other ranks
-        add nothing. The order of a sum does not depend on other tokens.
+        and negative numbers add nothing. The order of a sum does not depend on other tokens.
         """
         ...
 
@@ -147,12 +153,35 @@ class FusedMLP:
 
 
 @dataclass(frozen=True)
+class ExchangeRanks:
+    """The ranks that bring each other tokens, if several attention groups share one set of experts.
+
+    `counts` takes the number of tokens of each attention group, and returns how many of them each rank of `group`
+    brings: those of the first attention group come first. `first_rank` is the first rank in `group` that brings tokens
+    of this rank's attention group. If `complete`, the results of all ranks of `group` add up to those of the experts,
+    otherwise to a part of them, which is to be summed over the tensor-parallel ranks.
+    """
+
+    group: Group
+    counts: Callable[[Sequence[int]], Sequence[int]]
+    first_rank: int
+    complete: bool
+
+
+@dataclass(frozen=True)
 class FusedMixture:
-    """The mixture of experts of a layer, of which this rank has `experts`."""
+    """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to those of other groups.
+
+    `shared` experts, if there are any, see every token. The sigmoid of its product with `weigher`, float32, multiplies
+    their result, if there is one.
+    """
 
     spec: Experts
     router: Product
     experts: ExpertProducts
+    shared: FusedMLP | None = None
+    weigher: Product | None = None
+    exchange: ExchangeRanks | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +200,25 @@ class FusedLayer:
     q_heads: int
     window: int | None
     scale: float
+    sinks: torch.Tensor | None
     eps: float
 
 
-# All layers of a pipeline stage: residual [T, hidden], which may be overwritten, the table of angles, one cache per
-# layer, the batch -> [T, hidden].
-FusedStage = Callable[[torch.Tensor, torch.Tensor, Sequence[KVCache], Batch], torch.Tensor]
+class FusedStage(Protocol):
+    """All layers of a pipeline stage."""
+
+    def __call__(
+        self, residual: torch.Tensor, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
+    ) -> torch.Tensor:
+        """Run the layers: `residual` [T, hidden], which may be overwritten, -> [T, hidden].
+
+        `rope` is the table of angles; `caches` has one KV cache per layer.
+        """
+        ...
+
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
+        ...
 
 
 class Attention(Protocol):
@@ -209,13 +251,17 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of all rows, each over its own context: [T, q_heads, head_dim] -> [T, q_heads * head_dim].
 
         A token sees the last `window` positions, its own included, or all of them if that is None. If `lse` is given,
         a tensor [T, q_heads] float32, it gets the natural logarithm of the sum of e^score over the positions that each
         head of a token sees; -inf if there are none. Results over parts of a context are joined by it (Dao et al. 2023,
-        Flash-Decoding), and `apply_sinks` needs it.
+        Flash-Decoding).
+
+        `sinks` [q_heads], of q's dtype, are learnt scores, one per head, that take part in the sum of the softmax and
+        bring no value (gpt-oss); `lse` is without them.
         """
         ...
 
@@ -228,11 +274,10 @@ class Attention(Protocol):
 def apply_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Attention with sinks, from the result `out` [T, q_heads * head_dim] and the `lse` of attention without.
 
-    `sinks` [q_heads] float32 are learnt scores, one per head, that take part in the sum of the softmax and bring no
-    value (gpt-oss): the weights of all values shrink by e^lse / (e^lse + e^sink).
+    The weights of all values shrink by e^lse / (e^lse + e^sink): see `Attention.attend`.
     """
     heads = out.unflatten(1, (sinks.shape[0], -1))
-    return (heads * torch.sigmoid(lse - sinks).unsqueeze(2)).to(out.dtype).flatten(1)
+    return (heads * torch.sigmoid(lse - sinks.float()).unsqueeze(2)).to(out.dtype).flatten(1)
 
 
 class Pointwise(Protocol):
@@ -262,9 +307,15 @@ class Pointwise(Protocol):
         """SiLU of the first half of the columns times the second half: [T, 2F] -> [T, F]."""
         ...
 
-    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(
+        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of each token by the router's scores [T, experts] float32: their numbers [T, top_k] int64
-        and shares [T, top_k] float32. The largest share comes first; of equal ones, that of the lower number."""
+        and shares [T, top_k] float32. The largest share comes first; of equal ones, that of the lower number.
+
+        With `slots` [T], those of a CUDA graph, tokens of negative slots are padding and get the numbers -1. Kernels of
+        a CPU are called without.
+        """
         ...
 
     def rotate_and_store(

@@ -20,7 +20,10 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GroupedExperts:
-    """`ExpertProducts` one by one: tokens are sorted by expert, and each expert computes its own in one product."""
+    """`ExpertProducts` one by one: tokens are sorted by expert, and each expert computes its own in one product. The
+    number of tokens of each expert is read on the host."""
+
+    capturable = False
 
     def __init__(self, spec: Experts, gate_up: Sequence[Product], down: Sequence[Product], first: int) -> None:
         self.spec, self.gate_up, self.down = spec, gate_up, down
@@ -30,7 +33,8 @@ class GroupedExperts:
         """Compute [T, hidden] -> [T, hidden]."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        offsets = [0, *flat.bincount(minlength=self.spec.count).cumsum(0).tolist()]
+        # -1 comes before the first expert.
+        offsets = (flat + 1).bincount(minlength=self.spec.count + 1).cumsum(0).tolist()
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # In the order of experts, so that the order of a token's sum does not depend on the batch.
         for expert, gate_up, down in zip(self._numbers, self.gate_up, self.down, strict=True):
@@ -51,11 +55,15 @@ def activate(gate_up: torch.Tensor, spec: Experts) -> torch.Tensor:
     return (activated * (up + spec.up_offset)).to(gate_up.dtype)
 
 
-def choose_experts(scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(
+    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`Pointwise.choose_experts` in torch."""
     # Stable: of equal shares, that of the lower number comes first.
     shares, chosen = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     shares, chosen = shares[:, : spec.top_k], chosen[:, : spec.top_k]
     if spec.normalised:
         shares = shares / shares.sum(dim=-1, keepdim=True)
+    if slots is not None:
+        chosen = chosen.masked_fill(slots[:, None] < 0, -1)
     return chosen, shares

@@ -17,7 +17,7 @@ import torch
 
 from weft.hardware.host import kernel_packages
 from weft.kernels.attention_inputs import in_all_groups
-from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, apply_sinks
 from weft.kernels.batch import Batch, Lengths, ragged_index
 from weft.kernels.usable import UnusableError, multiprocessor_count
 from weft.kernels.warm import KernelLaunch
@@ -122,8 +122,11 @@ class FlashInferAttention:
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert scale == self._shape.scale
+        if lse is None and sinks is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out, pages, first = torch.empty_like(q), (cache.keys, cache.values), batch.decodes
 
         def run(kind: str, part: slice) -> None:
@@ -136,7 +139,7 @@ class FlashInferAttention:
             run(PREFILL, slice(first, None))
         if lse is not None:
             lse.mul_(math.log(2))  # its logarithms are to base 2
-        return out.flatten(1)
+        return out.flatten(1) if lse is None or sinks is None else apply_sinks(out.flatten(1), lse, sinks)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         return ()  # `compile` built them

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.kernels import triton
-from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, apply_sinks
 from weft.kernels.batch import Batch, ragged_index
 from weft.kernels.usable import UnusableError
 from weft.kernels.warm import KernelLaunch
@@ -141,10 +141,11 @@ class VarlenAttention:
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         prompts, first = self._prompts, batch.decodes
         if prompts is None:
-            return self._triton.attend(q, cache, batch, scale, window, lse)
+            return self._triton.attend(q, cache, batch, scale, window, lse, sinks)
         if not prompts.places:
             keys, values = cache.keys, cache.values
             layout: dict[str, Any] = {"seqused_k": batch.context[first:], "block_table": batch.tables[first:]}
@@ -155,7 +156,7 @@ class VarlenAttention:
                 for source, held in zip((cache.keys, cache.values), self._gathered, strict=True)
             )
             layout = {}
-        if lse is not None:
+        if lse is not None or sinks is not None:
             layout["return_aux"] = lse_request()
         result = self._varlen(
             q[first:],
@@ -170,14 +171,16 @@ class VarlenAttention:
             **self._gqa_argument,
             **layout,
         )
-        if lse is not None:
-            result, sums = result
-            lse[first:] = sums.T
+        result, sums = result if "return_aux" in layout else (result, torch.empty(0))
         prefill_out = result.flatten(1)
+        if lse is not None:
+            lse[first:] = sums.T
+        if sinks is not None:
+            prefill_out = apply_sinks(prefill_out, sums.T, sinks)
         if not first:
             return prefill_out
         out = torch.empty_like(q).flatten(1)
-        self._triton.decode(q, cache, batch, scale, window, out, lse)
+        self._triton.decode(q, cache, batch, scale, window, out, lse, sinks)
         out[first:] = prefill_out
         return out
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from weft.architectures.place import Place
 from weft.architectures.shape import Attention
-from weft.kernels.base import HeadNorm, KVCache, apply_sinks
+from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
 from weft.layers.rope import RopeTable
 from weft.layers.weights import LayerWeights
@@ -32,8 +34,12 @@ class AttentionBlock:
         attention, pointwise = self.kernels.attention, self.kernels.pointwise
         qkv = self.qkv(x, batch)
         q = pointwise.rotate_and_store(qkv, self.q_heads, self.rope.angles, cache, batch, self.head_norm)
-        if self.sinks is None:
-            return self.out(attention.attend(q, cache, batch, self.spec.scale, self.spec.window), batch)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        mixed = attention.attend(q, cache, batch, self.spec.scale, self.spec.window, lse)
-        return self.out(apply_sinks(mixed, lse, self.sinks.float()), batch)
+        if self.spec.logn is not None:
+            q = q * logn_factors(batch.positions, self.spec.logn).to(q.dtype)[:, None, None]
+        mixed = attention.attend(q, cache, batch, self.spec.scale, self.spec.window, sinks=self.sinks)
+        return self.out(mixed, batch)
+
+
+def logn_factors(positions: torch.Tensor, base: int) -> torch.Tensor:
+    """Factors on queries by `Attention.logn`: [T] positions, from 0 -> [T] float32, 1 or more."""
+    return ((positions + 1).log() / math.log(base)).clamp(min=1)

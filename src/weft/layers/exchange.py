@@ -13,6 +13,7 @@ import torch
 from weft.architectures.place import Place
 from weft.comm import Group, Links
 from weft.comm.base import rank_range
+from weft.kernels.base import ExchangeRanks
 
 
 class RoutedTokens(NamedTuple):
@@ -27,7 +28,12 @@ class RoutedTokens(NamedTuple):
 
 
 class TokenExchange(Protocol):
-    """An exchange among the ranks of a stage of all attention groups: `dispatch`, then `combine`, for each layer."""
+    """An exchange among the ranks of a stage of all attention groups: `dispatch`, then `combine`, for each layer.
+
+    `ranks` says who exchanges, for fused kernels, which do so themselves.
+    """
+
+    ranks: ExchangeRanks
 
     def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
         """Return the tokens that this rank computes its experts on; `tokens` are those of its attention group.
@@ -49,6 +55,7 @@ class GatherExchange:
 
     def __init__(self, data: Group) -> None:
         self._data = data
+        self.ranks = ExchangeRanks(data, lambda group_tokens: group_tokens, data.rank, complete=False)
         self._sizes: Sequence[int] = ()
 
     def dispatch(self, tokens: RoutedTokens, group_tokens: Sequence[int]) -> RoutedTokens:
@@ -73,6 +80,7 @@ class DispatchExchange:
         self._holds = torch.zeros(len(places), count, dtype=torch.bool, device=device)
         for row, place in zip(self._holds, places, strict=True):
             row[place.experts.start : place.experts.stop] = True
+        self.ranks = ExchangeRanks(experts, self._divide_tokens, experts.rank - self._place.tp_rank, complete=True)
         self._ones = [1] * len(places)
         self._sent: _SentTokens | None = None
 
@@ -106,8 +114,12 @@ class DispatchExchange:
 
     def _own_rows(self, tokens: int) -> range:
         """The tokens of this rank's group that this rank sends."""
-        each, left_over = divmod(tokens, self._place.tp_size)
-        return rank_range([each + (r < left_over) for r in range(self._place.tp_size)], self._place.tp_rank)
+        return rank_range(self._divide_tokens([tokens]), self._place.tp_rank)
+
+    def _divide_tokens(self, group_tokens: Sequence[int]) -> list[int]:
+        """Number of tokens that each rank sends, group by group."""
+        ranks = range(self._place.tp_size)
+        return [(tokens + len(ranks) - 1 - rank) // len(ranks) for tokens in group_tokens for rank in ranks]
 
 
 class _SentTokens(NamedTuple):

@@ -29,7 +29,8 @@ class ExpertsBlock:
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
-        tokens = RoutedTokens(x, *self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec))
+        slots = batch.slots if batch.fixed else None
+        tokens = RoutedTokens(x, *self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec, slots))
         if self.exchange is None:
             routed = self.experts(*tokens)
         else:
@@ -53,9 +54,9 @@ class SharedExperts:
     def __init__(self, spec: Experts, weights: LayerWeights) -> None:
         self.spec, self.kernels = spec, weights.kernels
         self.gate_up, self.down = weights.column_linear("shared.gate_up"), weights.row_linear("shared.down")
-        self.gate = weights.column_linear("shared.gate") if spec.shared_gate else None
+        self.weigher = weights.router("shared.gate") if spec.shared_gate else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         out = self.down(multiply_by_gate(self.gate_up(x, batch), self.spec.activation, self.kernels), batch)
-        return out if self.gate is None else out * self.gate(x, batch).sigmoid()
+        return out if self.weigher is None else out * self.weigher(x, batch).sigmoid().to(out.dtype)

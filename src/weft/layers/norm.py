@@ -60,6 +60,10 @@ class ResidualStream:
             return self._residual if norm is None else norm(self._residual, kernels)
         return kernels.pointwise.sum_add_norm(part, self._residual, norm.weight, norm.eps, self._comm)
 
+    def normalise(self, norm: NormLayer) -> None:
+        """Replace the stream by its norm."""
+        self._residual.copy_(norm(self.read(None), self._kernels))
+
     def finish(self) -> torch.Tensor:
         """The residual [T, hidden] after the last addition."""
         # A plain sum: the buffers of the fused sums rely on it at the end of a step (comm/parts.py).

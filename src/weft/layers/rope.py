@@ -62,16 +62,29 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_positions: int, length: i
     match rope.kind:
         case "default":
             return plain, 1.0
+        case "none":
+            return torch.zeros_like(plain), 1.0
         case "linear":
             return plain / rope.factor, 1.0
         case "dynamic":
             longest = max(length, max_positions)
             stretch = rope.factor * longest / max_positions - (rope.factor - 1)
             return 1.0 / ((rope.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents), 1.0
+        case "qwen":
+            return _qwen(rope, exponents, head_dim, max(length, max_positions) / max_positions), 1.0
         case "llama3":
             return _llama3(rope, plain, max_positions), 1.0
         case "yarn":
             return _yarn(rope, plain, head_dim, max_positions)
+
+
+def _qwen(rope: Rope, exponents: torch.Tensor, head_dim: int, stretch: float) -> torch.Tensor:
+    """Inverse frequencies of Qwen v1's dynamic NTK scaling, for texts `stretch` times as long as it was trained at.
+
+    The factor on the base is one less than the power of two from twice the stretch on.
+    """
+    alpha = max(2 ** math.ceil(math.log2(stretch) + 1) - 1, 1)
+    return 1.0 / ((rope.theta * alpha ** (head_dim / (head_dim - 2))) ** exponents)
 
 
 def _llama3(rope: Rope, plain: torch.Tensor, max_positions: int) -> torch.Tensor:

@@ -56,6 +56,10 @@ class LayerWeights:
         """Product with a matrix of which this rank has some columns: results are to be summed over the ranks."""
         return self._linear(name, self._bias_of_one_rank(name))
 
+    def whole_linear(self, name: str) -> Linear:
+        """Product with a matrix that every rank has."""
+        return self._linear(name, None)
+
     def router(self, name: str) -> Linear:
         """Product with a router's matrix, which every rank has; its results are float32."""
         bias, name = self.vector_or_none(name + ".bias"), f"{self._prefix}{name}.weight"

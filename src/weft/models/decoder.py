@@ -8,12 +8,13 @@ from itertools import groupby
 import torch
 
 from weft.architectures.place import Place
+from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
 from weft.comm import Group
 from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
 from weft.kernels.batch import Batch
 from weft.layers.attention import AttentionBlock
-from weft.layers.embedding import Embedding, Head
+from weft.layers.embedding import Embedding, Head, Positions
 from weft.layers.exchange import TokenExchange
 from weft.layers.experts import ExpertsBlock
 from weft.layers.mlp import MLPBlock
@@ -31,6 +32,9 @@ class DecoderLayer:
         assert isinstance(spec.mixer, Attention), spec.mixer
         before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
         self.spec = spec
+        self.residual_norms = None
+        if spec.norms == "residual":
+            self.residual_norms = weights.norm("attention_norm"), weights.norm("mlp_norm")
         self.mixer_norm = weights.norm("attention_norm") if before else None
         self.mixer = AttentionBlock(spec.mixer, place, weights, rope)
         self.mixer_post_norm = weights.norm("attention_post_norm") if after else None
@@ -43,7 +47,11 @@ class DecoderLayer:
 
     def __call__(self, stream: ResidualStream, cache: KVCache, batch: Batch) -> None:
         stream.add(self.mixer(stream.read(self.mixer_norm), cache, batch), self.mixer_post_norm)
+        if self.residual_norms is not None:
+            stream.normalise(self.residual_norms[0])
         stream.add(self.ffn(stream.read(self.ffn_norm), batch), self.ffn_post_norm)
+        if self.residual_norms is not None:
+            stream.normalise(self.residual_norms[1])
 
 
 class LayerLoop:
@@ -58,6 +66,13 @@ class LayerLoop:
         for layer, cache in zip(self.layers, caches, strict=True):
             layer(stream, cache, batch.of_group(cache.group))
         return stream.finish()
+
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
+        for layer in self.layers:
+            if isinstance(layer.ffn, ExpertsBlock):
+                assert layer.ffn_norm
+                layer.ffn.serve_others(group_tokens, layer.ffn_norm.weight)
 
 
 class DecoderModel:
@@ -77,16 +92,16 @@ class DecoderModel:
         kernels: Kernels,
         exchange: TokenExchange | None = None,
     ) -> None:
-        assert "positions.weight" not in tensors, "learnt positions are not computed"
         place = places[rank]
         self.comm, self.kernels = comm, kernels
         self.ropes = RopeTables(shape.max_positions)
         embedding_table = (
             kernels.matrices.embedding_table(tensors.pop("embed.weight"), "embed.weight") if place.first else None
         )
+        outer = LayerWeights(tensors, "", shape.norm, comm, kernels)
         self.embed = None
         if embedding_table is not None:
-            self.embed = Embedding(embedding_table, place.vocab, comm, shape.embedding_scale)
+            self.embed = create_embedding(shape, place, embedding_table, tensors, outer)
         self.layers, self._numbers = [], range(place.layers.start, place.layers.stop)
         for number in self._numbers:
             spec = shape.layers[number]
@@ -100,8 +115,9 @@ class DecoderModel:
         self.head = self.final_norm = None
         if place.last:
             widths = [len(peer.vocab) for peer in places if (peer.dp_rank, peer.stage) == (place.dp_rank, place.stage)]
-            self.head = Head(self._head_product(tensors, embedding_table), widths, comm)
-            self.final_norm = LayerWeights(tensors, "", shape.norm, comm, kernels).norm("norm")
+            projection = None if shape.embedding_dim is None else outer.whole_linear("head.projection")
+            self.head = Head(self._head_product(tensors, embedding_table), widths, comm, projection=projection)
+            self.final_norm = outer.norm("norm") if shape.final_norm else None
         # What is left: parameters that are no matrices. Matrices are with the kernels.
         self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
@@ -114,8 +130,10 @@ class DecoderModel:
 
     @property
     def capturable(self) -> bool:
-        """True if a step can be captured as a CUDA graph. The number of tokens of each expert is read on the host."""
-        return not any(layer.spec.has_experts for layer in self.layers)
+        """True if a step can be captured as a CUDA graph: if the kernels compute all experts at once, and no experts
+        are on ranks of other groups."""
+        mixtures = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsBlock)]
+        return all(mixture.exchange is None and mixture.experts.capturable for mixture in mixtures)
 
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
@@ -136,7 +154,7 @@ class DecoderModel:
         The input is the batch's tokens on the first stage, else `incoming`, which may be overwritten. `caches` has one
         KV cache per layer.
         """
-        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        residual = incoming if self.embed is None else self.embed(batch)
         assert residual is not None
         if caches is not self._caches:
             self._caches, self._run_caches = caches, divide_caches(caches, self.runs)
@@ -150,9 +168,9 @@ class DecoderModel:
         """Run this stage's layers as `hidden` does, but one by one: fused layers do not show the states between them.
 
         Returns [T, hidden] after the last layer and, by global number, [T, hidden] after each layer of the stage that
-        is one of `layers`.
+        is one of `layers`. Attention groups with common experts all call this, or all call `hidden`.
         """
-        residual = incoming if self.embed is None else self.embed(batch.tokens)
+        residual = incoming if self.embed is None else self.embed(batch)
         assert residual is not None
         stream, states = ResidualStream(residual, self.comm, self.kernels), {}
         for number, layer, cache in zip(self._numbers, self.layers, caches, strict=True):
@@ -163,10 +181,8 @@ class DecoderModel:
 
     def serve_others(self, group_tokens: Sequence[int]) -> None:
         """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
-        for layer in self.layers:
-            if isinstance(layer.ffn, ExpertsBlock):
-                assert layer.ffn_norm
-                layer.ffn.serve_others(group_tokens, layer.ffn_norm.weight)
+        for run in self.runs:
+            run.serve_others(group_tokens)
 
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
@@ -176,8 +192,21 @@ class DecoderModel:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].
 
         None on other ranks of the last stage than the output rank."""
-        assert self.head is not None and self.final_norm is not None
-        return self.head(self.final_norm(hidden, self.kernels))
+        assert self.head is not None
+        return self.head(hidden if self.final_norm is None else self.final_norm(hidden, self.kernels))
+
+
+def create_embedding(
+    shape: ModelShape, place: Place, table: EmbeddingTable, tensors: Tensors, weights: LayerWeights
+) -> Embedding:
+    """The embedding of a first stage, with the projection and the learnt positions that the model has."""
+    projection = None if shape.embedding_dim is None else weights.whole_linear("embed.projection")
+    positions, name = None, "positions.weight"
+    if name in tensors:
+        before = find_architecture(shape.architecture).positions_before
+        positions = Positions(weights.kernels.matrices.embedding_table(tensors.pop(name), name), before)
+    scale = shape.embedding_scale
+    return Embedding(table, place.vocab, weights.comm, scale, projection=projection, positions=positions)
 
 
 def divide_caches(caches: Sequence[KVCache], runs: Sequence[LayerLoop | FusedLayers]) -> list[Sequence[KVCache]]:

@@ -28,6 +28,10 @@ class FusedLayers:
         """Run all layers: [T, hidden] -> [T, hidden], in place. `caches` has one KV cache per layer."""
         return self._stage(residual, self._rope.angles, caches, batch)
 
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
+        self._stage.serve_others(group_tokens)
+
 
 def known_spec(mixer: Attention, ffn: FeedForward) -> LayerSpec:
     """The layer of this mixer and feed-forward part that fused kernels compute: all that is not named here is as
@@ -43,6 +47,7 @@ def known_spec(mixer: Attention, ffn: FeedForward) -> LayerSpec:
             qk_norm="none" if mixer.qk_norm == "none" else "head",
             bias=mixer.bias,
             out_bias=mixer.out_bias,
+            sinks=mixer.sinks,
         ),
         ffn=known_ffn(ffn),
         norms="pre",
@@ -56,6 +61,9 @@ def known_ffn(ffn: FeedForward) -> FeedForward:
         count=ffn.count,
         top_k=ffn.top_k,
         width=ffn.width,
+        shared=ffn.shared,
+        shared_width=ffn.shared_width,
+        shared_gate=ffn.shared_gate,
         normalised=ffn.normalised,
         activation="silu",
         gain=ffn.gain,
@@ -68,13 +76,13 @@ def known_ffn(ffn: FeedForward) -> FeedForward:
 def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.
 
-    They know grouped-query attention, and an MLP or a mixture of experts with a SiLU gate, each behind an RMS norm.
-    They do not exchange tokens with other attention groups.
+    They know grouped-query attention, with sinks or without, and an MLP or a mixture of experts with a SiLU gate, each
+    behind an RMS norm.
     """
     mixer, ffn = layer.mixer, layer.ffn
     if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
         return None
-    if layer.spec != known_spec(mixer.spec, ffn.spec) or (isinstance(ffn, ExpertsBlock) and ffn.exchange):
+    if layer.spec != known_spec(mixer.spec, ffn.spec):
         return None
     return FusedLayer(
         attention_norm=layer.mixer_norm.weight,
@@ -86,6 +94,7 @@ def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
         q_heads=mixer.q_heads,
         window=mixer.spec.window,
         scale=mixer.spec.scale,
+        sinks=mixer.sinks,
         eps=layer.mixer_norm.eps,
     )
 
@@ -94,4 +103,9 @@ def describe_ffn(ffn: MLPBlock | ExpertsBlock) -> FusedMLP | FusedMixture:
     """The feed-forward part of a layer that fused kernels know."""
     if isinstance(ffn, MLPBlock):
         return FusedMLP(ffn.up.weight, ffn.down.weight)
-    return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts)
+    shared, weigher = None, None
+    if ffn.shared is not None:
+        shared = FusedMLP(ffn.shared.gate_up.weight, ffn.shared.down.weight)
+        weigher = ffn.shared.weigher and ffn.shared.weigher.weight
+    exchange = ffn.exchange.ranks if ffn.exchange else None
+    return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts, shared, weigher, exchange)

@@ -17,7 +17,7 @@ WIDEST_HEAD = 256  # head_dim at most
 WIDEST_GROUP = 96  # query heads per KV head at most
 LONGEST_GROUP = 128  # columns of a quantisation group that the library rounds, at most
 WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multiple of it
-LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2}  # by the names of `Scheme.lowest`
+LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2, "mxfp4": 3, "nested": 4}  # by the names of `Scheme.lowest`
 WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # of weights that are rounded
 
 # Sampling, which torch, Triton and C++ do alike: see kernels/random.py.
@@ -53,24 +53,32 @@ class ExpertsDescriptor(ctypes.Structure):
     )
 
 
+class SharedExpertsDescriptor(ctypes.Structure):
+    """`SharedExperts` of experts.h: the shared experts, together one MLP, and the projection that weighs it."""
+
+    _fields_ = tuple((name, MatrixDescriptor) for name in ("gate_up", "down", "weigher"))
+
+
 class MixtureDescriptor(ctypes.Structure):
-    """`Mixture` of stage.h: a router and the experts of a rank."""
+    """`Mixture` of experts.h: a router and the experts of a rank."""
 
     _fields_ = (
         ("router", MatrixDescriptor),
         *((name, SIZE) for name in ("top_k", "normalised")),
         ("experts", ExpertsDescriptor),
+        ("shared", SharedExpertsDescriptor),
     )
 
 
 class LayerDescriptor(ctypes.Structure):
-    """`Layer` of stage.h: the weights and the KV cache of one decoder layer."""
+    """`Layer` of workspace.h: the weights and the KV cache of one decoder layer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm", "keys", "values")),
         *((name, MatrixDescriptor) for name in ("qkv", "out", "gate_up", "down")),
         ("mixture", ctypes.POINTER(MixtureDescriptor)),
         *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window", "group")),
+        ("sinks", POINTER),
         *((name, REAL) for name in ("scale", "head_eps", "eps")),
     )
 
@@ -83,6 +91,7 @@ class StepDescriptor(ctypes.Structure):
         *((name, SIZE) for name in ("tokens", "rows", "table_width", "block_size")),
         ("shared", POINTER),
         ("sum", SumCallback),
+        ("exchange", POINTER),
     )
 
 
@@ -90,6 +99,12 @@ class SharedDescriptor(ctypes.Structure):
     """`Shared` of sum.h: memory that the ranks of one host share."""
 
     _fields_ = (("memory", POINTER), *((name, SIZE) for name in ("rank", "size", "head", "slot_bytes")))
+
+
+class ExchangeDescriptor(ctypes.Structure):
+    """`Exchange` of exchange.h: the ranks that exchange tokens in a step, and who brings which."""
+
+    _fields_ = (("shared", SharedDescriptor), ("begins", POINTER), *((name, SIZE) for name in ("first", "complete")))
 
 
 class RoundingDescriptor(ctypes.Structure):
@@ -108,10 +123,12 @@ class SamplingSettings(ctypes.Structure):
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Matrix": MatrixDescriptor,
     "Experts": ExpertsDescriptor,
+    "SharedExperts": SharedExpertsDescriptor,
     "Mixture": MixtureDescriptor,
     "Layer": LayerDescriptor,
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,
+    "Exchange": ExchangeDescriptor,
     "Rounding": RoundingDescriptor,
     "SamplingSettings": SamplingSettings,
 }
@@ -125,6 +142,8 @@ CONSTANTS = {
     "Lowest::MIDDLE": LOWEST_KINDS["middle"],
     "Lowest::ZERO": LOWEST_KINDS["zero"],
     "Lowest::MINIMUM": LOWEST_KINDS["minimum"],
+    "Lowest::MXFP4": LOWEST_KINDS["mxfp4"],
+    "Lowest::NESTED": LOWEST_KINDS["nested"],
     "BF16": WEIGHT_TYPES["bfloat16"],
     "FP16": WEIGHT_TYPES["float16"],
     "FP32": WEIGHT_TYPES["float32"],

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.architectures.shape import ModelShape
+from weft.architectures.shape import Experts, ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.formatting import format_version
@@ -206,6 +206,16 @@ def kernel_family(backend: str, *, on_cpu: bool) -> str:
     if backend == "auto":
         return "cpu" if on_cpu else "triton"
     return ATTENTION_BACKENDS[backend].rest
+
+
+def against_fused_experts(family: str, spec: Experts) -> str | None:
+    """Reason that the kernels of a family (see `kernel_family`) compute experts one by one, on a GPU without CUDA
+    graphs; None if they compute all experts at once. Schemes of weights make no difference."""
+    if family == "torch":
+        return "torch multiplies with one expert's matrices at a time"
+    if spec.activation != "silu":
+        return f"the Triton kernels compute experts with SiLU gates, not with {spec.activation}"
+    return None
 
 
 def refusal(backend: str, reason: str) -> str:

@@ -57,17 +57,18 @@ def check_flags(device_map: DeviceMap, flags: Mapping[str, Any]) -> None:
 
 
 def _check_tensor_flags(flags: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a flag that cuts layers or copies the model."""
+    """Raise ConfigError for a flag that cuts layers, deals out experts or copies the model."""
     tensor, replicas = flags.get("tensor_parallel_size") or 1, flags.get("data_parallel_size") or 1
     other = None
     if flags.get("tensor_split") and len(flags["tensor_split"]) > 1:
         other = f"--tensor-split {join_commas(flags['tensor_split'])} cuts each layer among several"
     elif tensor > 1:
         other = f"--tensor-parallel-size {tensor} cuts each layer among several"
+    elif flags.get("enable_expert_parallel"):
+        sharing = f" of {replicas} attention groups (--data-parallel-size)" if replicas > 1 else ""
+        other = f"--enable-expert-parallel deals the experts of each layer out to all ranks{sharing}"
     elif replicas > 1:
         other = f"--data-parallel-size {replicas} makes copies of the whole model"
-    elif flags.get("enable_expert_parallel"):
-        other = "--enable-expert-parallel deals the experts of each layer out to several"
     if other is not None:
         raise ConfigError(
             f"--device-map puts whole layers on one device each, once; {other}: leave one of them out",

@@ -51,6 +51,17 @@ class RankDevice(msgspec.Struct, frozen=True):
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
 
+def exchange_kind(shape: ModelShape, data_parallel: int, expert_parallel: int) -> Exchange | None:
+    """The exchange of `data_parallel` attention groups whose experts are dealt to `expert_parallel` parts.
+
+    With more parts than a token chooses experts, a token is sent to the few ranks that have its experts. Otherwise
+    nearly every rank has some: all groups gather all tokens, which takes fewer messages. None with one group.
+    """
+    if data_parallel == 1 or shape.experts is None:
+        return None
+    return "dispatch" if expert_parallel > shape.experts.top_k else "gather"
+
+
 def named_devices(*names: str, node: int = 0) -> tuple[RankDevice, ...]:
     """The devices of a node by their names there, "cpu" or "cuda:N"."""
     parts = [name.partition(":") for name in names]
@@ -128,6 +139,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, len({place.experts for place in self.places}))
 
     @property
+    def deals_experts(self) -> bool:
+        """True if experts are dealt out to ranks, or shared by attention groups (--enable-expert-parallel)."""
+        return self.expert_parallel > 1 or self.data_parallel > 1
+
+    @property
     def output_rank(self) -> int:
         """Number of the rank that samples for the first attention group: the first rank of its last stage."""
         return (self.stages - 1) * self.tensor_parallel
@@ -161,12 +177,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def exchange(self) -> Exchange | None:
         """The way in which tokens reach experts on the ranks of other attention groups; None with one group.
 
-        With more parts than a token chooses experts, a token is sent to the few ranks that have its experts. Otherwise
-        nearly every rank has some: all groups gather all tokens, which takes fewer messages.
+        See `exchange_kind`.
         """
-        if self.data_parallel == 1 or self.shape.experts is None:
-            return None
-        return "dispatch" if self.expert_parallel > self.shape.experts.top_k else "gather"
+        return exchange_kind(self.shape, self.data_parallel, self.expert_parallel)
 
     @property
     def exchange_groups(self) -> list[list[int]]:

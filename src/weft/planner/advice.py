@@ -354,9 +354,9 @@ def _gain_of_hardware(question: Question, best: Candidate) -> Iterator[Note]:
         return
     constraints = LayoutConstraints()
     if len(grown.nodes) > 1:  # another node is used as those that are present
-        layout = best.layout
+        layout, parts = best.layout, question.constraints.expert_parts
         constraints = LayoutConstraints(
-            tensor_parallel=layout.tensor_parallel, expert_parallel=layout.expert_parallel > 1
+            tensor_parallel=layout.tensor_parallel, expert_parallel=layout.deals_experts, expert_parts=parts
         )
     changed = search(msgspec.structs.replace(question, cluster=grown, constraints=constraints))
     gains = _gains(question, best, changed)
@@ -373,7 +373,7 @@ def _with_same_cut(question: Question, best: Candidate, **changes: object) -> Qu
         tensor_parallel=layout.tensor_parallel,
         pipeline_parallel=layout.pipeline_parallel,
         data_parallel=layout.data_parallel,
-        expert_parallel=layout.expert_parallel > 1,
+        expert_parallel=layout.deals_experts,
     )
     return msgspec.structs.replace(question, constraints=constraints, **{"precisions": (layout.precision,), **changes})
 

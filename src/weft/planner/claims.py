@@ -162,7 +162,7 @@ def _lay_out(
         gpus=[device.number for device in devices[: len(shares) * stages]],
         precision=precision,
         kv_dtype="bf16",
-        expert_parallel=dealt,
+        expert_parallel=len(shares) if dealt else 1,
     )
     held = (_held_bytes(shape, precision, tokens, place) for place in layout.places)
     return layout if all(size <= room for size, room in zip(held, usable, strict=False)) else None

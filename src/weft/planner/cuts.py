@@ -28,8 +28,12 @@ ReplicaGroups = tuple[Group, ...]  # the groups of one replica, stage by stage
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """The sizes of a layout: ranks, stages and replicas. `expert_parallel` is 1 if experts are cut like all else.
-    `device` is the word for the device of a single rank."""
+    """The sizes of a layout: ranks, stages and replicas.
+
+    `expert_parallel` is the number of parts into which whole experts are dealt; the ranks of a part divide the columns
+    of its experts. It is 1 if every expert is cut like all else. With `shares_experts` the replicas are attention
+    groups of one engine, and share one set of experts. `device` is the word for the device of a single rank.
+    """
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -37,12 +41,22 @@ class Cut(msgspec.Struct, frozen=True):
     expert_parallel: int
     precision: str
     device: str = "GPU"
+    shares_experts: bool = False
+
+    @property
+    def expert_columns(self) -> int:
+        """Number of ranks that divide the columns of an expert."""
+        ranks = self.tensor_parallel * (self.data_parallel if self.shares_experts else 1)
+        return max(1, ranks // self.expert_parallel)
 
     def __str__(self) -> str:
         words = [f"TP {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         words += [f"PP {self.pipeline_parallel}"] * (self.pipeline_parallel > 1)
         words += [f"DP {self.data_parallel}"] * (self.data_parallel > 1)
         words += [f"EP {self.expert_parallel}"] * (self.expert_parallel > 1)
+        # Without attention groups and parts, experts are cut as TP says already.
+        own_columns = self.expert_columns > 1 and (self.expert_parallel > 1 or self.shares_experts)
+        words += [f"MoE TP {self.expert_columns}"] * own_columns
         return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
 
 
@@ -54,6 +68,7 @@ def cut_of(layout: DeploymentLayout) -> Cut:
         layout.data_parallel,
         layout.expert_parallel,
         layout.precision,
+        shares_experts=layout.shares_experts,
     )
 
 
@@ -137,16 +152,15 @@ def _device_word(group: Group) -> str:
 
 
 def _of_groups(question: Question, precision: str, tensor: int, groups: list[Group]) -> Iterator[CandidateLayout]:
-    experts = question.shape.experts.count if question.shape.experts else 0
+    has_experts, device = question.shape.experts is not None, _device_word(groups[0]) if groups else "GPU"
     for stages, count in _depths(question, len(groups)):
         replicas = tuple(place_replicas(groups, stages, count))
         if len(replicas) < count:
             continue
-        for expert in _expert_sizes(question.constraints, tensor * count, experts):
+        for expert, shared in _expert_cuts(question.constraints, tensor, count) if has_experts else [(1, False)]:
             # Replicas that share their experts exchange tokens in every layer: a stage of all replicas lies together.
-            crosswise = expert > tensor and stages > 1
-            placed = _crosswise(groups, stages, count) if crosswise else replicas
-            yield CandidateLayout(Cut(tensor, stages, count, expert, precision, _device_word(groups[0])), placed)
+            placed = _crosswise(groups, stages, count) if shared and stages > 1 else replicas
+            yield CandidateLayout(Cut(tensor, stages, count, expert, precision, device, shared), placed)
 
 
 def _crosswise(groups: Sequence[Group], stages: int, count: int) -> tuple[ReplicaGroups, ...]:
@@ -202,7 +216,7 @@ def _choices_of_groups(groups: list[Group], everything: list[Group]) -> Iterable
 
 def _placements(cut: Cut, groups: list[Group]) -> Iterator[tuple[ReplicaGroups, ...]]:
     """Ways to place the replicas of a cut on ordered groups: each by itself, and each with stages of all types."""
-    if cut.expert_parallel <= cut.tensor_parallel:
+    if not cut.shares_experts:
         yield tuple(place_replicas(groups, cut.pipeline_parallel, cut.data_parallel))
     yield _crosswise(groups, cut.pipeline_parallel, cut.data_parallel)
 
@@ -240,9 +254,14 @@ def _depths(question: Question, groups: int) -> list[tuple[int, int]]:
     return [(depth, groups // depth) for depth in depths if depth <= layers]
 
 
-def _expert_sizes(constraints: LayoutConstraints, ranks: int, experts: int) -> list[int]:
-    """Sizes of expert parallelism to try: 1, and all ranks of a stage of every replica."""
-    wanted = constraints.expert_parallel
-    if not experts or ranks == 1 or wanted is False:
-        return [1]
-    return [ranks] if wanted or ranks > experts else [1, ranks]
+def _expert_cuts(constraints: LayoutConstraints, tensor: int, count: int) -> list[tuple[int, bool]]:
+    """(parts of the experts, are they shared by all replicas) to try for `count` replicas of `tensor` ranks per stage.
+
+    Without the user's choice: every expert cut like all else, and whole experts dealt out to the ranks of a stage of
+    all replicas.
+    """
+    wanted, ranks = constraints.expert_parallel, tensor * count
+    dealt = constraints.expert_parts or ranks, count > 1
+    if wanted is False or dealt == (1, False):
+        return [(1, False)]
+    return [dealt] if wanted else [(1, False), dealt]

@@ -70,9 +70,9 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     counts within an engine: a replica, or all replicas if they share their experts. `precision` and `kv_dtype` are
     names of `formats.precision`.
 
-    `expert_parallel` is the number of parts into which the routed experts of a layer are divided whole. It is 1 if
-    every rank holds a slice of each expert. If the replicas share one set of experts (attention data parallel), these
-    are parts of the ranks of all replicas.
+    `expert_parallel` is the number of parts into which the routed experts of a layer are dealt whole; the ranks of a
+    part divide the columns of its experts. It is 1 if every rank holds a slice of each expert. If the replicas share
+    one set of experts (they are the attention groups of one engine), these are parts of the ranks of all replicas.
     """
 
     tensor_weights: tuple[float, ...]
@@ -107,13 +107,35 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
         size = self.replica_size
         yield from (slice(start, start + size) for start in range(0, len(self.gpus), size))
 
-    def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """(number of columns of experts, identity of the GPU's spec) per rank: all that replicas may differ in."""
+    @property
+    def deals_experts(self) -> bool:
+        """True if the layout takes --enable-expert-parallel."""
+        return self.expert_parallel > 1 or self.shares_experts
+
+    @property
+    def expert_parts(self) -> int | None:
+        """The --expert-parallel-size of the layout; None for its default, all ranks that share a layer's experts."""
+        ranks = self.tensor_parallel * self.places[0].dp_size
+        return self.expert_parallel if self.deals_experts and self.expert_parallel != ranks else None
+
+    @property
+    def engine_ranks(self) -> int:
+        """Number of ranks of one engine: a replica, or all replicas if they share their experts."""
+        return len(self.gpus) if self.shares_experts else self.replica_size
+
+    @property
+    def engines(self) -> int:
+        """Number of engines."""
+        return len(self.gpus) // self.engine_ranks
+
+    def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int, int]]:
+        """(number of experts, columns of each, identity of the GPU's spec) per rank: all that replicas may differ
+        in."""
         gpus = cluster.gpus
         if not self.shares_experts:
-            return [(0, id(gpus[index])) for index in self.gpus]
+            return [(0, 0, id(gpus[index])) for index in self.gpus]
         return [
-            (len(place.experts) * len(place.expert_ffn), id(gpus[index]))
+            (len(place.experts), len(place.expert_ffn), id(gpus[index]))
             for place, index in zip(self.places, self.gpus, strict=True)
         ]
 
@@ -131,9 +153,13 @@ def deploy(
     gpus: Sequence[int],
     precision: str,
     kv_dtype: str,
-    expert_parallel: bool = False,
+    expert_parallel: int = 1,
+    shares_experts: bool = False,
 ) -> DeploymentLayout:
-    """Lay out as many replicas as there are `gpus` for; `expert_parallel` divides the experts among all their ranks.
+    """Lay out as many replicas as there are `gpus` for.
+
+    `expert_parallel` is the number of parts into which the experts are dealt over the ranks of a replica's stage, or
+    over those of all replicas if these share their experts.
 
     Raises PlanError for a cut that the model does not allow.
     """
@@ -145,19 +171,23 @@ def deploy(
             f"{len(gpus)} GPUs are no multiple of the {size} ranks of a replica", code="gpus-not-multiple-of-replica"
         )
     unit = column_unit(shape, precision)
-    if expert_parallel and shape.experts:
-        parts = len(weights) * replicas
-        ranked = _places(shape, weights, layers, data_parallel=replicas, expert_parallel=parts, ffn_unit=unit)
-    else:
-        ranked = _places(shape, weights, layers, ffn_unit=unit) * replicas
+    engines = 1 if shares_experts else replicas
+    ranked = _places(
+        shape,
+        weights,
+        layers,
+        data_parallel=replicas // engines,
+        expert_parallel=expert_parallel,
+        ffn_unit=unit,
+    )
     return DeploymentLayout(
         tensor_weights=weights,
         stage_layers=layers,
         data_parallel=replicas,
-        expert_parallel=len(weights) * replicas if expert_parallel else 1,
+        expert_parallel=expert_parallel,
         precision=precision,
         kv_dtype=kv_dtype,
-        places=ranked,
+        places=ranked * engines,
         gpus=tuple(gpus),
     )
 

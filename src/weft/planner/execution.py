@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weft")
 
 # Fields of a config that say how to cut the model; if one is set, the search has nothing to decide.
-CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split")
+CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "data_parallel_size")
 
 
 def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
@@ -170,7 +170,7 @@ def config_of_best(
 ) -> EngineConfig:
     """The config with the best layout on this machine's GPUs in it, or on those of `device_ids`.
 
-    Of several replicas it has the first. Raises PlanError if nothing fits.
+    Of several replicas it has the first, or all if they share their experts. Raises PlanError if nothing fits.
     """
     from weft.planner.search import search
 
@@ -182,18 +182,21 @@ def config_of_best(
     best = result.best
     if best is None:
         raise PlanError(_nothing_fits(result), code="nothing-fits")
-    seats, memory = best.layout.gpus[: best.layout.replica_size], best.memory.replicas[0]
+    layout, memory = best.layout, best.memory.replicas[0]
     _log_layout(result, best, numbers)
     if config.max_num_batched_tokens is None:
         _log_step_tokens(memory.batched_tokens, memory.batched_reason)
     return replace(
         config,
         max_num_batched_tokens=memory.batched_tokens,
-        tensor_parallel_size=best.layout.tensor_parallel,
-        tensor_split=best.layout.tensor_weights,
-        pipeline_parallel_size=best.layout.pipeline_parallel,
-        pipeline_split=best.layout.stage_layers,
-        device_ids=tuple(numbers[seat] for seat in seats),
+        tensor_parallel_size=layout.tensor_parallel,
+        tensor_split=layout.tensor_weights,
+        pipeline_parallel_size=layout.pipeline_parallel,
+        pipeline_split=layout.stage_layers,
+        data_parallel_size=layout.data_parallel if layout.shares_experts else None,
+        enable_expert_parallel=layout.deals_experts,
+        expert_parallel_size=layout.expert_parts,
+        device_ids=tuple(numbers[seat] for seat in layout.gpus[: layout.engine_ranks]),
         device_map=None,
         gpu_memory_utilization=_shares(config, result.question.cluster, best),
     )
@@ -238,12 +241,18 @@ def plan_question(
 def _constraints(config: EngineConfig) -> LayoutConstraints:
     from weft.planner.question import LayoutConstraints
 
+    dealt = config.enable_expert_parallel
     if config.tensor_parallel_size or config.pipeline_parallel_size:
-        tensor, stages = config.tensor_parallel_size or 1, config.pipeline_parallel_size or 1
-        return LayoutConstraints(tensor_parallel=tensor, pipeline_parallel=stages, expert_parallel=False)
+        return LayoutConstraints(
+            tensor_parallel=config.tensor_parallel_size or 1,
+            pipeline_parallel=config.pipeline_parallel_size or 1,
+            data_parallel=1 if dealt else None,
+            expert_parallel=dealt,
+            expert_parts=config.expert_parallel_size,
+        )
     strategy = spread_word(config.device_map) if config.device_map else None
     if strategy is None:
-        return LayoutConstraints()
+        return LayoutConstraints(expert_parallel=dealt or None, expert_parts=config.expert_parallel_size)
     return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy)
 
 
@@ -264,16 +273,16 @@ def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[fl
     """Shares of the GPUs' memory: the user's or the default, or more on a GPU if a single request needs it."""
     usual = config.gpu_memory_utilization
     held = [cluster.gpus[seat].held_bytes for seat in best.layout.gpus]
-    ranks = best.memory.replicas[0].ranks
+    ranks = best.memory.ranks[: best.layout.engine_ranks]
     taken = [(rank.usable_bytes + others) / rank.memory_bytes for rank, others in zip(ranks, held, strict=False)]
     return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
 
 
 def _log_layout(result: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
-    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.replica_size]]
+    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.engine_ranks]]
     where = f"GPU{'s' * (len(seats) > 1)} {','.join(map(str, seats))}"
     replicas = best.layout.data_parallel
-    if replicas == 1:
+    if replicas == 1 or best.layout.shares_experts:
         logger.info("layout: %s on %s, the best for %s", best.cut, where, result.question.objective)
         return
     logger.info(

@@ -8,22 +8,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft.architectures.place import Place, whole
+from weft.architectures.place import Place
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
 from weft.formats.precision import WeightBytes, canonical
 from weft.hardware.cluster import Cluster
 from weft.hardware.gpus import GpuSpec
-from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE, LOGITS_BYTES, step_bytes
+from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
+from weft.planner.activations import MIB, activation_bytes
 from weft.planner.batch import KV_SHARE_FOR_STEP, TokenBudget, token_budgets, with_token_budget
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.draft_memory import draft_on_rank, draft_tokens, draft_weight_bytes
+from weft.planner.draft_memory import draft_weight_bytes
 from weft.planner.profiles import OURS, Profile
 from weft.planner.rank_weights import rank_weights
 from weft.planner.replica import Replica
 from weft.planner.request_kv import BLOCK, RequestKV, num_blocks, request_kv
 from weft.planner.work import layer_kinds
-
-MIB = 1 << 20
 
 RankSeat = tuple[Place, GpuSpec, int]  # a rank's place, its GPU, and the GPU's number
 
@@ -168,23 +167,58 @@ def footprint(
             if profile.hold_up_ms.value:
                 replica = Replica(shape, layout, cluster, profile, number, {})
                 budgets = list(token_budgets(replica, profile, longest))
-            known[key] = _with_best_budget(memory_of, seats, workload.longest, budgets)
+            neighbours = _neighbours(layout, cluster, number)
+            known[key] = _with_best_budget(memory_of, seats, neighbours, workload.longest, budgets)
         replicas.append(known[key])
+    if layout.shares_experts and profile.name == OURS:
+        replicas = _with_equal_room(replicas)
     return Footprint(shape=shape, layout=layout, replicas=tuple(replicas))
 
 
+def _neighbours(layout: DeploymentLayout, cluster: Cluster, number: int) -> list[RankSeat]:
+    """The seats of the other attention groups if they share a host's memory with group `number`."""
+    if not layout.shares_experts or not cluster.on_cpu:
+        return []
+    others = (layout.replica(other) for other in range(layout.data_parallel) if other != number)
+    return [(place, cluster.gpus[index], index) for group in others for place, index in group]
+
+
+def _with_equal_room(groups: Sequence[ReplicaMemory]) -> list[ReplicaMemory]:
+    """The attention groups of our engine: each has as many KV blocks as the group with the least room."""
+    least = min(groups, key=lambda group: group.kv_tokens)
+    if not least.kv_tokens or all(group.kv_tokens == least.kv_tokens for group in groups):
+        return list(groups)
+    blocks = min(rank.kv_room_bytes / rank.kv_block_bytes for rank in least.ranks)
+
+    def limited(rank: RankMemory) -> RankMemory:
+        room = min(rank.kv_room_bytes, int(blocks * rank.kv_block_bytes))
+        return msgspec.structs.replace(rank, kv_room_bytes=room)
+
+    known = {
+        id(group): msgspec.structs.replace(
+            group, ranks=tuple(limited(rank) for rank in group.ranks), kv_tokens=least.kv_tokens
+        )
+        for group in groups
+    }
+    return [known[id(group)] for group in groups]
+
+
 def _with_best_budget(
-    memory_of: EngineMemory, seats: Sequence[RankSeat], length: int, budgets: Sequence[TokenBudget]
+    memory_of: EngineMemory,
+    seats: Sequence[RankSeat],
+    neighbours: Sequence[RankSeat],
+    length: int,
+    budgets: Sequence[TokenBudget],
 ) -> ReplicaMemory:
     """One replica with the first budget that leaves the KV cache almost the size that it has beside the last budget,
     the smallest: all but KV_SHARE_FOR_STEP of it. Without budgets, with the engine's own."""
 
     def beside(budget: TokenBudget) -> ReplicaMemory:
         profile = with_token_budget(memory_of.profile, budget)
-        return msgspec.structs.replace(memory_of, profile=profile).replica(seats, length)
+        return msgspec.structs.replace(memory_of, profile=profile).replica(seats, length, neighbours)
 
     if not budgets:
-        return memory_of.replica(seats, length)
+        return memory_of.replica(seats, length, neighbours)
     least = beside(budgets[-1])
     if least.kv_tokens >= length:
         for budget in budgets[:-1]:
@@ -208,8 +242,8 @@ class EngineMemory(msgspec.Struct, frozen=True):
     def kv(self) -> RequestKV:
         return request_kv(self.shape, self.kv_dtype, self.profile)
 
-    def replica(self, seats: Sequence[RankSeat], length: int) -> ReplicaMemory:
-        """One replica on these GPUs, for requests of `length` tokens.
+    def replica(self, seats: Sequence[RankSeat], length: int, neighbours: Sequence[RankSeat] = ()) -> ReplicaMemory:
+        """One replica on these GPUs, for requests of `length` tokens; `neighbours` share a CPU with it.
 
         If the engine's usual settings leave no room for such a request, a rank takes the memory that it needs, up to
         the most that can be set.
@@ -217,7 +251,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         profile = self.profile
         ranks = self._ranks_alone(seats, length)
         if seats[0][1].kind == "cpu":
-            ranks = self._pooled_on_cpu(ranks, length)
+            ranks = self._pooled_on_cpu([*ranks, *self._ranks_alone(neighbours, length)])[: len(seats)]
         self._share_gpus(seats, ranks, length)
         places = [place for place, _, _ in seats]
         requests = self.kv.requests(places, ranks, length)
@@ -238,18 +272,25 @@ class EngineMemory(msgspec.Struct, frozen=True):
         ranks = []
         for place, gpu, _ in seats:
             kinds = layer_kinds(self.shape, self.precision, place.layers)
-            key = place.tp_rank, place.first, place.last, kinds, id(gpu)
+            key = place.tp_rank, place.first, place.last, kinds, len(place.experts), len(place.expert_ffn), id(gpu)
             if key not in known:
                 known[key] = self._with_room(place, gpu, length)
             ranks.append(known[key])
         return ranks
 
-    def _pooled_on_cpu(self, ranks: Sequence[RankMemory], length: int) -> list[RankMemory]:
-        """Ranks that share the memory of one host."""
-        room = sum(rank.kv_room_bytes for rank in ranks)
-        if self.profile.name == OURS:  # takes more than CPU_KV_BYTES only with a flag, for a request that needs it
-            room = min(room, max(CPU_KV_BYTES, sum(rank.kv_request_bytes for rank in ranks)))
-        return _pooled(ranks, room)
+    def _pooled_on_cpu(self, ranks: Sequence[RankMemory]) -> list[RankMemory]:
+        """Ranks that share the memory of one host, each of which was computed with an even part of it."""
+        if self.profile.name != OURS:
+            return _pooled(ranks, sum(rank.kv_room_bytes for rank in ranks))
+        fixed = sum(rank.usable_bytes - rank.kv_room_bytes for rank in ranks)
+        need = sum(rank.kv_request_bytes for rank in ranks)
+        room = left = sum(rank.memory_bytes for rank in ranks) - fixed
+        if left > 0:
+            usual = min(CPU_KV_BYTES, left // CPU_KV_SHARE)
+            # More only with a flag, for a request that needs it.
+            room = usual if usual >= need else min(int(left * self.profile.utilization_most.value), need)
+        limits = [rank.limit_bytes for rank in ranks if rank.limit_bytes is not None]
+        return _pooled(ranks, min(room, sum(limits) - fixed) if limits else room)
 
     def _share_gpus(self, seats: Sequence[RankSeat], ranks: list[RankMemory], length: int) -> None:
         """Replace, in `ranks`, those that share a GPU with others."""
@@ -350,22 +391,3 @@ def _pooled(ranks: Sequence[RankMemory], pool: int) -> list[RankMemory]:
 def computed_in(precision: str) -> DType:
     """The dtype that engines compute in with weights of a precision. float16 takes as many bytes as bfloat16."""
     return "float32" if precision == "fp32" else "bfloat16"
-
-
-def activation_bytes(
-    shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int
-) -> int:
-    """Bytes of a step of `tokens` tokens beside weights and KV, if `rows` of its sequences sample.
-
-    The steps of a draft model come after those of the large one, in the same memory.
-    """
-    if profile.own_activations.value:
-        speculation = profile.speculation
-        own = step_bytes(shape, place, tokens, rows, number_bytes, draft_tokens=draft_tokens(speculation))
-        draft = draft_on_rank(speculation, place)
-        return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
-    factors = profile.activations_experts if shape.experts else profile.activations_dense
-    hidden = shape.q_heads * shape.head_dim if not shape.latent else shape.hidden
-    passes = int(2 * tokens * hidden * factors.at(place.tp_size))
-    logits = LOGITS_BYTES * rows * shape.vocab * place.last
-    return max(passes, int(profile.activations_least_MiB.value * MIB)) + logits

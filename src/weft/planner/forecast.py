@@ -18,10 +18,11 @@ from weft.hardware.host import Host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import precision_of
+from weft.planner.activations import activation_bytes
 from weft.planner.batch import TokenBudget
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.footprint import Footprint, activation_bytes, footprint
+from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
@@ -54,15 +55,16 @@ class Forecast:
 
     @property
     def kv_tokens(self) -> int:
-        """KV-cache tokens that every rank of an attention group has room for."""
+        """KV-cache tokens of all attention groups together; a group has what each of its ranks has room for."""
         plan, size, given = self.plan, self.plan.block_size, self.plan.kv_cache_bytes
+        groups = plan.data_parallel
         if plan.kv_layout.has_windows:
             rooms = [rank.kv_room_bytes if given is None else given for rank in self.memory.ranks]
             blocks = min(room // plan.block_bytes(rank) for rank, room in enumerate(rooms))
-            return plan.kv_layout.tokens(max(0, blocks), plan.max_model_len)
+            return groups * plan.kv_layout.tokens(max(0, blocks), plan.max_model_len)
         if given is None:
-            return self.memory.kv_tokens // size * size
-        return min(given // (rank.kv_bytes_per_token * size) for rank in self.memory.ranks) * size
+            return groups * (self.memory.kv_tokens // groups // size * size)
+        return groups * min(given // (rank.kv_bytes_per_token * size) for rank in self.memory.ranks) * size
 
     @property
     def tells_speed(self) -> bool:
@@ -99,7 +101,8 @@ def step_token_budget(plan: Plan, host: Host, known: Speeds) -> TokenBudget:
     """The token budget that `planner.batch` chooses for a plan. Raises as `forecast_plan`."""
     layout, cluster, profile = plan_as_candidate(plan, host, known, None)
     length = Workload(max_model_len=plan.max_model_len if plan.max_model_len_given else None)
-    (memory,) = footprint(plan.shape, layout, cluster, profile, length).replicas
+    groups = footprint(plan.shape, layout, cluster, profile, length).replicas
+    memory = min(groups, key=lambda group: group.batched_tokens)
     return TokenBudget(memory.batched_tokens, memory.batched_reason)
 
 
@@ -183,7 +186,8 @@ def parted(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 def start_report(expected: Forecast, ranks: Sequence[Capacity], num_blocks: int) -> str:
     """Once the engine is ready: its memory, and the time in which the weights were loaded."""
-    tokens = expected.plan.kv_layout.tokens(num_blocks, expected.plan.max_model_len)
+    plan = expected.plan
+    tokens = plan.data_parallel * plan.kv_layout.tokens(num_blocks, plan.max_model_len)
     parts = (
         ("of weights", sum(rank.weight_bytes for rank in ranks), expected.weight_bytes, format_bytes),
         ("for a step", max(rank.activation_bytes for rank in ranks), max(expected.step_bytes), format_bytes),

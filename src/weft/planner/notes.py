@@ -11,7 +11,7 @@ from weft.formats.gguf_types import MIXES
 from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import format_bytes
-from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
+from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, against_fused_experts
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
@@ -29,7 +29,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_request_too_long(question),
         *_gpus_in_use(question),
         *_on_cpu(question, best),
-        *(_slow_kernels(question, best) if best else ()),
+        *((*_slow_kernels(question, best), *_experts_on_gpus(question, best)) if best else ()),
         *_speculation(question, best),
     ]
     if best:
@@ -63,6 +63,19 @@ def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
     triton = ATTENTION_BACKENDS["triton"]
     if reason := triton.supports(AttentionSpec.from_shape(question.shape, "bfloat16"), device):
         yield create_note("slow_kernels", kernels=triton.kernels, reason=reason)
+
+
+def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
+    """Speeds are those of other engines' products of experts, also where those of our own engine are slower."""
+    experts, cluster = question.shape.experts, question.cluster
+    if experts is None or question.engine != "weft" or cluster.on_cpu or question.shape.architecture not in RUNNABLE:
+        return
+    if reason := against_fused_experts("triton", experts):
+        yield create_note("experts_one_by_one", reason=reason)
+    else:
+        yield create_note("experts_not_measured")
+    if best.layout.shares_experts:
+        yield create_note("groups_without_graphs")
 
 
 def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:

@@ -38,6 +38,8 @@ def objection(question: Question, layout: CandidateLayout) -> Note | None:
         _even_heads,
         _depth,
         _shared_gpus,
+        _draft_model,
+        _groups_without_graphs,
     )
     return next((note for rule in rules if (note := rule(question, layout))), None)
 
@@ -91,7 +93,7 @@ def _whole_layers(question: Question, layout: CandidateLayout) -> Note | None:
         return None
     if cut.tensor_parallel > 1:
         return create_note("ranks_share_layer", engine=engine, ranks=cut.tensor_parallel)
-    if cut.expert_parallel > 1:
+    if cut.expert_parallel > 1 or cut.shares_experts:
         return create_note("replicas_share_layer", engine=engine, replicas=cut.data_parallel)
     return None
 
@@ -130,6 +132,22 @@ def _shared_gpus(question: Question, layout: CandidateLayout) -> Note | None:
         return None
     stages = " and ".join(str(stage) for stage, number in enumerate(gpus) if number == shared)
     return create_note("stages_share_gpu", engine=question.engine, gpu=shared, stages=stages, engines=SHARING)
+
+
+def _draft_model(question: Question, layout: CandidateLayout) -> Note | None:
+    """The rule of `plan.speculation.check_draft_groups`."""
+    drafts = question.speculation is not None and question.speculation.draft is not None
+    if not drafts or not layout.cut.shares_experts:
+        return None
+    return create_note("draft_of_groups", groups=layout.cut.data_parallel)
+
+
+def _groups_without_graphs(question: Question, layout: CandidateLayout) -> Note | None:
+    """Figures count on CUDA graphs, without which our own engine runs attention groups: they have to be asked for."""
+    on_cpu = layout.devices[0].gpu.kind == "cpu"
+    if question.engine != "weft" or on_cpu or not layout.cut.shares_experts or question.constraints.expert_parallel:
+        return None
+    return create_note("groups_not_asked_for", groups=layout.cut.data_parallel)
 
 
 def unsupported_reasons(shape: ModelShape, precision: str, *, draft: bool = False) -> list[Note]:

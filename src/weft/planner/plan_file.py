@@ -28,6 +28,8 @@ class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
     q_heads: int
     first_kv_head: int
     kv_heads: int
+    first_expert: int = 0
+    experts: int = 0
     weight_bytes: int
     kv_bytes: int
     held_bytes: int
@@ -36,13 +38,14 @@ class PlannedRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout to run."""
+    """The layout to run. `enable_expert_parallel` is None in files from before experts could be cut over replicas."""
 
     name: str
     tensor_parallel: int
     pipeline_parallel: int
     data_parallel: int
     expert_parallel: int
+    enable_expert_parallel: bool | None = None
     precision: str
     kv_cache_dtype: str
     tensor_split: tuple[float, ...]
@@ -50,6 +53,16 @@ class PlannedLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
     max_num_batched_tokens: int | None = None  # None in files from before it was chosen per model
     ranks: tuple[PlannedRank, ...]
+
+    @property
+    def deals_experts(self) -> bool:
+        """True if it takes --enable-expert-parallel."""
+        return self.expert_parallel > 1 if self.enable_expert_parallel is None else self.enable_expert_parallel
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if its replicas are the attention groups of one engine, which share one set of experts."""
+        return self.deals_experts and self.data_parallel > 1
 
 
 class PlannedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,9 +97,9 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> tuple[PlannedRank, ...]:
-        """The ranks of the first replica, the one that runs."""
+        """The ranks that run: those of the first replica, or of all replicas if they share their experts."""
         best = self.layout
-        return best.ranks[: best.tensor_parallel * best.pipeline_parallel]
+        return best.ranks if best.shares_experts else best.ranks[: best.tensor_parallel * best.pipeline_parallel]
 
     @property
     def layout(self) -> PlannedLayout:

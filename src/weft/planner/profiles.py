@@ -321,7 +321,7 @@ def _multiplied_alike(precision: str) -> tuple[str, ...]:
 def _products(mix: str) -> tuple[int, bool]:
     """(bits, has minima) of most tensors of a mix. Minima make no difference with 8 bits."""
     scheme = SCHEMES[scheme_for_types([MIXES[mix]]) or ""]
-    return scheme.bits, scheme.bits < 8 and scheme.lowest == "minimum"
+    return scheme.bits, scheme.bits < 8 and scheme.lowest in ("minimum", "nested")
 
 
 def _kernels(gpu: GpuSpec, calibration: Calibration) -> KernelShares:

@@ -20,15 +20,17 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 class LayoutConstraints(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of a layout that the user has decided; None leaves a part to the search.
 
-    `tensor_split` are weights, `pipeline_split` are layers per stage. `devices` has the GPU of each stage, in `Cluster`
-    order; one GPU may hold several stages. `device_map_strategy` puts whole layers on all GPUs, in one of the ways that
-    `planner.balance` explains.
+    `tensor_split` are weights, `pipeline_split` are layers per stage. `expert_parallel` deals whole experts out to the
+    ranks of a stage of all replicas, which then share them, or to `expert_parts` parts of these ranks. `devices` has
+    the GPU of each stage, in `Cluster` order; one GPU may hold several stages. `device_map_strategy` puts whole layers
+    on all GPUs, in one of the ways that `planner.balance` explains.
     """
 
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     data_parallel: int | None = None
     expert_parallel: bool | None = None
+    expert_parts: int | None = None
     tensor_split: tuple[float, ...] | None = None
     pipeline_split: tuple[int, ...] | None = None
     devices: tuple[int, ...] | None = None

@@ -17,11 +17,10 @@ from weft.hardware.cluster import Cluster, GpuPosition
 from weft.hardware.gpus import GpuSpec
 from weft.hardware.links import LinkCost, LinkKind, all_reduce_cost, send_cost
 from weft.planner.deployment import DeploymentLayout, Workload
-from weft.planner.profiles import Profile
+from weft.planner.exchange import HIDDEN_BYTES, TokenExchange, exchanging_ranks, stage_ranks, token_exchange
+from weft.planner.profiles import OURS, Profile
 from weft.planner.roofline import Roofline, Seconds
 from weft.planner.work import RankWork, rank_work
-
-HIDDEN_BYTES = 2  # bytes of a number that passes between ranks
 
 NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they have this many prompts
 
@@ -62,7 +61,7 @@ class Stage:
         self,
         ranks: Sequence[tuple[Roofline, RankWork]],
         sums: LinkCost,
-        exchange: LinkCost | None,
+        exchange: TokenExchange | None,
         send_on: LinkCost,
         vocab: int,
     ) -> None:
@@ -71,17 +70,23 @@ class Stage:
 
     def links_s(self, work: RankWork, tokens: float, routed: float, logits: float) -> float:
         """The sums of the layers, the gather of the logits, the exchange with the experts, and the send to the next
-        stage."""
+        stage.
+
+        `tokens` are those of the replica, `routed` those of all replicas that share its experts.
+        """
         size = work.hidden * HIDDEN_BYTES
         reductions = sum(layer.count * layer.sums for layer in work.layers)
-        total = reductions * self.sums.seconds(tokens * size)
-        if self.exchange:
-            experts = sum(layer.count for layer in work.layers if layer.experts)
-            # To the experts and back carries the bytes of an all-reduce, in two calls.
-            total += experts * (self.exchange.latency_s + self.exchange.seconds(routed * size))
+        total = reductions * self.sums.seconds(tokens * size) + self.exchange_s(work, tokens, routed)
         if work.head:
             total += self.sums.seconds(logits * self.vocab * HIDDEN_BYTES / 2)
         return total + self.send_on.seconds(tokens * size)
+
+    def exchange_s(self, work: RankWork, tokens: float, routed: float) -> float:
+        """The exchange with the experts in all layers; arguments as in `links_s`."""
+        if self.exchange is None:
+            return 0.0
+        layers = sum(layer.count for layer in work.layers if layer.experts)
+        return layers * self.exchange.seconds(tokens, routed)
 
     def decode_s(self, batch: float, context: float, replicas: int) -> Seconds:
         """One token of each of `batch` sequences; the experts serve the tokens of `replicas` replicas."""
@@ -123,7 +128,6 @@ class Replica:
         # Replicas that share their experts step together, and the experts serve the tokens of all of them.
         self.sharing = layout.data_parallel if layout.shares_experts else 1
         precision = canonical(layout.precision)
-        exchange = all_reduce_between(cluster, layout.gpus, profile) if self.sharing > 1 else None
         held, tensor = profile.held_precision(precision), layout.tensor_parallel
         seats = layout.replica(number)
 
@@ -141,6 +145,7 @@ class Replica:
             sums = all_reduce_between(cluster, [index for _, index in group], profile)
             # From the first rank to the first one of the next stage.
             send_on = stage_send(cluster, [index for _, index in seats[start : start + tensor + 1 : tensor]])
+            exchange = _exchange(shape, layout, cluster, profile, start // tensor) if self.sharing > 1 else None
             self.stages.append(Stage(tuple(distinct.values()), sums, exchange, send_on, shape.vocab))
         # Stages on one GPU take turns: each stage has the number of the first stage on its GPU.
         first = [index for _, index in seats[::tensor]]
@@ -273,6 +278,20 @@ class Replica:
             number, slack = number + 1, 0.0
             share -= exp(number * log(arrivals) - arrivals - lgamma(number + 1))  # whose factors alone may overflow
         return max(busy_s, waiting)
+
+
+def _exchange(
+    shape: ModelShape, layout: DeploymentLayout, cluster: Cluster, profile: Profile, stage: int
+) -> TokenExchange | None:
+    """The exchange of tokens in a stage of replicas that share their experts.
+
+    Other engines gather all tokens on all ranks of the stage; their constants were fitted so.
+    """
+    ours = profile.name == OURS
+    ranks = exchanging_ranks(shape, layout, stage) if ours else stage_ranks(layout, stage)
+    link = all_reduce_between(cluster, [layout.gpus[rank] for rank in ranks], profile)
+    size = shape.hidden * HIDDEN_BYTES
+    return token_exchange(shape, layout, link) if ours else TokenExchange(link, size, size)
 
 
 def scaled(seconds: Seconds, by: float) -> Seconds:

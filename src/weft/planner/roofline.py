@@ -60,6 +60,15 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     return ys[right - 1] + share * (ys[right] - ys[right - 1])
 
 
+def experts_touched(count: int, top_k: int, tokens: float) -> float:
+    """Number of `count` experts that at least one of `tokens` tokens chooses, on average.
+
+    Routing is taken as uniform: each token chooses `top_k` different experts, all equally likely, and independently of
+    the other tokens. Real routers are less even, so real steps touch fewer experts.
+    """
+    return count * (1 - pow(1 - top_k / count, tokens))
+
+
 class Roofline:
     """One GPU with one engine and one precision; its methods give seconds."""
 
@@ -135,10 +144,11 @@ class Roofline:
     def experts_s(self, experts: ExpertWork, tokens: float, dealt: bool) -> float:
         """A layer's experts, with `tokens` tokens routed among all of them.
 
-        With `dealt`, whole experts are divided among ranks, and all ranks wait for the busiest.
+        The weights of an expert are read once if any token has chosen it. With `dealt`, whole experts are divided among
+        ranks, and all ranks wait for the busiest.
         """
         share = experts.held / experts.count
-        active = experts.count * (1 - pow(1 - experts.top_k / experts.count, tokens))
+        active = experts_touched(experts.count, experts.top_k, tokens)
         skew = min(self.hot_rank, 1 / share) if dealt else 1.0
         each = ceil(max(1.0, tokens * experts.top_k / active) / EXPERT_TILE) * EXPERT_TILE
         streamed = active * share * skew * experts.nbytes
@@ -173,6 +183,11 @@ class Roofline:
                 experts += layer.count * self.experts_s(layer.experts, routed, dealt)
             overhead += layer.count * (self.layer_s + tokens * work.hidden * 2 * PASSES * self.pass_byte_s)
         return Seconds(matrices=matrices, experts=experts, overhead=overhead)
+
+    def experts_alone_s(self, work: RankWork, routed: float, dealt: bool) -> float:
+        """The experts of all layers, for a rank whose attention group has no tokens in the step."""
+        layers = ((layer.count, layer.experts) for layer in work.layers)
+        return sum(count * self.experts_s(experts, routed, dealt) for count, experts in layers if experts)
 
     def decode_s(self, work: RankWork, batch: float, context: float, routed: float, dealt: bool) -> Seconds:
         """One token for each of `batch` sequences with `context` tokens each."""

@@ -46,13 +46,13 @@ def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint
             code="plan-beside-max-memory",
         )
     _check_model(plan, checkpoint)
-    _check_runs(plan, checkpoint)
+    _check_precision(plan, checkpoint)
     on_gpus = _check_machine(plan, config, host)
     wanted = _layout_fields(plan, checkpoint, on_gpus)
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
     wanted |= _limit_fields(plan, config) | _memory_fields(plan, config, on_gpus)
-    if plan.layout.data_parallel > 1:
+    if plan.layout.data_parallel > 1 and not plan.layout.shares_experts:
         logger.warning(
             "%s has %d replicas (%s); Weft runs one of them, %s: start the others as separate servers%s",
             plan.path,
@@ -72,6 +72,9 @@ def _layout_fields(plan: PlanFile, checkpoint: Checkpoint, on_gpus: bool) -> dic
         "pipeline_parallel_size": best.pipeline_parallel,
         "tensor_split": best.tensor_split,
         "pipeline_split": best.pipeline_split,
+        "data_parallel_size": best.data_parallel if best.shares_experts else 1,
+        "enable_expert_parallel": best.deals_experts,
+        "expert_parallel_size": best.expert_parallel if best.deals_experts else None,
         "device": "cuda" if on_gpus else "cpu",
         "speculative_config": plan.speculative_config,
     }
@@ -131,18 +134,21 @@ def check_applied(plan: PlanFile, actual: Plan) -> None:
 
 
 def _check_place(plan: PlanFile, rank: PlannedRank, place: Place) -> None:
-    planned = (rank.first_layer, rank.layers, rank.first_q_head, rank.q_heads, rank.first_kv_head, rank.kv_heads)
-    actual = (
-        *(place.layers.start, len(place.layers)),
-        *(place.q_heads.start, len(place.q_heads)),
-        *(place.kv_heads.start, len(place.kv_heads)),
-    )
-    if planned != actual:
-        raise PlanError(
-            f"{plan.path} gives rank {place.rank} layers, heads and KV heads {_spans(planned)}; its splits make "
-            f"that {_spans(actual)}; plan again",
-            code="plan-spans-differ",
-        )
+    planned = {
+        "layers": (rank.first_layer, rank.layers),
+        "heads": (rank.first_q_head, rank.q_heads),
+        "KV heads": (rank.first_kv_head, rank.kv_heads),
+        "experts": (rank.first_expert, rank.experts),
+    }
+    spans = (place.layers, place.q_heads, place.kv_heads, place.experts)
+    actual = {name: (span.start, len(span)) for name, span in zip(planned, spans, strict=True)}
+    for name, span in planned.items():
+        if span != actual[name]:
+            raise PlanError(
+                f"{plan.path} gives rank {place.rank} {name} {_numbers(*span)}; its splits make that "
+                f"{_numbers(*actual[name])}; plan again",
+                code="plan-spans-differ",
+            )
 
 
 def _gpus(ranks: Sequence[PlannedRank]) -> str:
@@ -150,8 +156,8 @@ def _gpus(ranks: Sequence[PlannedRank]) -> str:
     return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.device.index) for rank in ranks)}"
 
 
-def _spans(figures: Sequence[int]) -> str:
-    return ", ".join(f"{first}-{first + count - 1}" for first, count in zip(figures[::2], figures[1::2], strict=True))
+def _numbers(first: int, count: int) -> str:
+    return f"{first}-{first + count - 1}" if count else "none"
 
 
 def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
@@ -164,14 +170,8 @@ def _check_model(plan: PlanFile, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_runs(plan: PlanFile, checkpoint: Checkpoint) -> None:
-    best, precision = plan.layout, canonical(plan.layout.precision)
-    if best.expert_parallel > 1:
-        raise PlanError(
-            f"{plan.path} divides experts among {best.expert_parallel} ranks, which Weft does not run yet; plan again "
-            "with --no-enable-expert-parallel",
-            code="plan-divides-experts",
-        )
+def _check_precision(plan: PlanFile, checkpoint: Checkpoint) -> None:
+    precision = canonical(plan.layout.precision)
     stored = checkpoint.format == "gguf" and precision in gguf_types.MIXES
     stored = stored or own_quantization(checkpoint.shape, precision) is not None
     if not stored and precision not in COMPUTED and not online_quantization(precision):
@@ -273,9 +273,11 @@ def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:
 
 
 def _check_flag(plan: PlanFile, name: str, given: object, planned: object) -> None:
-    """Raise ConfigError if a flag contradicts the plan. A flag that was left out, or is another word for the same,
-    does not."""
-    if given not in (None, "auto", planned) and not _means_the_same(name, given, planned):
+    """Raise ConfigError if a flag contradicts the plan.
+
+    A flag that was left out (None, "auto", or False for a switch), or is another word for the same, does not.
+    """
+    if given not in (None, "auto", False, planned) and not _means_the_same(name, given, planned):
         raise ConfigError(
             f"{name} is {_told(given)} and {plan.path} has {_told(planned)}; leave the flag out, or plan again with it",
             code="flag-contradicts-plan",

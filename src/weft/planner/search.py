@@ -116,10 +116,11 @@ def fitting_layouts(question: Question, rejected: list[Rejected]) -> Iterator[Fi
         for precision in question.precisions:
             yield from fitting_layouts(_with_balanced_stages(question, precision, strategy), rejected)
         return
-    depths: dict[tuple[str, int, bool], set[int]] = {}
+    depths: dict[tuple[str, int, int, bool], set[int]] = {}
     for layout in candidate_layouts(question):
         cut = layout.cut
-        tried = depths.setdefault((cut.precision, cut.tensor_parallel, cut.expert_parallel > 1), set())
+        kind = cut.precision, cut.tensor_parallel, cut.expert_columns, cut.expert_parallel > 1
+        tried = depths.setdefault(kind, set())
         if len(tried) == DEPTHS and cut.pipeline_parallel not in tried:
             continue
         fits = _fitting(question, layout, rejected)
@@ -242,7 +243,8 @@ def _deployed(
         gpus=layout.gpus,
         precision=cut.precision,
         kv_dtype=kv_cache_dtype(question, cut.precision),
-        expert_parallel=cut.expert_parallel > 1,
+        expert_parallel=cut.expert_parallel,
+        shares_experts=cut.shares_experts,
     )
 
 
@@ -273,8 +275,8 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     if stages == 1:
         return [(len(shape.layers),)]
     dtype, tokens = kv_cache_dtype(question, cut.precision), question.workload.longest
-    sizes = {"data_parallel": cut.data_parallel, "expert_parallel": cut.expert_parallel}
-    sharing = sizes if cut.expert_parallel > 1 else {}
+    groups = cut.data_parallel if cut.shares_experts else 1
+    sharing = {"data_parallel": groups, "expert_parallel": cut.expert_parallel}
     capacities = _capacities(question, layout, weights)
     held = engine_profile(question).held_precision(canonical(cut.precision))
     choices = [
@@ -306,7 +308,7 @@ def _capacities(question: Question, layout: CandidateLayout, weights: Sequence[f
 
 def _engine_bytes(question: Question, layout: CandidateLayout, weights: Sequence[float]) -> list[int]:
     """Bytes of each rank's GPU that an engine takes for itself, as computed for one replica with even stages."""
-    cut = msgspec.structs.replace(layout.cut, data_parallel=1, expert_parallel=1)
+    cut = msgspec.structs.replace(layout.cut, data_parallel=1, expert_parallel=1, shares_experts=False)
     layers = _even(len(question.shape.layers), cut.pipeline_parallel)
     one = _deployed(question, CandidateLayout(cut, layout.replicas[:1]), weights, layers)
     engine = with_smallest_budget(engine_profile(question))

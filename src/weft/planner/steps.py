@@ -47,61 +47,75 @@ class StepPredictor:
             self._stages = [(counts[key], stage) for key, stage in distinct.items()]
             self._turns = tuple(range(len(self._stages)))
         self.windows = tuple({layer.attention.window: None for layer in _all_layers(self._stages)})
-        self._decoding: dict[int, Lines] = {}
-        self._reading: dict[tuple[int, int], Lines] = {}
+        self._decoding: dict[tuple[int, float], Lines] = {}
+        self._reading: dict[tuple[int, int, float], Lines] = {}
 
     def step_s(
-        self, contexts: Sequence[int], chunks: Sequence[tuple[int, int]] = (), *, ends: int = 0, groups: int = 1
+        self,
+        contexts: Sequence[int],
+        chunks: Sequence[tuple[int, int]] = (),
+        *,
+        ends: int = 0,
+        groups: int = 1,
+        routed: tuple[int, int] | None = None,
     ) -> StepSeconds:
         """Seconds of a step that decodes one token per row and reads chunks of prompts.
 
         `contexts` are the rows' context lengths, the new token's own position included. `chunks` are
         (first position, tokens); `ends` of them end their prompt. `groups` is the number of steps in flight in the
-        stages, this one included.
+        stages, this one included. `routed` are the (decoded tokens, tokens of prompts) of all attention groups in the
+        step; None if each of them has as many as this one.
         """
+        tokens = sum(count for _, count in chunks)
+        decoded, read = routed or (len(contexts) * self._sharing, tokens * self._sharing)
         host = self._host_s + self._row_s * len(contexts)
         latency = slowest = 0.0
-        if contexts:
+        if decoded:
             seen = [_attended_tokens(contexts, window) for window in self.windows]
-            latency, slowest = _seconds(self._decode(len(contexts)), seen, self._turns)
+            latency, slowest = _seconds(self._decode(len(contexts), decoded), seen, self._turns)
         interval = (slowest + host) * (1 + self._bubble * (groups - 1))
         latency += host
-        if chunks:
-            tokens = sum(count for _, count in chunks)
+        if read:
             pairs = [_chunk_pairs(chunks, window) for window in self.windows]
-            reading, longest = _seconds(self._read(tokens, ends), pairs, self._turns)
+            reading, longest = _seconds(self._read(tokens, ends, read), pairs, self._turns)
             latency, interval = latency + reading, interval + longest
         return StepSeconds(latency, interval)
 
-    def _decode(self, rows: int) -> Lines:
+    def _decode(self, rows: int, routed: float) -> Lines:
         def seconds(rank: Roofline, work: RankWork, routed: float, dealt: bool) -> float:
             return rank.decode_s(work, rows, 0, routed, dealt).total
 
-        if rows not in self._decoding:
-            self._decoding[rows] = self._lines(rows, rows, seconds, Roofline.cached_token_s)
-        return self._decoding[rows]
+        if (rows, routed) not in self._decoding:
+            self._decoding[rows, routed] = self._lines(rows, rows, routed, seconds, Roofline.cached_token_s)
+        return self._decoding[rows, routed]
 
-    def _read(self, tokens: int, ends: int) -> Lines:
+    def _read(self, tokens: int, ends: int, routed: float) -> Lines:
         def seconds(rank: Roofline, work: RankWork, routed: float, dealt: bool) -> float:
             launches = sum(layer.count * rank.prefill_attention_s(layer.attention, 0) for layer in work.layers)
             head = rank.product_s(work.head, ends) if work.head and ends else 0.0
             return rank.layers_s(work, tokens, routed, dealt).total + launches + head
 
-        if (tokens, ends) not in self._reading:
-            self._reading[tokens, ends] = self._lines(tokens, ends, seconds, Roofline.pair_s)
-        return self._reading[tokens, ends]
+        if (tokens, ends, routed) not in self._reading:
+            self._reading[tokens, ends, routed] = self._lines(tokens, ends, routed, seconds, Roofline.pair_s)
+        return self._reading[tokens, ends, routed]
 
     def _lines(
         self,
         tokens: int,
         logits: int,
+        routed: float,
         seconds: Callable[[Roofline, RankWork, float, bool], float],
         seen_s: Callable[[Roofline, AttentionWork], float],
     ) -> Lines:
-        """The line of every different rank, in steps of `tokens` tokens and `logits` rows of logits."""
-        routed = tokens * self._sharing
+        """The line of every different rank, in steps of `tokens` tokens and `logits` rows of logits.
+
+        `routed` tokens of all attention groups reach the experts.
+        """
 
         def line(stage: Stage, rank: Roofline, work: RankWork) -> Line:
+            if not tokens:  # the experts work for other groups
+                took = rank.experts_alone_s(work, routed, stage.experts_dealt(work))
+                return took + stage.exchange_s(work, 0, routed), (0.0,) * len(self.windows)
             slopes: dict[int | None, float] = defaultdict(float)
             for layer in work.layers:
                 slopes[layer.attention.window] += layer.count * seen_s(rank, layer.attention)

@@ -39,6 +39,7 @@ def summary_note(result: SearchResult, *, runs: bool) -> Note:
         high=speed * (1 + band),
         kv_tokens=best.memory.kv_tokens,
         replicas=best.cut.data_parallel,
+        shared=best.cut.shares_experts,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, UNIT, Scheme
+from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, NESTED_BYTES, NESTED_HALVES, UNIT, Scheme
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class QuantisedWeight:
 
     Of one matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
     low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4.
-    `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. The first group lacks
-    `lacking` columns. `dtype` is that of activations.
+    `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. In nested schemes, `scales`
+    is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: numbers of 6 bits as GGUF packs them. The first group
+    lacks `lacking` columns. `dtype` is that of activations.
     """
 
     type: str
@@ -38,13 +39,15 @@ class QuantisedWeight:
         scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
         scale_dtype = torch.uint8 if scheme.lowest == "mxfp4" else torch.float16
-        if scheme.lowest in ("zero", "minimum"):
+        scales = groups * NESTED_HALVES if scheme.lowest == "nested" else groups
+        if scheme.lowest in ("zero", "minimum", "nested"):
             kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
-            lowest = torch.empty(*experts, rows, groups, dtype=kind, device=device)
+            numbers = groups * NESTED_BYTES if scheme.lowest == "nested" else groups
+            lowest = torch.empty(*experts, rows, numbers, dtype=kind, device=device)
         return cls(
             type,
             torch.empty(*experts, rows, len(cols) * scheme.bits // 8, dtype=torch.uint8, device=device),
-            torch.empty(*experts, rows, groups, dtype=scale_dtype, device=device),
+            torch.empty(*experts, rows, scales, dtype=scale_dtype, device=device),
             lowest,
             cols.start % scheme.group,
             dtype,
@@ -90,6 +93,10 @@ class QuantisedWeight:
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weights that the numbers stand for: [rows, cols], computed in float32."""
         cols = torch.arange(self.shape[1], device=self.device)
+        if self.scheme.lowest == "nested":
+            unit = (cols + self.lacking) // UNIT
+            scale, minimum = self._nested_numbers()
+            return self.numbers().float().mul_(scale[:, unit]).add_(minimum[:, unit]).to(dtype)
         group = (cols + self.lacking) // self.scheme.group
         if self.scheme.lowest == "mxfp4":
             values = torch.tensor(MXFP4_VALUES, device=self.device).take(self.numbers().long())
@@ -102,6 +109,13 @@ class QuantisedWeight:
         else:
             w = w.mul_(scale).add_(self.lowest.float()[:, group])
         return w.to(dtype)
+
+    def _nested_numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and minima of each UNIT columns of all groups of a nested scheme: [rows, units] float32 each."""
+        assert self.lowest is not None
+        halves = self.scales.float().unflatten(1, (-1, NESTED_HALVES, 1))
+        scale, minimum = unpack_sixes(self.lowest.unflatten(1, (-1, NESTED_BYTES)))
+        return (scale * halves[:, :, 0]).flatten(1), (minimum * -halves[:, :, 1]).flatten(1)
 
 
 def stack_size(stack: torch.Tensor | QuantisedWeight) -> int:
@@ -119,3 +133,20 @@ def unpack_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     """Unpack nibbles [rows, cols / 2] uint8 into numbers [rows, cols] uint8 from 0 to 15."""
     both = nibbles.unflatten(1, (-1, 1, UNIT // 2))
     return torch.cat((both & 15, both >> 4), dim=2).flatten(1)
+
+
+def pack_sixes(scale: torch.Tensor, minimum: torch.Tensor) -> torch.Tensor:
+    """Pack scales and minima [..., 8] uint8 from 0 to 63 as Q4_K's blocks have them: [..., 12] uint8.
+
+    Layout: get_scale_min_k4 of https://github.com/ggml-org/ggml/blob/master/src/ggml-quants.c.
+    """
+    (scale, later_scale), (minimum, later_minimum) = scale.split(4, dim=-1), minimum.split(4, dim=-1)
+    low = scale | later_scale >> 4 << 6, minimum | later_minimum >> 4 << 6
+    return torch.cat((*low, later_scale & 15 | (later_minimum & 15) << 4), dim=-1)
+
+
+def unpack_sixes(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima [..., 8] uint8 that `pack_sixes` packed."""
+    low, mid, high = packed.split(4, dim=-1)
+    scale = torch.cat((low & 63, high & 15 | low >> 6 << 4), dim=-1)
+    return scale, torch.cat((mid & 63, high >> 4 | mid >> 6 << 4), dim=-1)

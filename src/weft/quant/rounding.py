@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from weft.formats.schemes import MXFP4_VALUES, Scheme
-from weft.quant.quantised import QuantisedWeight, pack_nibbles
+from weft.formats.schemes import MXFP4_VALUES, UNIT, Scheme
+from weft.quant.quantised import QuantisedWeight, pack_nibbles, pack_sixes
 
 # Rounds a weight [rows, cols], of any float dtype, into a quantised matrix of those rows. The weight's first column
 # begins the first group of the matrix; its last column ends the last group, or the whole weight. The importance [cols]
@@ -17,7 +17,8 @@ from weft.quant.quantised import QuantisedWeight, pack_nibbles
 Rounding = Callable[[torch.Tensor, QuantisedWeight, torch.Tensor | None], None]
 
 # (q, scale, lowest) of groups: q [rows, groups, group] uint8, the others [rows, groups, 1] float32. `lowest` is the
-# minimum or the zero point, None for symmetric schemes.
+# minimum or the zero point, None for symmetric schemes. In nested schemes the scale is [rows, groups, 2] float32 and
+# `lowest` [rows, groups, 12] uint8.
 Rounded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 # Elements rounded at once: on a CPU intermediate results stay in a core's cache; on a GPU there are few launches.
@@ -27,6 +28,7 @@ CHUNK, GPU_CHUNK = 1 << 17, 1 << 22
 SHARES = (1.0, 0.9, 0.8)
 # The same if a group has a minimum: shares of the range below its middle, and above.
 BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
+SIXES = 63  # the largest number of 6 bits
 LARGEST_MXFP4_EXPONENT = 2  # of the largest value, 6
 TINY = 1e-7  # the smallest scale: half of one step of subnormal float16
 
@@ -39,14 +41,15 @@ def round_into(weight: torch.Tensor, into: QuantisedWeight, importance: torch.Te
         q, scale, lowest = round_weight(chunk.float(), into.scheme, importance)
         numbers = q.flatten(1)[:, into.lacking : into.lacking + into.shape[1]]
         part.values.copy_(pack_nibbles(numbers) if into.scheme.bits == 4 else numbers)
-        part.scales.copy_(scale[..., 0])
+        part.scales.copy_(scale.flatten(1))
         if part.lowest is not None and lowest is not None:
-            part.lowest.copy_(lowest[..., 0])
+            part.lowest.copy_(lowest.flatten(1))
 
 
 def round_weight(weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> Rounded:
     """Round a weight [rows, cols] float32, whose first column begins a group and whose last group may be short."""
-    group = min(scheme.group, weight.shape[1])  # a group may be a whole row
+    # A group may be a whole row; a nested one has parts, of which a row may lack some.
+    group = scheme.group if scheme.lowest == "nested" else min(scheme.group, weight.shape[1])
     each = column_weights(importance, weight.shape[1], group, weight.device)
     missing = -weight.shape[1] % group
     if missing:
@@ -128,12 +131,31 @@ def _mxfp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return (q + 8 * w.signbit()).to(torch.uint8), exponent.add_(127), None
 
 
+def _nested(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    """Round each UNIT as `_minimum` does, to minima of zero or below; then scales and minima to 63 parts of a group's
+    largest."""
+    most, units = 2**bits - 1, w.unflatten(2, (-1, UNIT))
+    shares = each.unflatten(1, (-1, UNIT)).flatten(0, 1)
+    _, scale, minimum = _minimum(units.flatten(1, 2), shares / shares.sum(dim=1, keepdim=True), bits)
+    assert minimum is not None
+    scale, minimum = scale.view(*units.shape[:3]), minimum.view(*units.shape[:3])
+    scale = torch.where(minimum > 0, units.amax(dim=3) / most, scale)
+    parts = torch.stack((scale, -minimum.clamp(max=0)), dim=2)
+    halves = _half((parts.amax(dim=3, keepdim=True) / SIXES).clamp_(min=TINY))
+    sixes = (parts / halves).round_().clamp_(0, SIXES)
+    scale, least = (sixes * halves).unsqueeze(4).unbind(2)
+    q = ((units + least) / scale.clamp(min=TINY)).round_().clamp_(0, most)
+    packed = pack_sixes(*sixes.to(torch.uint8).unbind(2))
+    return q.flatten(2).to(torch.uint8), halves[..., 0], packed
+
+
 # Functions that round w [rows, groups, group] with weights of squared errors [groups, group] to a number of bits.
 ROUND: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Rounded]] = {
     "minimum": _minimum,
     "middle": _middle,
     "zero": _zero,
     "mxfp4": _mxfp4,
+    "nested": _nested,
 }
 
 

@@ -60,8 +60,8 @@ def prepare_chat(service: Service, content: bytes) -> PreparedChat:
         fields["logprobs"] = body.top_logprobs or 0
     sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
     service.check_capacity(1, sampling_params)
-    text = service.frontend.render_chat(body.messages, **service.template_arguments(body))
-    prompt = replace(service.frontend.parse_prompt(text, special=False, param="messages"), cache_salt=body.cache_salt)
+    prompt = service.frontend.chat_prompt(body.messages, **service.template_arguments(body))
+    prompt = replace(prompt, cache_salt=body.cache_salt)
     return PreparedChat(body, model, service.create_collectors([prompt], sampling_params, priority=body.priority))
 
 

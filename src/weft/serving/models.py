@@ -71,11 +71,11 @@ def tokenize_body(service: Service, content: bytes) -> Response:
         raise RequestError("give either prompt or messages", param="prompt", code="prompt-or-messages")
     frontend = service.frontend
     if body.messages is not None:
-        text, special = frontend.render_chat(body.messages, **service.template_arguments(body)), False
+        arguments = service.template_arguments(body)
+        _, ids = frontend.encode_chat(body.messages, least=LIMITS.tokenize_characters, **arguments)
     else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-    frontend.check_text(text, least=LIMITS.tokenize_characters)
-    ids = frontend.encode(text, special=special)
+        frontend.check_text(body.prompt or "", least=LIMITS.tokenize_characters)
+        ids = frontend.encode(body.prompt or "", special=body.add_special_tokens is not False)
     return JsonResponse({"count": len(ids), "max_model_len": frontend.max_model_len, "tokens": ids})
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Generator
-from functools import partial
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-import uvicorn
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model
@@ -29,9 +24,9 @@ from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
 from weft.planner.execution import measured_speeds, plan_to_run
 from weft.serving import listen
-from weft.serving.admission import Admission, ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
-from weft.serving.connection import Connection
+from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.options import ServeOptions
 from weft.serving.predicted import PredictionCheck
 from weft.serving.service import Service
@@ -43,13 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.serving")
 
-# Gives uvicorn's log lines the form of ours.
-logging.getLogger("uvicorn").parent = log
-# uvicorn reports these as faults, but both are intended: cutting a failed stream, and a client slower than CUT_S.
-INTENDED = ("without completing response", "timeout graceful shutdown exceeded")
-logging.getLogger("uvicorn.error").addFilter(lambda record: not any(part in record.getMessage() for part in INTENDED))
-
-CUT_S = 1  # time that connections get for their last bytes at shutdown
 STATS_S = 10.0
 
 
@@ -67,7 +55,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         try:
-            with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # closing it waits for threads
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:  # closing it waits for threads
                 runner.run(_serve(config, options, checkpoint, text_tools, listener, began))
         finally:
             cancel_exit_deadline()
@@ -123,8 +111,8 @@ async def _serve(
         raise failure
 
 
-class ServingServer(uvicorn.Server):
-    """uvicorn's server with our connections and our shutdown: readiness first, then running requests, then sockets."""
+class ServingServer(HttpServer):
+    """The server of one engine. It ends in order: readiness first, then running requests, then sockets."""
 
     def __init__(
         self,
@@ -136,29 +124,17 @@ class ServingServer(uvicorn.Server):
         """`ended` returns when the engine has ended."""
         options = service.options
         super().__init__(
-            uvicorn.Config(
-                create_app(service),
-                ws="none",
-                lifespan="off",
-                root_path=options.root_path,
-                ssl_keyfile=options.ssl_keyfile,
-                ssl_certfile=options.ssl_certfile,
-                server_header=False,
-                date_header=False,  # uvicorn would update it only once a second; `app` adds it
-                access_log=False,
-                log_config=None,
-                log_level="warning",
-                timeout_keep_alive=limits.keepalive_s,  # type: ignore[arg-type]  # fractions work too
-                timeout_graceful_shutdown=CUT_S,
-            )
+            create_app(service),
+            listener,
+            limits,
+            root_path=options.root_path,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
         )
         self._service = service
-        self._listener = listener
         self._ended = ended
-        self._limits = limits
         self._shutdown: asyncio.Task[None] | None = None
         self._draining_requests: asyncio.Task[None] | None = None
-        self._exit_requested = asyncio.Event()
         self._interrupted = False
 
     async def until_ended(self) -> None:
@@ -174,37 +150,6 @@ class ServingServer(uvicorn.Server):
                 task.cancel()
         if self._interrupted:
             raise KeyboardInterrupt
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections as `Connection`s. A TLS handshake gets as much time as a request's head."""
-        create_connection = partial(
-            Connection, Admission(self._limits), self.config, self.server_state, self.lifespan.state
-        )
-        loop = asyncio.get_running_loop()
-        tls = self.config.ssl
-        server = await loop.create_server(
-            lambda: create_connection(loop),
-            sock=self._listener,
-            ssl=tls,
-            ssl_handshake_timeout=self._limits.head_s if tls else None,
-            backlog=listen.BACKLOG,
-        )
-        self.servers = [server]
-        self.started = True
-
-    async def main_loop(self) -> None:
-        """Sleep until shutdown; uvicorn's own loop polls ten times a second."""
-        await self._exit_requested.wait()
-
-    def leave(self) -> None:
-        """Close all connections and end; running requests are cut off."""
-        self.should_exit = True
-        self._exit_requested.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone: `handle_stop_signals` handles them."""
-        yield
 
     def _on_signal(self, number: signal.Signals, at_s: float) -> None:
         """First signal: drain. Second: cut requests off. Third: do not even wait for their connections."""
@@ -293,11 +238,3 @@ def _machine_speeds(plan: Plan, host: Host) -> Speeds | None:
     except ConfigError as error:
         log.info("no predictions: %s", error)
         return None
-
-
-def _loop_factory() -> Callable[[], Any] | None:
-    if find_spec("uvloop") is None:
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -31,6 +31,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
 def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLimits) -> list[ReplicaSpec]:
     """Specifications of a candidate's replicas, in order; equal replicas share one object.
 
+    Replicas that share their experts are the attention groups of one engine, and have one specification together.
+
     Raises PlanError for limits under which no step could run.
     """
     profile = engine_profile(question)
@@ -38,12 +40,21 @@ def replica_specs(question: Question, candidate: Candidate, limits: SchedulerLim
     cache: dict[tuple[int, int], ReplicaSpec] = {}
     specs = []
     planned = build_replicas(question.shape, candidate.layout, question.cluster, profile)
+    if candidate.layout.shares_experts:
+        groups = tuple(steps.setdefault(id(replica), StepPredictor(replica)) for replica in planned)
+        specs.append(_replica_spec(question, candidate, limits, profile, groups, candidate.memory.replicas[0]))
+        return _checked(specs, candidate)
     for replica, memory in zip(planned, candidate.memory.replicas, strict=True):
         key = id(replica), id(memory)
         if key not in cache:
             costs = steps.setdefault(id(replica), StepPredictor(replica))
-            cache[key] = _replica_spec(question, candidate, limits, profile, costs, memory)
+            cache[key] = _replica_spec(question, candidate, limits, profile, (costs,), memory)
         specs.append(cache[key])
+    return _checked(specs, candidate)
+
+
+def _checked(specs: list[ReplicaSpec], candidate: Candidate) -> list[ReplicaSpec]:
+    """The specifications. Raises PlanError for a KV cache without blocks."""
     if not specs[0].num_blocks:
         raise PlanError(
             f"the KV cache holds {candidate.memory.kv_tokens:,} tokens, less than one block of {BLOCK}",
@@ -57,7 +68,7 @@ def _replica_spec(
     candidate: Candidate,
     limits: SchedulerLimits,
     profile: Profile,
-    steps: StepPredictor,
+    steps: tuple[StepPredictor, ...],
     memory: ReplicaMemory,
 ) -> ReplicaSpec:
     layout = candidate.layout

@@ -1,4 +1,5 @@
-"""Replica: one scheduler on a virtual clock, advanced step by step, or by stretches of steps with one batch."""
+"""Replica: an engine's schedulers on a virtual clock, advanced step by step, or by stretches of steps with one
+batch."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from math import inf, sqrt
 import msgspec
 
 from weft.architectures.kv import KVLayout
+from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
-from weft.core.request import Request
+from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
-from weft.core.step import StepPlan, StepResult
+from weft.core.step import LockStep, LockStepResult, StepPlan, StepResult
 from weft.core.token_ids import TokenIds
 from weft.planner.steps import StepPredictor, StepSeconds
 from weft.simulate.simulated_request import SimulatedRequest
@@ -22,12 +24,13 @@ from weft.simulate.tally import RequestTimes, Tally
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Step times and scheduler limits of one replica.
+    """Step times and scheduler limits of one replica, or of one engine of several attention groups.
 
-    `stages` steps are in flight at once, and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
+    `steps` has an entry per attention group. The limits are those of each group. `stages` steps are in flight at once,
+    and with `lookahead` one more. `num_blocks` KV blocks are kept as `kv` says.
     """
 
-    steps: StepPredictor
+    steps: tuple[StepPredictor, ...]
     kv: KVLayout
     num_blocks: int
     max_num_seqs: int
@@ -36,6 +39,16 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     stages: int
     lookahead: bool = False
+
+    @property
+    def all_blocks(self) -> int:
+        """KV blocks of all groups."""
+        return len(self.steps) * self.num_blocks
+
+    @property
+    def most(self) -> int:
+        """Number of requests that all groups accept at once."""
+        return len(self.steps) * (self.max_num_queued + self.max_num_seqs)
 
 
 class Stretch:
@@ -73,7 +86,9 @@ class Stretch:
 
 
 class Replica:
-    """One simulated replica. Times are seconds of the virtual clock.
+    """One simulated replica, or engine of several attention groups. Times are seconds of the virtual clock.
+
+    Groups take every step together, each of which lasts as long as that of the slowest group.
 
     `due`: time at which `wake` must be called next, infinity while the replica is idle.
     """
@@ -82,30 +97,14 @@ class Replica:
         self.due = inf
         # A lone request may outgrow a small cache, and ends there.
         self.longest = spec.kv.longest(spec.num_blocks, spec.max_model_len)
-        self.most = spec.max_num_queued + spec.max_num_seqs  # requests that the replica accepts at once
-        # Without a prefix cache, blocks are interchangeable.
-        kv = KVManager(
-            spec.kv,
-            spec.num_blocks,
-            max_num_seqs=spec.max_num_seqs,
-            caching=prefix_caching,
-            counted=not prefix_caching,
-        )
-        self.scheduler = Scheduler(
-            kv=kv,
-            max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
-            max_num_queued=spec.max_num_queued,
-            max_model_len=spec.max_model_len,
-            stages=spec.stages,
-            policy="fcfs",
-            lookahead=spec.lookahead,
-        )
+        self.most = spec.most
+        self._groups = [_create_scheduler(spec, prefix_caching) for _ in spec.steps]
+        self.scheduler = self._groups[0] if len(self._groups) == 1 else GroupedScheduler(self._groups)
         self._steps, self._tally, self._stretches = spec.steps, tally, stretches
         self._blocks_per_token = spec.kv.blocks_per_token
         self._stages, self._depth = spec.stages, spec.stages + spec.lookahead
-        self._flights: deque[tuple[StepResult, float]] = deque()  # results of the steps in flight, and their times
-        self._keys = [0] * spec.max_num_seqs  # key of the request in each slot
+        self._flights: deque[tuple[StepResult | LockStepResult, float]] = deque()  # steps' results, and their times
+        self._keys = [[0] * spec.max_num_seqs for _ in spec.steps]  # by group: key of the request in each slot
         self._last_result_s = 0.0
         self._stretch: Stretch | None = None
         self._unfinished: dict[str, RequestTimes] = {}
@@ -178,33 +177,37 @@ class Replica:
         else:
             self.due = self._flights[0][1] if self._flights else inf
 
-    def _sample(self, plan: StepPlan) -> StepResult:
+    def _sample(self, step: StepPlan | LockStep) -> StepResult | LockStepResult:
         """Result of a step. A request's sampled tokens are its key: requests with one key have equal contents."""
-        for admission in plan.admitted:
-            self._keys[admission.slot] = admission.key
-        tokens = [self._keys[slot] for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
-        return StepResult(plan.id, tokens, [None] * len(tokens), {})
+        if isinstance(step, LockStep):
+            both = zip(step.plans, self._keys, strict=True)
+            return LockStepResult([_sampled(plan, keys) for plan, keys in both])
+        return _sampled(step, self._keys[0])
 
-    def _step_seconds(self, plan: StepPlan) -> StepSeconds:
-        """Seconds that a step takes."""
-        groups = min(len(self._flights) + 1, self._stages)
-        if len(plan.tokens) == len(plan.slots):
-            return self._steps.step_s([start + 1 for start in plan.starts], groups=groups)
-        contexts, chunks, ends = [], [], 0
-        for start, count, samples in zip(plan.starts, plan.counts, plan.samples, strict=True):
-            if count == 1:
-                contexts.append(start + 1)
-            else:
-                chunks.append((start, count))
-                ends += samples
-        return self._steps.step_s(contexts, chunks, ends=ends, groups=groups)
+    def _step_seconds(self, step: StepPlan | LockStep) -> StepSeconds:
+        """Seconds that a step takes, of several groups the time of the slowest one."""
+        flights = min(len(self._flights) + 1, self._stages)
+        if isinstance(step, StepPlan):
+            contexts, chunks, ends = _rows(step)
+            return self._steps[0].step_s(contexts, chunks, ends=ends, groups=flights)
+        rows = [_rows(plan) for plan in step.plans]
+        routed = (
+            sum(len(contexts) for contexts, _, _ in rows),
+            sum(count for _, chunks, _ in rows for _, count in chunks),
+        )
+        costs = [
+            steps.step_s(contexts, chunks, ends=ends, groups=flights, routed=routed)
+            for steps, (contexts, chunks, ends) in zip(self._steps, rows, strict=True)
+        ]
+        return StepSeconds(max(cost.latency_s for cost in costs), max(cost.interval_s for cost in costs))
 
     def _finish_step(self, *, stretches: bool = True) -> list[RequestTimes]:
         """Apply the result of the oldest step in flight. Return the requests that have ended."""
         result, now = self._flights.popleft()
-        self._count_use(now, self.scheduler.blocks_used, len(self.scheduler.running))
+        blocks = sum(group.blocks_used for group in self._groups)
+        self._count_use(now, blocks, sum(len(group.running) for group in self._groups))
         ended, gaps, tally = [], [], self._tally
-        outputs = self.scheduler.apply(result)
+        outputs = self._apply(result)
         for output in outputs:
             times = self._unfinished[output.id]
             if times.last_s is None:
@@ -220,15 +223,23 @@ class Replica:
         self._start_steps(now, stretches=stretches)
         return ended
 
-    # Stretches
+    def _apply(self, result: StepResult | LockStepResult) -> list[Output]:
+        """Apply a result of `_sample`, which is of the scheduler's own kind."""
+        if isinstance(self.scheduler, GroupedScheduler):
+            assert isinstance(result, LockStepResult)
+            return self.scheduler.apply(result)
+        assert isinstance(result, StepResult)
+        return self.scheduler.apply(result)
+
+    # Stretches, of a single group
 
     def _begin_stretch(self, now: float) -> bool:
         """Begin a stretch, if possible."""
-        steady = self.scheduler.steady()
+        steady = self._groups[0].steady() if len(self._groups) == 1 else None
         if steady is None:
             return False
         rounds, groups = steady
-        for window in filter(None, self._steps.windows):
+        for window in filter(None, self._steps[0].windows):
             # The rounds' times grow evenly until a context reaches the window of a layer; a new stretch begins there.
             below = [context for group in groups for context in group if context < window]
             if below:
@@ -239,7 +250,7 @@ class Replica:
 
     def _round_s(self, groups: Sequence[Sequence[int]]) -> float:
         """Seconds for one step of each group; the groups' steps are in flight together."""
-        steps = [self._steps.step_s(contexts, groups=len(groups)) for contexts in groups]
+        steps = [self._steps[0].step_s(contexts, groups=len(groups)) for contexts in groups]
         return max(max(step.latency_s for step in steps), sum(step.interval_s for step in steps))
 
     def _advance(self, stretch: Stretch) -> list[RequestTimes]:
@@ -247,7 +258,7 @@ class Replica:
         self._stretch = None
         if not stretch.rounds:
             return []
-        scheduler, tally, now = self.scheduler, self._tally, stretch.end_s
+        scheduler, tally, now = self._groups[0], self._tally, stretch.end_s
         took_s, running = now - stretch.start_s, list(scheduler.running)
         tokens = stretch.rounds * len(running)
         self._count_use(now, scheduler.blocks_used + tokens / 2 * self._blocks_per_token, len(running))
@@ -268,6 +279,50 @@ class Replica:
         """Count the blocks and requests in use since the last call."""
         self._tally.count_use(self._counted_s, now, blocks, requests, busy=self.due < inf)
         self._counted_s = now
+
+
+def _create_scheduler(spec: ReplicaSpec, prefix_caching: bool) -> Scheduler:
+    """The scheduler of one attention group. Without a prefix cache, blocks are interchangeable."""
+    kv = KVManager(
+        spec.kv,
+        spec.num_blocks,
+        max_num_seqs=spec.max_num_seqs,
+        caching=prefix_caching,
+        counted=not prefix_caching,
+    )
+    return Scheduler(
+        kv=kv,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        max_num_queued=spec.max_num_queued,
+        max_model_len=spec.max_model_len,
+        stages=spec.stages,
+        policy="fcfs",
+        lookahead=spec.lookahead,
+    )
+
+
+def _sampled(plan: StepPlan, keys: list[int]) -> StepResult:
+    """Result of one group's step; `keys`, by slot, get those of the requests that it admits."""
+    for admission in plan.admitted:
+        keys[admission.slot] = admission.key
+    tokens = [keys[slot] for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+    return StepResult(plan.id, tokens, [None] * len(tokens), {})
+
+
+def _rows(plan: StepPlan) -> tuple[list[int], list[tuple[int, int]], int]:
+    """(contexts of the decoded rows, chunks of prompts, number of prompts that end) as `StepPredictor.step_s` takes
+    them."""
+    if len(plan.tokens) == len(plan.slots):
+        return [start + 1 for start in plan.starts], [], 0
+    contexts, chunks, ends = [], [], 0
+    for start, count, samples in zip(plan.starts, plan.counts, plan.samples, strict=True):
+        if count == 1:
+            contexts.append(start + 1)
+        else:
+            chunks.append((start, count))
+            ends += samples
+    return contexts, chunks, ends
 
 
 @cache

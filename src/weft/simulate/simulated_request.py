@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import NamedTuple
 
+from weft.gateway.policy import PIECE_TOKENS, Fingerprint
+
 
 class SimulatedRequest(NamedTuple):
     """One request of a simulated load; lengths are in tokens.
@@ -24,6 +26,20 @@ class SimulatedRequest(NamedTuple):
         for content, tokens in self.shared:
             ids += [content] * min(tokens, self.input_len - len(ids))
         return ids + [self.own] * (self.input_len - len(ids))
+
+    @property
+    def session(self) -> str:
+        """The first content that the prompt shares: requests of one conversation have the same; "" for none."""
+        return str(self.shared[0][0]) if self.shared else ""
+
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint for a routing policy."""
+        ids = self.prompt()
+        digests, digest = [], 0
+        for end in range(PIECE_TOKENS, self.input_len + 1, PIECE_TOKENS):
+            digest = hash((digest, *ids[end - PIECE_TOKENS : end]))
+            digests.append(digest)
+        return Fingerprint(tuple(digests), self.input_len, self.session)
 
 
 class ContentIds:

@@ -10,7 +10,7 @@ import msgspec
 
 from weft.core.request import Stats
 from weft.errors import QueueFullError, RequestError
-from weft.gateway.policy import Policy
+from weft.gateway.policy import Fingerprint, Policy, ReplicaViews
 from weft.simulate.load import RequestSource
 from weft.simulate.replica import Replica, ReplicaSpec
 from weft.simulate.tally import RequestTimes, Tally
@@ -85,6 +85,7 @@ class Simulation:
         self.last_s = 0.0  # time of the last event
         self._replicas, self._source, self._policy, self._tally = replicas, source, policy, tally
         self._connections = [0] * (len(replicas) + unsimulated)
+        self._views = ReplicaViews(self._connections)
         self._others = (
             UnsimulatedReplicas(self._connections, len(replicas), most=replicas[0].most) if unsimulated else None
         )
@@ -150,7 +151,8 @@ class Simulation:
     def _arrive(self, now: float) -> None:
         """Route the source's next request to a replica."""
         request = self._source.take_request()
-        index = self._policy.choose_replica(self._connections)
+        fingerprint = request.fingerprint() if self._policy.reads_prefix else Fingerprint(session=request.session)
+        index = self._policy.choose_replica(fingerprint, self._views)
         if index >= len(self._replicas):
             assert self._others is not None
             if not self._others.add_request(index):

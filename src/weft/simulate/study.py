@@ -37,7 +37,8 @@ class MeasurementWindow(msgspec.Struct, frozen=True, kw_only=True):
 class Study(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that all runs share.
 
-    `specs`: the plan's replicas, each of `gpus_each` devices of the kind `device`.
+    `specs`: the plan's replicas, each of `gpus_each` devices of the kind `device`. The attention groups of one engine
+    are one replica.
     `capacity`: predicted requests per second of one saturated replica. `price`: dollars per GPU and hour.
     `sample`: number of equal replicas to simulate; None for as many as REQUESTS over `runs` allow.
     `prefix_caching`: None enables it if prompts share prefixes.
@@ -96,7 +97,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         return create_report(
             result,
             replicas=count,
-            blocks=sum(spec.num_blocks for spec in specs) / simulated,
+            blocks=sum(spec.all_blocks for spec in specs) / simulated,
             gpus=count * self.gpus_each,
             price=self.price,
             rate=load.offered,
@@ -118,7 +119,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         most, last_s = count * self.capacity, self.times.duration_s
         if load.users:
             # Refused users ask again and again.
-            places = count * fmean(spec.max_num_seqs + spec.max_num_queued for spec in self.specs)
+            places = count * fmean(spec.most for spec in self.specs)
             rate, source = most + max(0.0, load.users - places) / RETRY_S, f"{load.users:,} users"
         else:
             assert load.rate is not None

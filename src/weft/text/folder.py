@@ -14,12 +14,15 @@ from tokenizers import AddedToken, Tokenizer
 from weft.errors import ModelError
 from weft.formats import limits
 from weft.text import gguf_tokenizer, spm, tiktoken_file
+from weft.text.byte_level import build_byte_level
 from weft.text.cache import load_cached
+from weft.text.pretokenizers import GPT2
 from weft.text.settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
 
-PATTERNS = "tokenizer.json, tokenizer.model, *.tiktoken, *.gguf"
+PATTERNS = "tokenizer.json, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
+MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -55,6 +58,8 @@ def vocab_size(hf_tokenizer: Tokenizer) -> int:
 def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read one vocabulary file; its name tells its format."""
     limits.check_file(file, limits.TOKENIZER_BYTES)
+    if file.name == "vocab.json":
+        return _read_gpt2(file), TokenizerSettings(add_bos=False, add_eos=False)
     if file.suffix == ".json":
         try:
             hf_tokenizer = Tokenizer.from_file(str(file))
@@ -69,6 +74,21 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
     if file.suffix == ".tiktoken":
         return load_cached(file, tiktoken_file.read_tiktoken)
     return load_cached(file, gguf_tokenizer.read_gguf_tokenizer)
+
+
+def _read_gpt2(file: Path) -> Tokenizer:
+    """A byte-level BPE of GPT-2's form: ids in vocab.json, merges in the file beside it, best first."""
+    try:
+        limits.check_file(file.parent / MERGES, limits.TOKENIZER_BYTES)
+        vocabulary = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+        lines = (file.parent / MERGES).read_text(encoding="utf-8").split("\n")
+        pairs = (line.split(" ") for line in lines if line and not line.startswith("#version"))
+        merges = [(left, right) for left, right in pairs]
+        return build_byte_level(vocabulary, merges, GPT2.create_pre_tokenizer(), whole_words=False)
+    except Exception as error:  # the library has no exception class of its own
+        raise ModelError(
+            f"{file} and {MERGES} are no tokenizer, or a damaged one: {error}", code="damaged-tokenizer"
+        ) from error
 
 
 def _vocabulary_file(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
 
 # ChatML, for models that have its tokens but no template: the first Qwen models.
-CHATML_TOKEN = "<|im_start|>"
+CHATML_START, CHATML_END = "<|im_start|>", "<|im_end|>"
 CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -24,6 +25,8 @@ CHATML = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+# The prompt of models that only continue a text: the last message.
+RAW = "{{- messages[-1].content }}"
 
 
 # A template that handles this role contains its name.
@@ -46,18 +49,22 @@ class ChatTemplate:
             self._template = _compile(source)
 
     @classmethod
-    def for_tokenizer(cls, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
+    def for_tokenizer(
+        cls, tokenizer: Tokenizer, given: str | None = None, chat_format: str | None = None, window: int | None = None
+    ) -> ChatTemplate:
         """The template `given` with --chat-template (a file or the text itself), or the model's own.
 
-        A model without one gets ChatML if its vocabulary has the tokens. Raises ConfigError for an unreadable file.
+        A model without one gets ChatML if its vocabulary has the tokens, with a `window` in tokens, unless its
+        `chat_format` is "raw". Raises ConfigError for an unreadable file.
         """
         if given is not None:
-            source: str | None = _read_option(given)
-        elif tokenizer.chat_template is None and tokenizer.id(CHATML_TOKEN) is not None:
-            source = CHATML
-        else:
-            source = tokenizer.chat_template
-        return cls(source, tokenizer.special_tokens)
+            return cls(_read_option(given), tokenizer.special_tokens)
+        if tokenizer.chat_template is not None:
+            return cls(tokenizer.chat_template, tokenizer.special_tokens)
+        if chat_format == "raw":
+            return cls(RAW)
+        ids = [tokenizer.id(token) for token in (CHATML_START, CHATML_END)]
+        return ChatML(tokenizer, window) if None not in ids else cls(None)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **kwargs: Any
@@ -87,6 +94,63 @@ class ChatTemplate:
                 param="messages",
                 code="chat-template-refused",
             ) from error
+
+
+class ChatML(ChatTemplate):
+    """ChatML as the first Qwen models have it: their code encodes the content of a message by itself, as plain text.
+
+    A content can therefore hold no special token, and begin or end no turn. `window`: tokens of a conversation without
+    its last turn; the oldest turns beyond are left out. None: no turn is left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, window: int | None = None) -> None:
+        super().__init__(CHATML)
+        start, end = tokenizer.id(CHATML_START), tokenizer.id(CHATML_END)
+        assert start is not None and end is not None
+        self._tokenizer, self._window, self._start, self._end = tokenizer, window, start, end
+        self._newline = tokenizer.encode_literally("\n")
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], room: int, *, opens: bool, unfinished: bool
+    ) -> tuple[list[dict[str, Any]], list[int]]:
+        """The messages that a prompt of `room` tokens keeps, and its token ids.
+
+        `opens`: an answer begins after the messages. `unfinished`: the last message goes on after the prompt, instead.
+        """
+        checked = normalize_messages(messages, developer=False)
+        if unfinished:
+            checked[-1]["content"] = checked[-1]["content"].rstrip()
+        system, *turns = _divide_turns(checked)
+        before, last = self._encode_turn(system), self._encode_turn(turns[-1]) if turns else []
+        if opens:
+            last += [self._start, *self._tokenizer.encode_literally("assistant"), *self._newline]
+        kept, ids = turns[-1:], last
+        for turn in reversed(turns[:-1]):
+            older = self._encode_turn(turn)
+            size = len(before) + len(older) + len(ids)
+            if self._window is not None and (size - len(last) >= self._window or size > room):
+                break
+            kept, ids = [turn, *kept], older + ids
+        ids = before + ids
+        return [*system, *chain(*kept)], ids[: -1 - len(self._newline)] if unfinished else ids
+
+    def _encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return [token for message in messages for token in self._encode_message(message)]
+
+    def _encode_message(self, message: Mapping[str, Any]) -> list[int]:
+        encode = self._tokenizer.encode_literally
+        inner = [*encode(message["role"]), *self._newline, *encode(message["content"] or "")]
+        return [self._start, *inner, self._end, *self._newline]
+
+
+def _divide_turns(messages: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages before the first of a user, then the turns, each of which begins with a user's message."""
+    turns: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message["role"] == "user":
+            turns.append([])
+        turns[-1].append(message)
+    return turns
 
 
 def _read_option(text: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import binascii
 from base64 import b64decode
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, normalizers
@@ -41,6 +43,16 @@ def read_tiktoken(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     try:
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        return {b64decode(token, validate=True): int(rank) for token, rank in lines}
+        pairs = [(b64decode(token, validate=True), int(rank)) for token, rank in lines]
     except (ValueError, binascii.Error) as error:
         raise ModelError(f"{path} is no tiktoken file, or a damaged one: {error}", code="damaged-tiktoken") from error
+    for name, entries in zip(("token", "rank"), zip(*pairs, strict=True), strict=False):
+        _check_unique(path, name, entries)
+    return dict(pairs)
+
+
+def _check_unique(path: Path, name: str, entries: Sequence[object]) -> None:
+    if len(set(entries)) == len(entries):
+        return
+    [(entry, _)] = Counter(entries).most_common(1)
+    raise ModelError(f"{path} has the {name} {entry!r:.80} twice; fetch it again", code="tiktoken-entry-twice")

@@ -100,6 +100,23 @@ class Tokenizer:
             return ids[1:] if doubled else ids
         return self._with_special_tokens(ids) if add_special_tokens else ids
 
+    def encode_literally(self, text: str) -> list[int]:
+        """Token ids of a text, in which the texts of special tokens are text like any other."""
+        named = any(token in text for token in self._special_texts)
+        return (self._literal if named else self).encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        tokens = self._hf_tokenizer.get_added_tokens_decoder().values()
+        return tuple(token.content for token in tokens if token.special)
+
+    @cached_property
+    def _literal(self) -> Tokenizer:
+        """A copy that knows no special token; this tokenizer may be in use in another thread."""
+        hf_tokenizer = HFTokenizer.from_str(self._hf_tokenizer.to_str())
+        hf_tokenizer.encode_special_tokens = True
+        return Tokenizer(hf_tokenizer, self._settings)
+
     def _with_special_tokens(self, ids: list[int]) -> list[int]:
         """Add BOS and EOS to `ids`, in place, if the settings ask for them and they are missing."""
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:

@@ -12,6 +12,7 @@ import torch
 
 from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES
 from weft.formats.tensor import ENCODINGS
+from weft.quant.quantised import unpack_sixes
 
 # (q, scale, lowest): q [blocks, groups, group] uint8, the others [blocks, groups, 1] float32. A weight is
 # q * scale + lowest. If `lowest` is None, a weight is (q - zero) * scale instead, with the type's own `zero_point`.
@@ -103,9 +104,7 @@ def q3_k(b: torch.Tensor) -> Numbers:
 
 def _scale_and_minimum(b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and minima of the 8 groups of 32 in a K block: six bits each, packed in 12 bytes after two float16."""
-    low, mid, high = b[:, 4:8], b[:, 8:12], b[:, 12:16]
-    scale = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
-    minimum = torch.cat((mid & 63, (high >> 4) | ((mid >> 2) & 48)), dim=1)
+    scale, minimum = unpack_sixes(b[:, 4:16])
     return _group_scales(scale, b[:, :2]), _group_scales(minimum, b[:, 2:4]).neg_()
 
 

@@ -38,10 +38,10 @@ class DummyWeights:
 
     def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Fill `into` with source[rows, cols]: ones for norms, else normal with standard deviation STD."""
-        if source.endswith("norm.weight"):
+        dims = self.dims[source]
+        if len(dims) == 1 and source.endswith(".weight"):
             into.fill_(1)
             return
-        dims = self.dims[source]
         width = dims[1] if len(dims) == 2 else 1
         step = max(1, BLOCK // width)
         generator = torch.Generator(into.device)

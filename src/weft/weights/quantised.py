@@ -9,7 +9,8 @@ import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
-from weft.formats.schemes import GGUF_SCHEMES
+from weft.formats.schemes import NESTED_BYTES, NESTED_HALVES, UNIT
+from weft.formats.tensor import ENCODINGS
 from weft.quant.quantised import QuantisedWeight, pack_nibbles
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.blocks import block_numbers, zero_point
@@ -51,7 +52,8 @@ def _spread(part: torch.Tensor, type: str, first: int, into: QuantisedWeight) ->
     [blocks, groups of a block, 1] -> [rows, groups of `into`].
     """
     rows, groups = into.scales.shape
-    repeated = part.view(rows, -1).repeat_interleave(GGUF_SCHEMES[type].group // into.scheme.group, dim=1)
+    group = ENCODINGS[type].elements // part.shape[1]
+    repeated = part.view(rows, -1).repeat_interleave(group // into.scheme.group, dim=1)
     return repeated[:, first // into.scheme.group :][:, :groups]
 
 
@@ -60,6 +62,9 @@ def split_blocks(blocks: torch.Tensor, into: QuantisedWeight) -> None:
 
     The result is that of `unpack_blocks`. Nothing has to be computed, which takes a twentieth of the time.
     """
+    if into.scheme.lowest == "nested":
+        _split_nested(blocks, into)
+        return
     if into.scheme.lowest == "mxfp4":
         into.scales.copy_(blocks[..., 0])
         into.values.view(*into.scales.shape, -1).copy_(blocks[..., 1:])
@@ -72,6 +77,19 @@ def split_blocks(blocks: torch.Tensor, into: QuantisedWeight) -> None:
     into.values.view(values.shape).copy_(values)
     if into.scheme.bits == 8:
         into.values.bitwise_xor_(128)  # from -128 .. 127 to 0 .. 255
+
+
+def _split_nested(blocks: torch.Tensor, into: QuantisedWeight) -> None:
+    """Copy blocks [rows, groups, 144] uint8 of Q4_K, whose first and last groups may have more columns than `into`."""
+    assert into.lowest is not None
+    head = 2 * NESTED_HALVES + NESTED_BYTES
+    into.scales.copy_(blocks[..., : 2 * NESTED_HALVES].contiguous().view(torch.float16).flatten(1))
+    into.lowest.copy_(blocks[..., 2 * NESTED_HALVES : head].flatten(1))
+    # The nibbles of 32 bytes are one UNIT (low) and the next one (high); here the halves of a UNIT share bytes.
+    first, second = blocks[..., head:].unflatten(2, (-1, 2, UNIT // 2)).unbind(3)
+    units = torch.stack((first & 15 | second << 4, first >> 4 | second & 240), dim=3).flatten(1)
+    start = into.lacking // 2
+    into.values.copy_(units[:, start : start + into.values.shape[1]])
 
 
 def quantise(

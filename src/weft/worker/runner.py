@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from msgspec.structs import replace
 
+from weft.architectures.compose import shape_within
 from weft.architectures.kv import layer_bytes_per_token
 from weft.comm import Links
 from weft.core.commands import SwapWeights
@@ -89,8 +90,16 @@ class ModelRunner:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
         self.model = DecoderModel(
-            shape, plan.places, self.rank, tensors, self.links.tensor, self.kernels, exchange=exchange
+            shape_within(shape, plan.max_model_len),
+            plan.places,
+            self.rank,
+            tensors,
+            self.links.tensor,
+            self.kernels,
+            exchange=exchange,
         )
+        if plan.graphs and self.kernels.attention.capturable and not self.model.capturable:
+            logger.warning("The experts of this layout cannot be captured: decode steps run without CUDA graphs")
 
     def _fill_ropes(self) -> None:
         """Compute the angles of a GPU; those of a CPU are computed when the length of its KV cache is known."""

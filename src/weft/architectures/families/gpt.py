@@ -17,10 +17,12 @@ OPT = Architecture(
         activation="relu",
         norm_eps_field="",
         norm_eps=1e-5,
-        keys={"ffn_dim": "intermediate_size"},
+        keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
     ),
     names=Names(
         embed="model.decoder.embed_tokens",
+        project_in="model.decoder.project_in",
+        project_out="model.decoder.project_out",
         positions="model.decoder.embed_positions",
         layer="model.decoder.layers.{layer}.",
         attention_norm="self_attn_layer_norm",
@@ -30,6 +32,8 @@ OPT = Architecture(
         down="fc2",
         norm="model.decoder.final_layer_norm",
     ),
+    runs=True,
+    renamed=((r"^decoder\.", "model.decoder."),),
     positions_before=2,
 )
 GPT2 = Architecture(
@@ -50,6 +54,7 @@ GPT2 = Architecture(
             "n_head": "num_attention_heads",
             "n_inner": "intermediate_size",
             "n_positions": "max_position_embeddings",
+            "activation_function": "hidden_act",
         },
         norm_eps_field="layer_norm_epsilon",
         norm_eps=1e-5,
@@ -67,8 +72,10 @@ GPT2 = Architecture(
         norm="ln_f",
         transposed=True,
     ),
+    runs=True,
     gguf="gpt2",
     modules=((r"^(?=(wte|wpe|h|ln_f)\.)", "transformer."),),
+    renamed=((r"^transformer\.", ""),),
 )
 GPT_OSS = Architecture(
     name="GptOssForCausalLM",

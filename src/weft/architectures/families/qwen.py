@@ -13,7 +13,15 @@ QWEN = Architecture(
         bias="qkv",
         ffn_parts=2,
         norm_eps_field="layer_norm_epsilon",
-        keys={"kv_channels": "head_dim", "seq_length": "max_position_embeddings"},
+        keys={
+            "kv_channels": "head_dim",
+            "seq_length": "max_position_embeddings",
+            "max_position_embeddings": "stretched_positions",
+            "rotary_emb_base": "rope_theta",
+            "rotary_pct": "partial_rotary_factor",
+        },
+        values={"use_dynamic_ntk": True, "use_logn_attn": True},
+        logn=True,
     ),
     names=Names(
         embed="transformer.wte",
@@ -26,6 +34,7 @@ QWEN = Architecture(
         down="mlp.c_proj",
         norm="transformer.ln_f",
     ),
+    runs=True,
     gguf="qwen",
 )
 QWEN2 = Architecture(

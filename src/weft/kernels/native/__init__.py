@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 
 from weft.comm import Group
-from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedMixture, FusedStage, Kernels
+from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedStage, Kernels
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
-from weft.kernels.native.experts import NativeExperts
 from weft.kernels.native.matrices import NativeMatrices
 from weft.kernels.native.pointwise import NativePointwise
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.native.sampling import NativeSampling
-from weft.kernels.native.stage import NativeStage
+from weft.kernels.native.stage import NativeStage, can_fuse
 from weft.kernels.usable import UnusableError
 from weft.quant.rounding import Rounding
 
@@ -34,17 +33,12 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
     return NativeRounding(shape.dtype)
 
 
-def _is_native(layer: FusedLayer) -> bool:
-    """Return True if C++ computes the layer's experts, if it has any: some schemes have no kernel."""
-    return not isinstance(layer.ffn, FusedMixture) or isinstance(layer.ffn.experts, NativeExperts)
-
-
 def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
     entries = load_entries(shape.dtype)
 
     def fuse_layers(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
-        return NativeStage(entries, layers, comm) if all(map(_is_native, layers)) else None
+        return NativeStage(entries, layers, comm) if can_fuse(layers, comm) else None
 
     return Kernels(
         attention=attention,

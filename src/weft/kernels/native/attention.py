@@ -32,6 +32,7 @@ class NativeAttention:
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, q_heads, head_dim = q.shape
         out = q.new_empty(tokens, q_heads * head_dim)
@@ -52,6 +53,7 @@ class NativeAttention:
             window or 0,
             scale,
             None if lse is None else lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
         )
         return out
 

@@ -52,6 +52,8 @@ class NativeExperts:
     descriptor: ExpertsDescriptor
     stacks: Sequence[NativeStack]
 
+    capturable = False
+
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         chosen, shares, out = chosen.contiguous(), shares.contiguous(), torch.empty_like(x)
         tokens, top_k = chosen.shape

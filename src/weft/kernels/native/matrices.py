@@ -14,9 +14,7 @@ from weft.kernels.native.experts import NativeStack, create_experts, pack_gate_u
 from weft.kernels.native.matrix import NativeMatrix, pack_matrix
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
-from weft.native.structures import LOWEST_KINDS
 from weft.quant.dense import dense_weight
-from weft.quant.expanding import ExpandingProduct
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -29,18 +27,14 @@ class NativeMatrices(HeldMatrices):
         super().__init__()
         self._entries = entries
 
-    def matrix(
-        self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = ""
-    ) -> NativeMatrix | ExpandingProduct:
-        if isinstance(weight, QuantisedWeight) and not has_kernel(weight):
-            return self._hold(name, ExpandingProduct(weight, bias))
+    def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
         return self._hold(name, pack_matrix(self._entries, weight, bias))
 
     def router(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> NativeMatrix:
         return self._hold(name, replace(pack_matrix(self._entries, dense_weight(weight), bias), wide=True))
 
     def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
-        if spec.activation != "silu" or not (has_kernel(gate_up.weight) and has_kernel(down.weight)):
+        if spec.activation != "silu":
             return super().experts(spec, gate_up, down, first)
         stacks = pack_gate_up(self._entries, gate_up), pack_stack(self._entries, down)
         for name, stack in zip((gate_up.name, down.name), stacks, strict=True):
@@ -48,7 +42,7 @@ class NativeMatrices(HeldMatrices):
         return create_experts(self._entries, spec, *stacks, first)
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
-        return self._hold(name, pack_matrix(self._entries, weight, None))
+        return self.matrix(weight, None, name)
 
     def refresh_biases(self) -> None:
         for product in self._products.values():
@@ -57,8 +51,3 @@ class NativeMatrices(HeldMatrices):
 
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
         return ()
-
-
-def has_kernel(weight: torch.Tensor | QuantisedWeight) -> bool:
-    """Return True if C++ multiplies with weights of this scheme."""
-    return isinstance(weight, torch.Tensor) or weight.scheme.lowest in LOWEST_KINDS

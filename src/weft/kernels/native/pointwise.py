@@ -43,7 +43,10 @@ class NativePointwise:
         self._entries.silu_mul(gate_up.data_ptr(), out.data_ptr(), tokens, width)
         return out
 
-    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose_experts(
+        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert slots is None, "a CPU has no CUDA graphs"
         tokens, count = scores.shape
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64)
         shares = torch.empty(tokens, spec.top_k, dtype=torch.float32)

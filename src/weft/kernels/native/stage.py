@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeGuard
 
 import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, KVCache
+from weft.kernels.base import ExchangeRanks, FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.experts import NativeExperts
 from weft.kernels.native.matrix import NativeMatrix
 from weft.native.entries import Entries
 from weft.native.structures import (
+    PANEL,
     WORKSPACE_ALIGNMENT,
+    ExchangeDescriptor,
     LayerDescriptor,
     MatrixDescriptor,
     MixtureDescriptor,
@@ -35,21 +39,20 @@ class NativeStage:
         self._layers = (LayerDescriptor * len(layers))(*map(describe_layer, layers))
         self._caches: Sequence[KVCache] | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._capacity = 0
+        self._capacity = 0, 0  # tokens, and those that go through the experts
         self._part = torch.empty(0)
         self._error: BaseException | None = None
-        self._shared = (
-            describe_shared(comm) if isinstance(comm, SharedMemoryGroup) and sys.platform == "linux" else None
-        )
+        self._shared = describe_shared(comm) if shares_memory(comm) else None
         self._calls_back = comm.size > 1 and self._shared is None
         self._sum = SumCallback(self._sum_part) if self._calls_back else SumCallback()
+        self._exchange = next((StageExchange(ranks) for ranks in map(exchange_ranks, layers) if ranks), None)
 
     def __call__(
         self, residual: torch.Tensor, rope: torch.Tensor, caches: Sequence[KVCache], batch: Batch
     ) -> torch.Tensor:
         tokens = len(residual)
-        if tokens > self._capacity:
-            self._grow_workspace(tokens)
+        exchange = self._exchange and self._exchange.describe_step(batch.group_tokens)
+        self._grow_workspace(tokens, self._exchange.tokens if self._exchange else tokens)
         if caches is not self._caches:
             self._set_caches(caches)
         if self._calls_back:
@@ -69,6 +72,7 @@ class NativeStage:
             caches[0].block_size,
             ctypes.addressof(self._shared) if self._shared else None,
             self._sum,
+            exchange,
         )
         self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._workspace.data_ptr())
         if self._error is not None:
@@ -76,9 +80,20 @@ class NativeStage:
             raise error
         return residual
 
-    def _grow_workspace(self, tokens: int) -> None:
-        self._capacity = tokens
-        size = self._entries.workspace_bytes(self._layers, len(self._layers), tokens)
+    def serve_others(self, group_tokens: Sequence[int]) -> None:
+        if self._exchange is None:
+            return
+        step = StepDescriptor(exchange=self._exchange.describe_step(group_tokens))
+        self._grow_workspace(0, self._exchange.tokens)
+        self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._workspace.data_ptr())
+
+    def _grow_workspace(self, tokens: int, routed: int) -> None:
+        """Have room for a step of `tokens`, of which `routed`, with those of other groups, go through the experts."""
+        had, room = self._capacity, (max(tokens, self._capacity[0]), max(routed, self._capacity[1]))
+        if room == had:
+            return
+        self._capacity = room
+        size = self._entries.workspace_bytes(self._layers, len(self._layers), *room, self._exchange is not None)
         memory = torch.empty(size + WORKSPACE_ALIGNMENT, dtype=torch.uint8)
         self._workspace = memory[-memory.data_ptr() % WORKSPACE_ALIGNMENT :]
 
@@ -104,8 +119,59 @@ class NativeStage:
         return 0
 
 
+class StageExchange:
+    """The exchange of tokens in the steps of a stage, as C++ reads it. `tokens` are those of all ranks in the last
+    step."""
+
+    def __init__(self, ranks: ExchangeRanks) -> None:
+        assert isinstance(ranks.group, SharedMemoryGroup), ranks.group
+        self._ranks, self.tokens = ranks, 0
+        self._begins = (ctypes.c_int64 * (ranks.group.size + 1))()
+        self._descriptor = ExchangeDescriptor(
+            shared=describe_shared(ranks.group), begins=ctypes.addressof(self._begins), complete=ranks.complete
+        )
+
+    def describe_step(self, group_tokens: Sequence[int]) -> int:
+        """Address of the description of a step, in which each attention group has these numbers of tokens."""
+        self._begins[:] = list(accumulate(self._ranks.counts(group_tokens), initial=0))
+        self._descriptor.first = self._begins[self._ranks.first_rank]
+        self.tokens = self._begins[-1]
+        return ctypes.addressof(self._descriptor)
+
+
+def can_fuse(layers: Sequence[FusedLayer], comm: Group) -> bool:
+    """Return True if C++ computes the layers on all ranks of the stage, which all call this: they sum and exchange in
+    C++ or in Python, but together."""
+    ours = all(map(is_known, layers))
+    exchange = next(filter(None, map(exchange_ranks, layers)), None)
+    for group in (comm, exchange.group) if exchange else (comm,):
+        ours = group.size == int(group.sum(torch.tensor([ours], dtype=torch.int32)))
+    return ours
+
+
+def is_known(layer: FusedLayer) -> bool:
+    """Return True if C++ computes the layer: its experts, if it has any, are packed for it, the up projection of shared
+    experts begins with a panel, and tokens are exchanged through shared memory."""
+    if isinstance(layer.ffn, FusedMLP):
+        return True
+    shared, exchange = layer.ffn.shared, layer.ffn.exchange
+    whole = shared is None or matrix_descriptor(shared.gate_up).rows % (2 * PANEL) == 0
+    reached = exchange is None or shares_memory(exchange.group)
+    return whole and reached and isinstance(layer.ffn.experts, NativeExperts)
+
+
+def exchange_ranks(layer: FusedLayer) -> ExchangeRanks | None:
+    """The ranks with which a layer exchanges tokens; None if it does not."""
+    return layer.ffn.exchange if isinstance(layer.ffn, FusedMixture) else None
+
+
+def shares_memory(comm: Group) -> TypeGuard[SharedMemoryGroup]:
+    """Return True if C++ reaches the other ranks by itself."""
+    return isinstance(comm, SharedMemoryGroup) and sys.platform == "linux"
+
+
 def describe_shared(comm: SharedMemoryGroup) -> SharedDescriptor:
-    """The shared memory of the ranks of one host, in which C++ sums by itself."""
+    """The shared memory of the ranks of one host, in which C++ sums and exchanges by itself."""
     return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes)
 
 
@@ -125,6 +191,7 @@ def describe_layer(layer: FusedLayer) -> LayerDescriptor:
         **parts,
         q_heads=layer.q_heads,
         window=layer.window or 0,
+        sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
         scale=layer.scale,
         head_eps=norm.eps if norm else 0.0,
         eps=layer.eps,
@@ -134,12 +201,18 @@ def describe_layer(layer: FusedLayer) -> LayerDescriptor:
 def describe_mixture(mixture: FusedMixture) -> MixtureDescriptor:
     """A mixture of experts as C++ reads it."""
     assert isinstance(mixture.experts, NativeExperts), mixture
-    return MixtureDescriptor(
-        matrix_descriptor(mixture.router),
-        mixture.spec.top_k,
-        mixture.spec.normalised,
-        mixture.experts.descriptor,
+    descriptor = MixtureDescriptor(
+        router=matrix_descriptor(mixture.router),
+        top_k=mixture.spec.top_k,
+        normalised=mixture.spec.normalised,
+        experts=mixture.experts.descriptor,
     )
+    if mixture.shared is not None:
+        descriptor.shared.gate_up = matrix_descriptor(mixture.shared.gate_up)
+        descriptor.shared.down = matrix_descriptor(mixture.shared.down)
+    if mixture.weigher is not None:
+        descriptor.shared.weigher = matrix_descriptor(mixture.weigher)
+    return descriptor
 
 
 def matrix_descriptor(matrix: object) -> MatrixDescriptor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, apply_sinks
 from weft.kernels.batch import Batch
 from weft.kernels.warm import KernelLaunch
 
@@ -29,15 +29,18 @@ class PlainAttention:
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention, with decode rows padded to the longest context, and prefill rows to the longest chunk as
         well. The two groups are apart so that one long prompt does not pad every decode row."""
         out = torch.empty_like(q)
+        if lse is None and sinks is not None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         counts = batch.row_starts.diff()
         for rows in ((counts == 1).nonzero().flatten(), (counts > 1).nonzero().flatten()):
             if rows.numel():
                 self._padded(q, out, rows, int(counts[rows].max()), cache, batch, scale, window, lse)
-        return out.flatten(1)
+        return out.flatten(1) if lse is None or sinks is None else apply_sinks(out.flatten(1), lse, sinks)
 
     def _padded(
         self,

@@ -34,8 +34,10 @@ class PlainPointwise:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_experts(scores, spec)
+    def choose_experts(
+        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(scores, spec, slots)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None

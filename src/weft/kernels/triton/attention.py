@@ -91,6 +91,15 @@ def _mix(
 
 
 @triton.jit
+def _shrink(result, logs, sinks, heads, mine, SINKS: tl.constexpr):
+    """Results [ROWS, HEAD] with the sinks of their `heads`; `logs` to base 2 are those of the sums of their weights."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mine, other=0.0).to(tl.float32)
+        result = result * tl.sigmoid(logs * LN_2 - sink)[:, None]
+    return result
+
+
+@triton.jit
 def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr, HEAD: tl.constexpr):
     """Results [GROUP, HEAD] of these heads from all parts, always added in the same order, and logarithms to base 2 of
     the sums of weights [GROUP]. Parts are not read from the L1 cache, which does not see stores of other
@@ -114,9 +123,9 @@ def _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP: tl.constexpr,
 # Integers that differ from step to step must not cause a new compilation.
 @triton.jit(do_not_specialize=["table_width", "window", "splits"])
 def _decode(
-    q, keys, values, out, lse, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads, head_dim,
-    scale, window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    q, keys, values, out, lse, sinks, parts, sums, through, tables, context, order, table_width, q_heads, kv_heads,
+    head_dim, scale, window, splits, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, LSE: tl.constexpr,
+    SINKS: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time then read whole lines of the KV cache, in which a token's heads
     # are neighbours.
@@ -153,10 +162,12 @@ def _decode(
         if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
             tl.store(arrived, 0)  # for the next layer
             joined, logs = _join(parts, sums, heads, mine, kept, splits, head_dim, GROUP, HEAD)
+            joined = _shrink(joined, logs, sinks, kv_head * group + members, mine, SINKS)
             tl.store(out + heads[:, None] * head_dim + columns[None, :], joined.to(out.dtype.element_ty), kept)
             if LSE:
                 tl.store(lse + heads, logs * LN_2, mine)
     else:
+        result = _shrink(result, logs, sinks, kv_head * group + members, mine, SINKS)
         tl.store(out + heads[:, None] * head_dim + columns[None, :], result.to(out.dtype.element_ty), kept)
         if LSE:
             tl.store(lse + heads, logs * LN_2, mine)
@@ -182,7 +193,7 @@ def tiles(head_dim: int, dtype: torch.dtype, shared: int) -> tuple[int, int]:
 def decode(
     q: torch.Tensor, cache: KVCache, batch: Batch, rows: int, scale: float, window: int | None, processors: int,
     out: torch.Tensor, tuning: Tuning = DECODE, shared: int = AMPERE_SHARED_BYTES, through: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the first `rows` rows, of one token each: q [rows, q_heads, head_dim] into out [rows, q_heads *
     head_dim] and `lse`. `through` are int32 zeros, one for each row and KV head: the number of programs that have
@@ -203,6 +214,7 @@ def decode(
         cache.values,
         out,
         out if lse is None else lse,
+        q if sinks is None else sinks,
         parts,
         sums,
         through,
@@ -219,6 +231,7 @@ def decode(
         WINDOWED=window is not None,
         SPLIT=splits > 1,
         LSE=lse is not None,
+        SINKS=sinks is not None,
         KV_BLOCK=cache.block_size,
         GROUP=max(LEAST, triton.next_power_of_2(q_heads // kv_heads)),
         HEAD=head,
@@ -230,9 +243,9 @@ def decode(
 
 @triton.jit(do_not_specialize=["first_row", "rows", "table_width", "window"])
 def _prefill(
-    q, keys, values, out, lse, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads, head_dim,
-    scale, window, WINDOWED: tl.constexpr, LSE: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
+    q, keys, values, out, lse, sinks, row_starts, tables, context, first_row, rows, table_width, q_heads, kv_heads,
+    head_dim, scale, window, WINDOWED: tl.constexpr, LSE: tl.constexpr, SINKS: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number, kv_head = tl.program_id(0), tl.program_id(1)
     # Row r's programs begin at (its first token // QUERIES) + r: there is at most one surplus program per row.
@@ -268,6 +281,7 @@ def _prefill(
             query, keys, values, tables + row.to(tl.int64) * table_width, begin, oldest, stop, length - count + token,
             window, kv_head, kv_heads, head_dim, scale, WINDOWED, KV_BLOCK, ROWS, HEAD, TILE,
         )  # fmt: skip
+        result = _shrink(result, logs, sinks, kv_head * GROUP + member, real, SINKS)
         tl.store(out + places[:, None] + columns[None, :], result.to(out.dtype.element_ty), kept)
         if LSE:
             tl.store(lse + heads, logs * LN_2, real)
@@ -276,6 +290,7 @@ def _prefill(
 def prefill(
     q: torch.Tensor, cache: KVCache, batch: Batch, first_row: int, scale: float, window: int | None, out: torch.Tensor,
     tuning: Tuning = PREFILL, shared: int = AMPERE_SHARED_BYTES, lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows from `first_row` on, of any number of tokens: q [T, q_heads, head_dim] into out [T, q_heads
     * head_dim] and `lse`. Only these rows' tokens are read and written. Rows before them have one token each."""
@@ -291,6 +306,7 @@ def prefill(
         cache.values,
         out,
         out if lse is None else lse,
+        q if sinks is None else sinks,
         batch.row_starts,
         batch.tables,
         batch.context,
@@ -304,6 +320,7 @@ def prefill(
         window or 0,
         WINDOWED=window is not None,
         LSE=lse is not None,
+        SINKS=sinks is not None,
         KV_BLOCK=cache.block_size,
         GROUP=group,
         QUERIES=queries,
@@ -338,12 +355,13 @@ class TritonAttention:
         scale: float,
         window: int | None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if batch.decodes:
-            self.decode(q, cache, batch, scale, window, out, lse)
+            self.decode(q, cache, batch, scale, window, out, lse, sinks)
         if batch.decodes < batch.rows:
-            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared, lse)
+            prefill(q, cache, batch, batch.decodes, scale, window, out, self.tunings.prefill, self._shared, lse, sinks)
         return out
 
     def decode(
@@ -355,6 +373,7 @@ class TritonAttention:
         window: int | None,
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Attention of the batch's decode rows only, into `out` and `lse`."""
         rows = batch.decodes
@@ -362,19 +381,19 @@ class TritonAttention:
         if count not in self._through:
             self._through[count] = torch.zeros(count, dtype=torch.int32, device=q.device)
         sizes = self.tunings.for_rows(rows), self._shared
-        decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count], lse)
+        decode(q, cache, batch, rows, scale, window, self._processors, out, *sizes, self._through[count], lse, sinks)
 
     def launches(self, shape: AttentionShape, device: torch.device) -> list[list[KernelLaunch]]:
         def decode_variant(rows: int) -> tuple[Tuning, bool]:
             tuning = self.tunings.for_rows(rows)
             return replace(tuning, programs=0), splits_of(tuning, self._processors, rows, shape.kv_heads) > 1
 
-        decodes = [
-            attention_inputs.decode_inputs(shape, device, [1] * rows)
-            for rows in first_of_variants(decode_variant, shape.rows)
-        ]
+        variants = first_of_variants(decode_variant, shape.rows)
+        decodes = [attention_inputs.decode_inputs(shape, device, [1] * rows) for rows in variants]
+        sinks = torch.zeros(shape.q_heads, dtype=shape.dtype, device=device) if shape.sinks else None
+        attend = partial(self.attend, sinks=sinks)
         prompts = [attention_inputs.prompt_inputs(shape, device, [2], [2])] * (shape.length > 1)
         return [
-            [partial(self.attend, *inputs, shape.scale, window) for inputs in steps for window in shape.windows]
+            [partial(attend, *inputs, shape.scale, window) for inputs in steps for window in shape.windows]
             for steps in (decodes, prompts)
         ]

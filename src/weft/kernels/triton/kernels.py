@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -10,21 +11,21 @@ import torch
 from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
-from weft.formats.schemes import FLOAT_SCHEMES
-from weft.kernels.base import EmbeddingTable, HeadNorm, KVCache, Product
+from weft.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
-from weft.kernels.experts import choose_experts
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import pointwise, reduce, sampling
+from weft.kernels.triton.experts import TritonExperts, pack_stack
 from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
+from weft.kernels.triton.routing import choose_experts
 from weft.kernels.triton.staged import fill_batch
 from weft.kernels.warm import KernelLaunch
+from weft.plan.backends import against_fused_experts
 from weft.quant.dense import create_product
 from weft.quant.dense_embedding import DenseEmbedding
-from weft.quant.expanding import ExpandingProduct
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -51,8 +52,10 @@ class TritonPointwise:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return pointwise.silu_mul(gate_up)
 
-    def choose_experts(self, scores: torch.Tensor, spec: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_experts(scores, spec)
+    def choose_experts(
+        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(scores, spec, slots)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None
@@ -61,7 +64,7 @@ class TritonPointwise:
 
 
 class TritonMatrices(HeldMatrices):
-    """The Triton implementation of `Matrices` for quantised weights; torch multiplies with the others.
+    """The Triton implementation of `Matrices` for quantised weights and experts; torch multiplies with the others.
 
     Work is spread over `processors`, the number of the device's multiprocessors.
     """
@@ -71,13 +74,12 @@ class TritonMatrices(HeldMatrices):
     def __init__(self, processors: int) -> None:
         super().__init__()
         self._processors = processors
-        # One matrix of each kind: others launch the same kernels.
+        # One product of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
+        self._experts: dict[Hashable, TritonExperts] = {}
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         if isinstance(weight, QuantisedWeight):
-            if weight.scheme in FLOAT_SCHEMES.values():
-                return self._hold(name, ExpandingProduct(weight, bias))
             return self._hold(name, self._quantised_matrix(weight, bias))
         return self._hold(name, create_product(weight, bias))
 
@@ -88,11 +90,20 @@ class TritonMatrices(HeldMatrices):
 
     def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
         matrix = create_quantised_matrix(weight, bias, self._processors)
-        self._quantised.setdefault((matrix.scheme, matrix.shape, bias is None), matrix)
+        self._quantised.setdefault(matrix.kind, matrix)
         return matrix
 
+    def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
+        if against_fused_experts("triton", spec):
+            return super().experts(spec, gate_up, down, first)
+        stacks = [self._hold(stack.name, pack_stack(stack)) for stack in (gate_up, down)]
+        experts = TritonExperts(spec=spec, gate_up=stacks[0], down=stacks[1], first=first, processors=self._processors)
+        self._experts.setdefault(experts.kind, experts)
+        return experts
+
     def launches(self, tokens: int) -> Sequence[Sequence[KernelLaunch]]:
-        return [[launch for matrix in self._quantised.values() for launch in matrix.launches(tokens)]]
+        parts = self._quantised.values(), self._experts.values()
+        return [list(chain(*(product.launches(tokens) for product in part))) for part in parts]
 
 
 class TritonSampling:

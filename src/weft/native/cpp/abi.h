@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "exchange.h"
 #include "masks.h"
 #include "matrix.h"
 #include "rounding.h"
@@ -30,14 +31,19 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, first), FIELD(Experts, count),
     FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset),
     STRUCTURE(Mixture), FIELD(Mixture, router), FIELD(Mixture, top_k), FIELD(Mixture, normalised),
-    FIELD(Mixture, experts),
+    FIELD(Mixture, experts), FIELD(Mixture, shared),
+    STRUCTURE(SharedExperts), FIELD(SharedExperts, gate_up), FIELD(SharedExperts, down), FIELD(SharedExperts, weigher),
     STRUCTURE(Layer), FIELD(Layer, attention_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, mlp_norm),
-    FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, qkv), FIELD(Layer, out), FIELD(Layer, gate_up),
-    FIELD(Layer, down), FIELD(Layer, mixture), FIELD(Layer, q_heads), FIELD(Layer, kv_heads), FIELD(Layer, head_dim), FIELD(Layer, window),
-    FIELD(Layer, group), FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
+    FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, qkv), FIELD(Layer, out),
+    FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, mixture), FIELD(Layer, q_heads), FIELD(Layer, kv_heads),
+    FIELD(Layer, head_dim), FIELD(Layer, window), FIELD(Layer, group), FIELD(Layer, sinks), FIELD(Layer, scale), FIELD(Layer, head_eps),
+    FIELD(Layer, eps),
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
+    FIELD(Step, exchange),
+    STRUCTURE(Exchange), FIELD(Exchange, shared), FIELD(Exchange, begins), FIELD(Exchange, first),
+    FIELD(Exchange, complete),
     STRUCTURE(Shared), FIELD(Shared, memory), FIELD(Shared, rank), FIELD(Shared, size), FIELD(Shared, head),
     FIELD(Shared, slot_bytes),
     STRUCTURE(Rounding), FIELD(Rounding, type), FIELD(Rounding, rows), FIELD(Rounding, width), FIELD(Rounding, group),
@@ -46,8 +52,9 @@ constexpr AbiEntry ABI[] = {
     FIELD(SamplingSettings, top_k), FIELD(SamplingSettings, top_p),
     CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(LONGEST_GROUP),
     CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
-    CONSTANT(BF16), CONSTANT(FP16), CONSTANT(FP32), CONSTANT(SAMPLING_BLOCK), CONSTANT(MASK_BITS), CONSTANT(NOT_FINITE),
-    CONSTANT(SPLITMIX_STEP), CONSTANT(SPLITMIX_FIRST), CONSTANT(SPLITMIX_SECOND),
+    CONSTANT(Lowest::MXFP4), CONSTANT(Lowest::NESTED), CONSTANT(BF16), CONSTANT(FP16), CONSTANT(FP32),
+    CONSTANT(SAMPLING_BLOCK), CONSTANT(MASK_BITS), CONSTANT(NOT_FINITE), CONSTANT(SPLITMIX_STEP),
+    CONSTANT(SPLITMIX_FIRST), CONSTANT(SPLITMIX_SECOND),
 };
 
 #undef STRUCTURE
@@ -82,9 +89,12 @@ constexpr size_t listed_fields(const char *structure) {
 // A field that is left out of the list could hide in the padding of its structure.
 static_assert(listed_fields("Matrix") == field_count<Matrix>(), "list all fields of Matrix in abi.h");
 static_assert(listed_fields("Experts") == field_count<Experts>(), "list all fields of Experts in abi.h");
+static_assert(listed_fields("SharedExperts") == field_count<SharedExperts>(),
+              "list all fields of SharedExperts in abi.h");
 static_assert(listed_fields("Mixture") == field_count<Mixture>(), "list all fields of Mixture in abi.h");
 static_assert(listed_fields("Layer") == field_count<Layer>(), "list all fields of Layer in abi.h");
 static_assert(listed_fields("Step") == field_count<Step>(), "list all fields of Step in abi.h");
+static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");
 static_assert(listed_fields("Rounding") == field_count<Rounding>(), "list all fields of Rounding in abi.h");
 static_assert(listed_fields("SamplingSettings") == field_count<SamplingSettings>(),

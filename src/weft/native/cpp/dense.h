@@ -167,32 +167,22 @@ constexpr int64_t AMX_FEWEST = 3;  // tokens: fewer are as fast in vectors, as t
 inline bool amx_multiplies(int64_t cols, int64_t tokens) {
     return tokens >= AMX_FEWEST && cols % AMX_COLUMNS == 0 && amx_allowed();
 }
-
-// `dense_sums` by AMX.
-inline void amx_sums(const bf16 *panel, const bf16 *x, int64_t cols, int64_t tokens, float *sums, Ahead ahead) {
-    constexpr int64_t BLOCK_TOKENS = 2 * AMX_TOKENS, BYTES = AMX_COLUMNS * PANEL * sizeof(bf16);
-    bool alone = tokens <= BLOCK_TOKENS && ahead.tokens == tokens;
-    const char *at = alone ? reinterpret_cast<const char *>(panel + 2048) : ahead.at;
-    for (int64_t t = 0; t < tokens; t += BLOCK_TOKENS) {
-        int64_t n = std::min(BLOCK_TOKENS, tokens - t), one = std::min(AMX_TOKENS, n);
-        AmxShapes shapes(one, n > one ? n - one : one);
-        _tile_loadconfig(&shapes);
-        int64_t step = ahead.tokens ? (BYTES * n / ahead.tokens + 63) / 64 * 64 : 0;
-        int64_t before = ahead.tokens ? (ahead.before + t) * (cols / AMX_COLUMNS) * BYTES / ahead.tokens : 0;
-        amx_block(panel, x + t * cols, cols, n, sums + t * PANEL, {at + before, step});
-    }
-    _tile_release();
-}
 #endif
 
 // Sums of `tokens` rows of x with a panel: [tokens][PANEL].
 template <class T>
 void dense_sums(const T *panel, const T *x, int64_t cols, int64_t tokens, float *sums, Ahead ahead) {
+    int64_t bytes = panel_size<T>(cols) * int64_t(sizeof(T)), blocks = (tokens + TOKENS - 1) / TOKENS;
 #ifdef WEFT_AMX
     if constexpr (sizeof(T) == 2)
-        if (amx_multiplies(cols, tokens)) return amx_sums(panel, x, cols, tokens, sums, ahead);
+        if (amx_multiplies(cols, tokens)) {
+            bool alone = tokens <= 2 * AMX_TOKENS && ahead.tokens == tokens;
+            int64_t all = std::max<int64_t>(ahead.tokens, 1), fetched = ahead.tokens ? bytes : 0;
+            const char *at = alone ? reinterpret_cast<const char *>(panel + 2048)
+                                   : ahead.at + fetched * ahead.before / all;
+            return amx_product({panel, cols}, {x, cols, tokens}, sums, false, at, fetched * tokens / all);
+        }
 #endif
-    int64_t bytes = panel_size<T>(cols) * int64_t(sizeof(T)), blocks = (tokens + TOKENS - 1) / TOKENS;
     // A block that has the panel for itself prefetches what it reads next. Of several blocks each prefetches its share
     // of the next panel: the first one alone would wait for all of it.
     bool alone = blocks == 1 && ahead.tokens == tokens;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "dense.h"
+#include "dequantised.h"
 #include "numbers.h"
 #include "quantised.h"
 
@@ -30,6 +31,15 @@ struct Matrix {
     bool dense() const { return !bits; }
 };
 
+// Call work() with the coding of a quantised matrix.
+template <class Function> void with_coding(const Matrix &m, const Function &work) {
+    if (m.bits == 8) return work(Octets());
+    if (m.kind == Lowest::MXFP4) return work(Floats());
+    if (m.kind == Lowest::NESTED) return work(Nested());
+    if (m.per_block() == 2) return work(HalfBlocks());
+    work(Nibbles());
+}
+
 // Bytes of one token's row of x once it is prepared for a product; 0 if the product reads x itself.
 template <class T> int64_t prepared_bytes(const Matrix &m) {
     return m.dense() ? 0 : Row::bytes(m.blocks(), m.per_block());
@@ -51,30 +61,46 @@ template <class T> Matrix nth(Matrix first, int64_t i) {
     auto skip = [&](const void *&part, int64_t bytes) {
         if (part) part = static_cast<const char *>(part) + i * bytes;
     };
-    int64_t numbers = first.panels() * (first.dense() ? 0 : first.packed().columns.groups()) * PANEL;
+    Packed packed = first.packed();
+    int64_t numbers = first.dense() ? 0 : first.panels() * packed.columns.groups() * PANEL;
     skip(first.data, panel_at<T>(first, first.panels()) - panel_at<T>(first, 0));
-    skip(first.scales, numbers * 2);
-    skip(first.lowest, numbers * (first.kind == Lowest::ZERO ? 1 : 2));
+    skip(first.scales, numbers * packed.scale_bytes());
+    skip(first.lowest, numbers * packed.lowest_bytes());
     skip(first.bias, first.rows * int64_t(sizeof(T)));
     return first;
 }
 
-constexpr int64_t BATCH = 96;  // tokens whose sums with a panel are kept at once
+constexpr int64_t BATCH = 384;  // tokens whose sums with a panel are kept at once
 
-// Bytes of one token's row as a product reads it: of x, or of what `prepare` makes of it.
-template <class T> int64_t row_bytes(const Matrix &m) {
-    return m.dense() ? m.cols * int64_t(sizeof(T)) : prepared_bytes<T>(m);
+// True if a product of so many tokens reads rows of x as they are, not what `prepare` makes of them.
+template <class T> bool reads_plain(const Matrix &m, int64_t tokens) {
+#ifdef WEFT_AMX
+    if (sizeof(T) == 2 && tokens >= DEQUANTISED_FROM && amx_allowed()) return true;
+#endif
+    return m.dense();
 }
 
-// Sums of `tokens` rows of x, as the product reads them, with panel p of W: [tokens][PANEL].
+// Bytes of one token's row as a product reads it.
+template <class T> int64_t row_bytes(const Matrix &m, bool plain) {
+    return plain ? m.cols * int64_t(sizeof(T)) : prepared_bytes<T>(m);
+}
+
+// Sums of `tokens` rows of x, plain or prepared, with panel p of W: [tokens][PANEL].
 template <class T>
-void panel_sums(const Matrix &m, int64_t p, const char *x, int64_t tokens, float *sums, Ahead ahead) {
+void panel_sums(const Matrix &m, int64_t p, const char *x, bool plain, int64_t tokens, float *sums, Ahead ahead) {
     const char *panel = panel_at<T>(m, p);
     if (m.dense())
         return dense_sums(reinterpret_cast<const T *>(panel), reinterpret_cast<const T *>(x), m.cols, tokens, sums,
                           ahead);
-    if (m.bits == 8) return quantised_sums<8, 1>(m.packed().panel<8>(p), x, tokens, sums, ahead);
-    (m.per_block() == 2 ? quantised_sums<4, 2> : quantised_sums<4, 1>)(m.packed().panel<4>(p), x, tokens, sums, ahead);
+    with_coding(m, [&](auto coding) {
+        using C = decltype(coding);
+        Packed packed = m.packed().template panel<C::BITS>(p);
+#ifdef WEFT_AMX
+        if constexpr (sizeof(T) == 2)
+            if (plain) return dequantised_sums<C>(packed, reinterpret_cast<const T *>(x), tokens, sums);
+#endif
+        quantised_sums<C>(packed, x, tokens, sums, ahead);
+    });
 }
 
 // sums += the bias of panel p's rows, for every token; of `count` rows, since the last panel may have fewer.
@@ -86,17 +112,20 @@ template <class T> void add_bias(const Matrix &m, int64_t p, int64_t tokens, flo
 }
 
 // out[t][r] = x[t] . W[r] + bias[r] for every token and the rows of panels [first, last). x is [tokens, cols];
-// `prepared` holds its rows as `prepare` wrote them; out is [tokens, rows] of T or float. Runs in the calling thread.
+// `prepared` holds its rows as `prepare` wrote them, unless the product `reads_plain` ones; out is [tokens, rows] of T
+// or float. Runs in the calling thread.
 template <class T, class Out>
 void multiply(const Matrix &m, const T *x, const char *prepared, int64_t tokens, Out *out, int64_t first,
               int64_t last) {
-    const char *from = m.dense() ? reinterpret_cast<const char *>(x) : prepared;
+    bool plain = reads_plain<T>(m, tokens);
+    const char *from = plain ? reinterpret_cast<const char *>(x) : prepared;
+    int64_t stride = row_bytes<T>(m, plain);
     alignas(64) float sums[BATCH * PANEL];
     for (int64_t p = first; p < last; p++) {
         int64_t row = p * PANEL, count = std::min(PANEL, m.rows - row);
         for (int64_t at = 0; at < tokens; at += BATCH) {
             int64_t n = std::min(BATCH, tokens - at);
-            panel_sums<T>(m, p, from + at * row_bytes<T>(m), n, sums, {panel_at<T>(m, p + 1), tokens, at});
+            panel_sums<T>(m, p, from + at * stride, plain, n, sums, {panel_at<T>(m, p + 1), tokens, at});
             add_bias<T>(m, p, n, sums, count);
             for (int64_t t = 0; t < n; t++) narrow_row(sums + t * PANEL, out + (at + t) * m.rows + row, count);
         }
@@ -109,5 +138,5 @@ template <class T> void rows_of(const Matrix &m, const int64_t *rows, int64_t co
         if (m.dense())
             dense_row(static_cast<const T *>(m.data), rows[i], m.cols, out);
         else
-            (m.bits == 4 ? row_of<4, T> : row_of<8, T>)(m.packed(), rows[i], out);
+            with_coding(m, [&](auto coding) { row_of<decltype(coding)>(m.packed(), rows[i], out); });
 }

@@ -16,9 +16,18 @@
 #define T WEFT_TYPE
 extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 #undef T
-extern template void quantised_sums<4, 1>(const Packed &, const char *, int64_t, float *, Ahead);
-extern template void quantised_sums<4, 2>(const Packed &, const char *, int64_t, float *, Ahead);
-extern template void quantised_sums<8, 1>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<Octets>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
+#ifdef WEFT_AMX
+extern template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
+#endif
 
 namespace {
 
@@ -84,10 +93,10 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
     ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,       \
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
                                   int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,             \
-                                  int64_t window, float scale, float *lse, int64_t threads) {                          \
+                                  int64_t window, float scale, float *lse, const T *sinks, int64_t threads) {          \
         Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
         attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale,     \
-                        lse},                                                                                          \
+                        lse, sinks},                                                                                   \
                threads);                                                                                               \
     }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
@@ -107,8 +116,9 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
                                    int64_t tokens, int64_t top_k, T *out, int64_t threads) {                           \
         run_experts(*experts, x, {top_k, chosen, shares}, tokens, out, threads);                                       \
     }                                                                                                                  \
-    ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens) {                    \
-        return Workspace<T>(layers, count, tokens, nullptr).bytes;                                                     \
+    ENTRY int64_t weft_workspace_bytes_##NAME(const Layer *layers, int64_t count, int64_t tokens, int64_t all,         \
+                                              int64_t exchanged) {                                                     \
+        return Workspace<T>(layers, count, tokens, all, exchanged, nullptr).bytes;                                     \
     }                                                                                                                  \
     ENTRY void weft_stage_##NAME(const Layer *layers, int64_t count, const Step *step, char *workspace,                \
                                  int64_t threads) {                                                                    \

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <utility>
 
@@ -27,7 +28,9 @@ template <class T> struct Paged {
     int64_t q_heads, kv_heads, head_dim, window;
     int64_t q_width;  // elements from one token's queries to the next one's
     float scale;
-    float *lse;  // [tokens, q_heads], see `Attention.attend` of kernels/base.py; may be null
+    // See `Attention.attend` of kernels/base.py; may be null.
+    float *lse;      // [tokens, q_heads]
+    const T *sinks;  // [q_heads]
 
     int64_t group() const { return q_heads / kv_heads; }
 
@@ -79,6 +82,7 @@ template <class T> struct Paged {
     void finish(const Tile &tile, int64_t i, const float *sums, float total, float log_sum) const {
         int64_t at = place(tile, i, q_heads * head_dim);
         float share = 1.0f / total;
+        if (sinks) share /= 1.0f + std::exp(widen(sinks[at / head_dim % q_heads]) - log_sum);
         for (int64_t d = 0; d < head_dim; d++) out[at + d] = narrow<T>(sums[d] * share);
         if (lse) lse[at / head_dim] = log_sum;
     }

@@ -19,7 +19,7 @@ template <class T> void prepare_rows(const Matrix &m, const T *x, char *scratch,
 template <class T, class Out>
 void product(Team &team, const Matrix &m, const T *x, int64_t tokens, Out *out, char *scratch, bool prepared,
              Then then) {
-    if (!prepared && prepared_bytes<T>(m))
+    if (!prepared && !reads_plain<T>(m, tokens))
         team.each(tokens, [&](int64_t first, int64_t last) { prepare_rows(m, x, scratch, first, last); });
     team.each(
         m.panels(), [&](int64_t first, int64_t last) { multiply(m, x, scratch, tokens, out, first, last); }, then);

@@ -8,7 +8,8 @@
 // [BLOCK / 4][SLICE][4] numbers; with 4 bits, the first half of the columns are the low nibbles and the second half the
 // high ones. The panel's scales are [groups][PANEL] fp16, with as many minima in fp16 or zero points of a byte. A group
 // is one or more blocks, or half a block: PER_BLOCK, the number of groups in a block, is 2 for the latter and 1 for all
-// others.
+// others. Nested groups have two fp16 numbers, [groups][2][PANEL], and 12 bytes with scales and minima of 6 bits for
+// their NEST blocks, [groups][12][PANEL]: see `Packed::nested_at`.
 #pragma once
 
 #ifdef __x86_64__
@@ -25,9 +26,27 @@ constexpr int64_t SLICE = 16;  // rows of a panel, of which one vector holds a n
 constexpr int64_t SLICE = 8;
 #endif
 constexpr int64_t SLICES = PANEL / SLICE;
+constexpr int64_t NEST = 8;  // blocks of a nested group
 
-// The source of a group's lowest number, see formats/schemes.py. Mirrored in native/structures.py.
-enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM };
+// The source of a group's lowest number, see formats/schemes.py. Numbers of MXFP4 stand for values of a table, and scales
+// are powers of two of a byte each. Mirrored in native/structures.py.
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED };
+
+// How a block's numbers are stored. `PER_BLOCK`: groups in a block, see above. `TABLE`: numbers are places of MXFP4's.
+// `NESTED`: groups are nested ones.
+template <int BITS_, int PER_BLOCK_ = 1, bool TABLE_ = false, bool NESTED_ = false> struct Coding {
+    static constexpr int BITS = BITS_, PER_BLOCK = PER_BLOCK_;
+    static constexpr bool TABLE = TABLE_, NESTED = NESTED_;
+};
+using Octets = Coding<8>;
+using Nibbles = Coding<4>;
+using HalfBlocks = Coding<4, 2>;
+using Floats = Coding<4, 1, true>;
+using Nested = Coding<4, 1, false, true>;
+
+// Twice the values of MXFP4, made unsigned by adding MXFP4_ZERO.
+constexpr int MXFP4_ZERO = 12;
+constexpr uint8_t MXFP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // A matrix's columns in blocks. Its first group may lack some of its first blocks.
 struct Grouping {
@@ -66,15 +85,39 @@ inline floats halves(const char *from) {
 #endif
 }
 
-inline float half(const char *from) {
-    char lanes[2 * SLICE] = {};
-    std::memcpy(lanes, from, 2);
-    return halves(lanes)[0];
+typedef uint8_t octets __attribute__((vector_size(SLICE)));
+
+// Numbers of a byte each.
+inline ints words(octets eight) {
+#ifdef __AVX512F__
+    return (ints)_mm512_cvtepu8_epi32((__m128i)eight);
+#else
+    return __builtin_convertvector(eight, ints);
+#endif
 }
 
-inline floats bytes(const char *from) {
-    typedef uint8_t vector __attribute__((vector_size(SLICE)));
-    return __builtin_convertvector(load<vector>(from), floats);
+inline floats bytes(const char *from) { return __builtin_convertvector(words(load<octets>(from)), floats); }
+
+// Half of the powers of two whose exponents, plus 127, are given: 0 in place of the two smallest.
+inline floats powers(const char *from) {
+    return (floats)(words(load<octets>(from)) << 23) * 0.5f;
+}
+
+// The unsigned numbers that stored ones, of a byte each, stand for.
+template <class C> inline ints numbers(ints stored) {
+    if constexpr (!C::TABLE) return stored;
+#if defined(__AVX512BW__)
+    __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i *>(MXFP4)));
+    return (ints)_mm512_shuffle_epi8(table, (__m512i)stored);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(MXFP4)));
+    return (ints)_mm256_shuffle_epi8(table, (__m256i)stored);
+#else
+    uint8_t each[4 * SLICE];
+    std::memcpy(each, &stored, sizeof each);
+    for (uint8_t &number : each) number = MXFP4[number];
+    return load<ints>(each);
+#endif
 }
 
 // sum += the product of four columns of a slice with four numbers of x.
@@ -168,18 +211,81 @@ struct Packed {
     Lowest kind;
     Grouping columns;
 
+    // Of a group of one row.
+    int64_t scale_bytes() const { return kind == Lowest::MXFP4 ? 1 : kind == Lowest::NESTED ? 4 : 2; }
+    int64_t lowest_bytes() const { return kind == Lowest::ZERO ? 1 : kind == Lowest::NESTED ? 12 : 2; }
+
+    // Index of the scale of half `half` of a block: that of its group; of nested groups, that of the block itself.
+    template <class C> int64_t scale_index(int64_t block, int64_t half) const {
+        return C::NESTED ? block + columns.lacking : columns.group_of(block, half);
+    }
+
+    // Scales and lowest numbers of a slice's rows, given the index of their scale.
+    template <class C> void numbers_at(int64_t index, int64_t slice, floats &scale, floats &least) const {
+        if constexpr (C::NESTED) return nested_at(index, slice, scale, least);
+        int64_t from = index * PANEL + slice * SLICE;
+        scale = scales_at(from);
+        least = lowest_at<C::BITS>(scale, from);
+    }
+
+    // Those of nested groups: products of the group's two numbers with the block's, of 6 bits. Those of the first four
+    // blocks are the lower bits of bytes 0 to 3 (scales) and 4 to 7 (minima). Those of the others have their lower
+    // halves in bytes 8 to 11 and their upper bits above those of the first four.
+    void nested_at(int64_t index, int64_t slice, floats &scale, floats &least) const {
+        int64_t group = index / NEST, block = index % NEST;
+        const char *both = scales + group * scale_bytes() * PANEL + slice * SLICE * 2;
+        const char *sixes = lowest + group * lowest_bytes() * PANEL + slice * SLICE;
+        auto plane = [&](int64_t byte) { return words(load<octets>(sixes + byte * PANEL)); };
+        ints s, m;
+        if (block < NEST / 2) {
+            s = plane(block) & 63;
+            m = plane(block + 4) & 63;
+        } else {
+            ints low = plane(block + 4);
+            s = (low & 15) | (plane(block - 4) >> 2 & 48);
+            m = low >> 4 | (plane(block) >> 2 & 48);
+        }
+        scale = halves(both) * __builtin_convertvector(s, floats);
+        least = halves(both + 2 * PANEL) * __builtin_convertvector(-m, floats);
+    }
+
+    // Prefetch a share of the next nested group's numbers: its lines are as many as it has blocks.
+    void fetch_nested(int64_t index) const {
+        static_assert((4 + 12) * PANEL == 64 * NEST);
+        int64_t group = index / NEST + 1, line = index % NEST, scale_lines = 4 * PANEL / 64;
+        const char *at = line < scale_lines ? scales + group * 4 * PANEL + line * 64
+                                            : lowest + group * 12 * PANEL + (line - scale_lines) * 64;
+        __builtin_prefetch(at);
+    }
+
+    // The scales of a slice's group, from place `from` on.
+    floats scales_at(int64_t from) const {
+        return kind == Lowest::MXFP4 ? powers(scales + from) : halves(scales + from * 2);
+    }
+
+    // Its lowest numbers, given its scales.
+    template <int BITS> floats lowest_at(floats scale, int64_t from) const {
+        switch (kind) {
+            case Lowest::MINIMUM: return halves(lowest + from * 2);
+            case Lowest::ZERO: return scale * -bytes(lowest + from);
+            case Lowest::MXFP4: return scale * -float(MXFP4_ZERO);
+            default: return scale * -float(1 << (BITS - 1));
+        }
+    }
+
     template <int BITS> Packed panel(int64_t p) const {
         int64_t at = p * columns.groups() * PANEL;
-        return {values + p * columns.blocks * BLOCK_BYTES<BITS>, scales + at * 2,
-                lowest + at * (kind == Lowest::ZERO ? 1 : 2), kind, columns};
+        return {values + p * columns.blocks * BLOCK_BYTES<BITS>, scales + at * scale_bytes(),
+                lowest + at * lowest_bytes(), kind, columns};
     }
 };
 
 // Sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block, `step` bytes from
 // `next` on are prefetched; if N is 1, so that a loop would take time, the bytes of a block.
-template <int BITS, int PER_BLOCK, int N, int H>
+template <class C, int N, int H>
 [[gnu::noinline]] void quantised_tile(const Packed &panel, const char *x, int64_t first, float *sums, const char *next,
                                       int64_t step) {
+    constexpr int BITS = C::BITS, PER_BLOCK = C::PER_BLOCK;
     const Grouping &columns = panel.columns;
     // Addresses of every third row of x only: there are not enough registers for twelve.
     int64_t stride = Row::bytes(columns.blocks, PER_BLOCK), sums_after = Row::sums_after(columns.blocks);
@@ -202,16 +308,10 @@ template <int BITS, int PER_BLOCK, int N, int H>
 #pragma GCC unroll 4
         for (int i = 0; i < H * PER_BLOCK; i++) {
             int h = i / PER_BLOCK, half = i % PER_BLOCK;
-            int64_t from = (g * PER_BLOCK + half) * PANEL + (first + h) * SLICE;
-            scale[h][half] = halves(panel.scales + from * 2);
-            if (panel.kind == Lowest::MINIMUM)
-                lowest[h][half] = halves(panel.lowest + from * 2);
-            else if (panel.kind == Lowest::ZERO)
-                lowest[h][half] = scale[h][half] * -bytes(panel.lowest + from);
-            else
-                lowest[h][half] = scale[h][half] * -float(1 << (BITS - 1));
+            int64_t index = C::NESTED ? g + columns.lacking : g * PER_BLOCK + half;
+            panel.numbers_at<C>(index, first + h, scale[h][half], lowest[h][half]);
         }
-        for (int64_t end = PER_BLOCK == 2 ? block + 1 : columns.end(g); block < end; block++) {
+        for (int64_t end = PER_BLOCK == 2 || C::NESTED ? block + 1 : columns.end(g); block < end; block++) {
             if constexpr (N == 1) {
                 if (step)
 #pragma GCC unroll 16
@@ -220,6 +320,8 @@ template <int BITS, int PER_BLOCK, int N, int H>
                 for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(next + line);
             }
             next += step;
+            if constexpr (C::NESTED)
+                if (step) panel.fetch_nested(block + columns.lacking);
 #pragma GCC unroll 2
             for (int h = 0; h < H; h++) {
                 ints sum[N][PER_BLOCK] = {};
@@ -231,8 +333,8 @@ template <int BITS, int PER_BLOCK, int N, int H>
                     for (int n = 0; n < N; n++) {
                         const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
                         if constexpr (BITS == 4) {
-                            dot(sum[n][0], w & 0x0f0f0f0f, four);
-                            dot(sum[n][PER_BLOCK - 1], w >> 4 & 0x0f0f0f0f, four + BLOCK / 2);
+                            dot(sum[n][0], numbers<C>(w & 0x0f0f0f0f), four);
+                            dot(sum[n][PER_BLOCK - 1], numbers<C>(w >> 4 & 0x0f0f0f0f), four + BLOCK / 2);
                         } else {
                             dot(sum[n][v * PER_BLOCK / BITS], w, four);
                         }
@@ -263,22 +365,22 @@ template <int BITS, int PER_BLOCK, int N, int H>
 
 // A whole panel by tiles of N tokens, then by smaller ones (FEWER) for the other tokens. While `all` tokens are
 // multiplied, as many bytes are prefetched as a panel has, a share by each tile; none if `all` is 0.
-template <int BITS, int PER_BLOCK, int N, int... FEWER>
+template <class C, int N, int... FEWER>
 void quantised_tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *next, int64_t all) {
-    int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
+    int64_t stride = Row::bytes(panel.columns.blocks, C::PER_BLOCK);
     // Sixteen tokens are faster as two tiles of eight than as twelve and four.
     for (; tokens >= N && !(N == 12 && tokens == 16); tokens -= N, x += N * stride, sums += N * PANEL) {
         // A few tokens leave enough registers for several slices at once.
         constexpr int TOGETHER = N * SLICES <= 8 ? SLICES : 1;
-        constexpr int64_t WORK = BLOCK_BYTES<BITS> * N * TOGETHER / SLICES;
+        constexpr int64_t WORK = BLOCK_BYTES<C::BITS> * N * TOGETHER / SLICES;
         int64_t step = all ? (WORK / all + 63) / 64 * 64 : 0;
         for (int64_t slice = 0; slice < SLICES; slice += TOGETHER, next += step * panel.columns.blocks)
-            quantised_tile<BITS, PER_BLOCK, N, TOGETHER>(panel, x, slice, sums, next, step);
+            quantised_tile<C, N, TOGETHER>(panel, x, slice, sums, next, step);
     }
-    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<BITS, PER_BLOCK, FEWER...>(panel, x, tokens, sums, next, all);
+    if constexpr (sizeof...(FEWER) > 0) quantised_tiles<C, FEWER...>(panel, x, tokens, sums, next, all);
 }
 
-template <int BITS, int PER_BLOCK>
+template <class C>
 void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, const char *after, bool fetch) {
     // A single tile prefetches its own panel; several tiles prefetch what is read `after` it.
     constexpr int64_t MOST = 8 / SLICES;  // tokens of a tile that reads the panel once
@@ -288,26 +390,27 @@ void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, cons
 #ifdef __AVX512VNNI__
     // Twelve tokens have twelve sums of integers and twelve of floats in 32 registers; with half blocks, twice as many
     // integers.
-    if constexpr (PER_BLOCK == 1) return quantised_tiles<BITS, 1, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
-    quantised_tiles<BITS, PER_BLOCK, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
+    if constexpr (C::PER_BLOCK == 1) return quantised_tiles<C, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
+    quantised_tiles<C, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
 #else
-    quantised_tiles<BITS, PER_BLOCK, 2, 1>(panel, x, tokens, sums, next, all);
+    quantised_tiles<C, 2, 1>(panel, x, tokens, sums, next, all);
 #endif
 }
 
 // Sums of `tokens` prepared rows of x with a panel: [tokens][PANEL].
-template <int BITS, int PER_BLOCK>
+template <class C>
 void quantised_sums(const Packed &panel, const char *x, int64_t tokens, float *sums, Ahead ahead) {
-    int64_t stride = Row::bytes(panel.columns.blocks, PER_BLOCK);
+    int64_t stride = Row::bytes(panel.columns.blocks, C::PER_BLOCK);
     for (int64_t t = 0; t < tokens; t += FETCHING) {
         bool fetch = ahead.tokens && t + ahead.before == 0;
         int64_t n = std::min(FETCHING, tokens - t);
-        tiles<BITS, PER_BLOCK>(panel, x + t * stride, n, sums + t * PANEL, ahead.at, fetch);
+        tiles<C>(panel, x + t * stride, n, sums + t * PANEL, ahead.at, fetch);
     }
 }
 
 // One row of weights, dequantised: out [blocks * BLOCK].
-template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *out) {
+template <class C, class T> void row_of(const Packed &weights, int64_t row, T *out) {
+    constexpr int BITS = C::BITS;
     constexpr int64_t WORDS = BLOCK * BITS / 32;
     Packed panel = weights.panel<BITS>(row / PANEL);
     const Grouping &columns = panel.columns;
@@ -315,14 +418,15 @@ template <int BITS, class T> void row_of(const Packed &weights, int64_t row, T *
     const char *at = panel.values + (lane / SLICE * WORDS * SLICE + lane % SLICE) * 4;
     for (int64_t block = 0; block < columns.blocks; block++, at += BLOCK_BYTES<BITS>, out += BLOCK)
         for (int64_t first = 0; first < BLOCK; first += length) {
-            int64_t from = columns.group_of(block, first / length) * PANEL + lane;
-            float scale = half(panel.scales + from * 2), lowest = scale * -float(1 << (BITS - 1));
-            if (panel.kind == Lowest::MINIMUM) lowest = half(panel.lowest + from * 2);
-            if (panel.kind == Lowest::ZERO) lowest = scale * -float(uint8_t(panel.lowest[from]));
+            floats scales, lowests;
+            panel.template numbers_at<C>(panel.template scale_index<C>(block, first / length), lane / SLICE, scales,
+                                         lowests);
+            float scale = scales[lane % SLICE], lowest = lowests[lane % SLICE];
 #pragma GCC unroll 1
             for (int64_t i = first; i < first + length; i++) {
                 int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
                 if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
+                if (C::TABLE) q = MXFP4[q];
                 out[i] = narrow<T>(scale * float(q) + lowest);
             }
         }

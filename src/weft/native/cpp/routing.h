@@ -3,8 +3,8 @@
 
 #include "numbers.h"
 
-// The `top_k` of `count` experts with the highest scores, those of equal scores in the order of their numbers, and their
-// shares: the softmax over all scores, or, if `normalised`, over those of the chosen experts.
+// The `top_k` of `count` experts with the highest scores, those of equal scores in the order of their numbers, and
+// their shares: the softmax over all scores, or, if `normalised`, over those of the chosen experts.
 inline void choose_experts(const float *scores, int64_t count, int64_t top_k, bool normalised, int64_t *chosen,
                            float *shares) {
     for (int64_t e = 0; e < count; e++) {

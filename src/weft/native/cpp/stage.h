@@ -5,40 +5,20 @@
 #include <deque>
 
 #include "attention.h"
+#include "exchange.h"
 #include "experts.h"
 #include "matrix.h"
-#include "memory.h"
 #include "product.h"
 #include "routing.h"
 #include "rows.h"
 #include "sum.h"
 #include "team.h"
-
-// A router, whose weights are not quantised, and a rank's share of the experts. Mirrored in native/structures.py.
-struct Mixture {
-    Matrix router;
-    int64_t top_k, normalised;  // see `choose_experts`
-    Experts experts;
-};
-
-// One decoder layer with its KV cache; tensors are of T. A layer with a mixture of experts has no gate_up and down.
-// Mirrored in native/structures.py.
-struct Layer {
-    const void *attention_norm, *q_norm, *k_norm, *mlp_norm;
-    void *keys, *values;
-    Matrix qkv, out, gate_up, down;
-    const Mixture *mixture;  // null in a layer with one MLP
-    int64_t q_heads, kv_heads, head_dim, window;
-    int64_t group;  // KV group, whose tables and slots say where its keys and values are
-    float scale, head_eps, eps;
-
-    // The first matrix of the feed-forward part.
-    const Matrix &opening() const { return mixture ? mixture->experts.gate_up : gate_up; }
-};
+#include "workspace.h"
 
 // The step that a call computes, see Batch in kernels/batch.py. Mirrored in native/structures.py. x [tokens, hidden] is
 // summed over the ranks through `shared`, or by sum(), which returns 0, or another number if it failed. Both are null
-// if there is one rank.
+// if there is one rank. `exchange` is null unless other attention groups take the step with this one, which then may
+// have no tokens: only the exchange is read.
 struct Step {
     void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
@@ -49,70 +29,13 @@ struct Step {
     int64_t tokens, rows, table_width, block_size;
     const Shared *shared;
     int32_t (*sum)();
+    const Exchange *exchange;
+
+    // Tokens that go through the experts of a rank.
+    int64_t routed() const { return exchange ? exchange->tokens() : tokens; }
 
     Rows all_rows(int64_t group) const {
         return {row_starts, context, tables + group * rows * table_width, rows, table_width, block_size};
-    }
-};
-
-// Tokens that go through an MLP at a time: results between its products then stay in the CPU's cache.
-constexpr int64_t CHUNK = 256;
-
-// Memory for results between the parts of a layer, which all layers use in turn.
-template <class T> struct Workspace {
-    int64_t bytes = 0;
-    T *x;        // [tokens, hidden]: a norm's result, then what is to be added to the residual
-    T *qkv;      // [tokens, (q_heads + 2 kv_heads) * head_dim], q rotated in place
-    T *mixed;    // [tokens, q_heads * head_dim]
-    T *gate_up;  // [CHUNK, 2 * inner]
-    T *inner;    // [CHUNK, inner]
-    char *prepared;
-    float *scores;    // [tokens, experts], of tokens that go through the experts at once; so are `chosen` and `shares`
-    int64_t *chosen;  // [tokens, top_k]
-    float *shares;
-    ExpertSpace<T> experts;
-    int64_t widest = 0;  // elements of a token's row
-
-    // In `memory`, whose address is a multiple of WORKSPACE_ALIGNMENT; null to compute `bytes` only.
-    Workspace(const Layer *layers, int64_t count, int64_t tokens, char *memory)
-        : experts(tokens_at_once(tokens, most_chosen(layers, count)), most_chosen(layers, count)) {
-        int64_t chunk = std::min(tokens, CHUNK), hidden = 0, qkv_rows = 0, heads = 0, wide = 0, scratch = 0, routed = 0;
-        for (const Layer *l = layers; l < layers + count; l++) {
-            hidden = std::max(hidden, l->out.rows);
-            qkv_rows = std::max(qkv_rows, l->qkv.rows);
-            heads = std::max(heads, l->out.cols);
-            for (const Matrix *m : {&l->qkv, &l->out, &l->opening()})
-                scratch = std::max(scratch, scratch_bytes<T>(*m, tokens));
-            if (l->mixture) {
-                experts.include(l->mixture->experts);
-                routed = std::max(routed, l->mixture->router.rows);
-            } else {
-                wide = std::max(wide, l->gate_up.rows);
-                scratch = std::max(scratch, scratch_bytes<T>(l->down, tokens));
-            }
-        }
-        widest = std::max({wide, qkv_rows, experts.top_k * std::max(hidden, experts.width)});
-        Memory parts{memory};
-        parts.reserve(x, tokens * hidden);
-        parts.reserve(qkv, tokens * qkv_rows);
-        parts.reserve(mixed, tokens * heads);
-        parts.reserve(gate_up, chunk * wide);
-        parts.reserve(inner, chunk * wide / 2);
-        parts.reserve(prepared, scratch);
-        parts.reserve(scores, experts.tokens * routed);
-        parts.reserve(chosen, experts.tokens * experts.top_k);
-        parts.reserve(shares, experts.tokens * experts.top_k);
-        experts.reserve(parts);
-        bytes = parts.bytes;
-    }
-
-private:
-    // The most experts that a token has in any layer.
-    static int64_t most_chosen(const Layer *layers, int64_t count) {
-        int64_t most = 0;
-        for (const Layer *l = layers; l < layers + count; l++)
-            if (l->mixture) most = std::max(most, l->mixture->top_k);
-        return most;
     }
 };
 
@@ -138,7 +61,7 @@ template <class T> class Stage {
     }
 
     void prepare(const Matrix &m, const T *x, int64_t first, int64_t last) const {
-        if (little) prepare_rows(m, x, space.prepared, first, last);
+        if (little && !reads_plain<T>(m, step.tokens)) prepare_rows(m, x, space.prepared, first, last);
     }
 
     // Sum space.x over the ranks. Returns false if that failed: then the call ends.
@@ -150,13 +73,12 @@ template <class T> class Stage {
         return !failed;
     }
 
-    // residual += x if `add`; x = norm(residual), prepared for a product with `next`.
-    void norm(const void *weight, const Matrix &next, float eps, bool add, int64_t first, int64_t last) const {
+    // residual += x if `add`; x = norm(residual).
+    void norm(const void *weight, float eps, bool add, int64_t first, int64_t last) const {
         for (int64_t t = first; t < last; t++) {
             T *x = space.x + t * hidden, *r = residual() + t * hidden;
             norm_row<T>(add ? x : r, add ? r : nullptr, static_cast<const T *>(weight), x, hidden, eps);
         }
-        prepare(next, space.x, first, last);
     }
 
     // Rows of space.x from token `at` on become x W^T; then `join`.
@@ -165,16 +87,17 @@ template <class T> class Stage {
         return join(team, rows);
     }
 
-    // Rows of space.x are joined in two parts, of which only one does anything: the first when the last of them is done,
-    // by one thread, the second then by the whole team.
+    // Rows of space.x are joined in two parts, of which only one does anything: the first when the last of them is
+    // done, by one thread, the second then by the whole team.
     void join_at_once(Pieces rows) const {
         if (at_once) rows(int64_t(0), step.tokens);
     }
 
-    // Sum all rows of space.x over the ranks, and call rows(first, last) for them. Returns false if the sum failed.
-    bool join(Team &team, Pieces rows) {
+    // Sum all rows of space.x over the ranks, unless they are `complete`, and call rows(first, last) for them. Returns
+    // false if the sum failed.
+    bool join(Team &team, Pieces rows, bool complete = false) {
         if (at_once) return true;
-        if (!sum(team)) return false;
+        if (!complete && !sum(team)) return false;
         team.each(step.tokens, rows);
         return true;
     }
@@ -200,7 +123,7 @@ template <class T> class Stage {
         // All rows before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
         Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(l.group), l.q_heads, l.kv_heads, l.head_dim,
-                       l.window, width, l.scale, nullptr};
+                       l.window, width, l.scale, nullptr, static_cast<const T *>(l.sinks)};
         attend(team, paged, tiles[l.group], [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         return multiply_and_join(team, l.out, space.mixed, 0, rows);
     }
@@ -229,15 +152,23 @@ template <class T> class Stage {
         }
     }
 
-    // The experts of `count` tokens from token `at` on, and their shares.
-    void route(Team &team, const Mixture &m, const ExpertPass<T> &pass, int64_t at, int64_t count) const {
+    // The shares of the shared experts in the results of `count` tokens, whose rows are x.
+    void weigh_shared(const Matrix &weigher, const T *x, int64_t count, float *shares) const {
+        if (!weigher.rows) return std::fill(shares, shares + count, 1.0f);
+        multiply(weigher, x, nullptr, count, shares, 0, 1);
+        for (int64_t t = 0; t < count; t++) shares[t] = 1 / (1 + exp_moderate(-shares[t]));
+    }
+
+    // The experts of `count` tokens from token `at` on, and their shares; then then() once.
+    void route(Team &team, const Mixture &m, int64_t at, int64_t count, Then then) const {
         const T *x = space.x + at * hidden;
         auto choose = [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
                 choose_experts(space.scores + t * m.router.rows, m.router.rows, m.top_k, m.normalised,
                                space.chosen + t * m.top_k, space.shares + t * m.top_k);
+            if (m.has_shared())
+                weigh_shared(m.shared.weigher, x + first * hidden, last - first, space.experts.shared_share + first);
         };
-        auto assign = [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); };
         int64_t panels = m.router.panels();
         if (little)
             return team.each(
@@ -247,7 +178,7 @@ template <class T> class Stage {
                 },
                 [&] {
                     choose(0, count);
-                    assign();
+                    then();
                 });
         team.each(
             count,
@@ -256,65 +187,138 @@ template <class T> class Stage {
                 multiply(m.router, x + first * hidden, nullptr, last - first, scores, 0, panels);
                 choose(first, last);
             },
-            assign);
+            then);
     }
 
     bool mixture(Team &team, const Mixture &m, Pieces rows) {
-        ExpertPass<T> pass(m.experts, space.experts);
+        ExpertPass<T> pass(m, space.experts);
         int64_t most = space.experts.tokens;
         for (int64_t at = 0; at < step.tokens; at += most) {
             int64_t count = std::min(most, step.tokens - at);
             bool last = at + count == step.tokens;
-            route(team, m, pass, at, count);
-            const Matrix &first = m.experts.gate_up;
-            T *x = space.x + at * hidden;
-            const char *read = first.dense() ? reinterpret_cast<const char *>(x)
-                                             : space.prepared + at * prepared_bytes<T>(first);
-            pass.run(team, read, count, x, little, [&] {
+            route(team, m, at, count, [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); });
+            TokenRows x{pass.routed_rows(space.x, space.routed_rows, at),
+                        pass.shared_rows(space.x, space.shared_rows, at), count, 0, count};
+            pass.run(team, x, space.x + at * hidden, little, [&] {
                 if (last) join_at_once(rows);
             });
         }
         return join(team, rows);
     }
 
+    // The same for the tokens of all attention groups, which the ranks exchange.
+    bool exchanged_mixture(Team &team, const Mixture &m, Pieces rows) {
+        const Exchange &given = *step.exchange;
+        TokenExchange<T> exchange(given, hidden, m.top_k);
+        Tokens group{given.first, given.first + step.tokens};
+        int64_t all = given.tokens(), most = std::min(space.experts.tokens, exchange.most());
+        for (int64_t at = 0; at < all; at += most) {
+            Tokens chunk{at, std::min(at + most, all)};
+            exchanged_chunk(team, m, exchange, chunk, group.within(chunk), [&] {
+                if (chunk.last == all) join_at_once(rows);
+            });
+        }
+        return join(team, rows, given.complete);
+    }
+
+    // The results for the tokens `own` of this rank's group in a chunk of all tokens; then then() once.
+    void exchanged_chunk(Team &team, const Mixture &m, const TokenExchange<T> &exchange, Tokens chunk, Tokens own,
+                         Then then) {
+        ExpertPass<T> pass(m, space.experts);
+        int64_t at = own.count() ? own.first - step.exchange->first : 0, count = chunk.count();
+        T *x = space.x + at * hidden;
+        auto dispatch = [&] { exchange.dispatch(chunk, x, space.chosen, space.shares, own.first); };
+        if (own.count())
+            route(team, m, at, own.count(), dispatch);
+        else
+            team.each(0, [](int64_t, int64_t) {}, dispatch);
+        team.each(
+            count,
+            [&](int64_t from, int64_t to) {
+                Tokens some{chunk.first + from, chunk.first + to};
+                exchange.receive(chunk, some, space.received, space.chosen, space.shares);
+                pass.prepare_routed(space.received, space.routed_rows, from, to);
+            },
+            [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); });
+        TokenRows all{pass.routed_rows(space.received, space.routed_rows, 0),
+                      pass.shared_rows(space.x, space.shared_rows, at), count, own.first - chunk.first, own.count()};
+        auto combine = [&](int64_t from, int64_t to) {
+            exchange.combine(chunk, {own.first + from, own.first + to}, x + from * hidden);
+        };
+        pass.run(team, all, exchange.results(), little, [&] {
+            exchange.publish();
+            if (!little) return;
+            combine(0, own.count());
+            then();
+        });
+        if (!little) team.each(own.count(), combine, then);
+    }
+
+    // Prepare rows [first, last) for the first products of the feed-forward part.
+    void prepare_ffn(const Layer &l, int64_t first, int64_t last) const {
+        if (!l.mixture) return prepare(l.gate_up, space.x, first, last);
+        ExpertPass<T> pass(*l.mixture, space.experts);
+        pass.prepare_shared(space.x, space.shared_rows, first, last);
+        if (!step.exchange) pass.prepare_routed(space.x, space.routed_rows, first, last);
+    }
+
+    bool feed_forward(Team &team, const Layer &l, Pieces rows) {
+        if (!l.mixture) return mlp(team, l, rows);
+        return step.exchange ? exchanged_mixture(team, *l.mixture, rows) : mixture(team, *l.mixture, rows);
+    }
+
 public:
     Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, int64_t hidden)
         : step(step), space(space), tiles(tiles), hidden(hidden),
-          little(step.tokens <= CHUNK && step.tokens * space.widest <= LITTLE),
+          little(step.routed() <= CHUNK && step.routed() * space.widest <= LITTLE),
           at_once(little && !step.shared && !step.sum) {}
+
+    // The experts of a rank whose attention group has no tokens in the step.
+    void serve_others(Team &team, const Layer *layers, int64_t count) {
+        for (const Layer *l = layers; l < layers + count; l++)
+            if (l->mixture) exchanged_mixture(team, *l->mixture, [](int64_t, int64_t) {});
+    }
 
     void run(Team &team, const Layer *layers, int64_t count) {
         const Layer *end = layers + count;
         team.each(step.tokens, [&](int64_t first, int64_t last) {
-            norm(layers->attention_norm, layers->qkv, layers->eps, false, first, last);
+            norm(layers->attention_norm, layers->eps, false, first, last);
+            prepare(layers->qkv, space.x, first, last);
         });
         for (const Layer *l = layers; l < end; l++) {
             auto before_mlp = [&](int64_t first, int64_t last) {
-                norm(l->mlp_norm, l->opening(), l->eps, true, first, last);
-                // Rows are prepared before they are copied to the experts, however many they are.
-                if (l->mixture && !little) prepare_rows(l->opening(), space.x, space.prepared, first, last);
+                norm(l->mlp_norm, l->eps, true, first, last);
+                prepare_ffn(*l, first, last);
             };
             auto after_mlp = [&](int64_t first, int64_t last) {
                 const Layer *next = l + 1;
-                if (next < end) return norm(next->attention_norm, next->qkv, next->eps, true, first, last);
+                if (next < end) {
+                    norm(next->attention_norm, next->eps, true, first, last);
+                    return prepare(next->qkv, space.x, first, last);
+                }
                 for (int64_t i = first * hidden; i < last * hidden; i++)
                     residual()[i] = narrow<T>(widen(residual()[i]) + widen(space.x[i]));
             };
             if (!attention(team, *l, before_mlp)) return;
-            if (!(l->mixture ? mixture(team, *l->mixture, after_mlp) : mlp(team, *l, after_mlp))) return;
+            if (!feed_forward(team, *l, after_mlp)) return;
         }
     }
 };
 
 // step.residual through all layers. `memory` has as many bytes as Workspace computes.
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
-    Workspace<T> space(layers, count, step.tokens, memory);
+    Workspace<T> space(layers, count, step.tokens, step.routed(), step.exchange, memory);
     int64_t groups = 0;
-    for (const Layer *l = layers; l < layers + count; l++) groups = std::max(groups, l->group + 1);
+    for (const Layer *l = layers; step.tokens && l < layers + count; l++) groups = std::max(groups, l->group + 1);
     std::deque<Tiles> tiles;
     for (int64_t group = 0; group < groups; group++)
         tiles.emplace_back(step.all_rows(group), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
     Stage<T> stage(step, space, tiles, layers->out.rows);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->opening().rows * layers->opening().cols;
-    together(threads, weights * step.tokens > SMALL, [&](Team &team) { stage.run(team, layers, count); });
+    together(threads, weights * std::max(step.tokens, step.routed()) > SMALL, [&](Team &team) {
+        if (step.tokens)
+            stage.run(team, layers, count);
+        else
+            stage.serve_others(team, layers, count);
+    });
 }

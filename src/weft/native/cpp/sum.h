@@ -17,26 +17,35 @@ struct Shared {
     Signal &bell(int64_t rank) const { return reinterpret_cast<Signal *>(memory)[rank]; }
     char *slot(uint32_t turn, int64_t rank) const { return memory + head + ((turn & 1) * size + rank) * slot_bytes; }
 
+    // The turn that this rank has come to.
+    uint32_t turn() const { return bell(rank).value(); }
+
+    // Come to the next turn, for which this rank's slot has been written, and wait until all ranks have.
+    void meet() const {
+        uint32_t next = turn() + 1;
+        bell(rank).set(next);
+        for (int64_t r = 0; r < size; r++)
+            bell(r).wait([&](uint32_t reached) { return int32_t(reached - next) >= 0; });
+    }
+
     // x = the sum of all ranks' x, added in the order of ranks and rounded once: every rank gets the same bits.
     template <class T> void sum(T *x, int64_t count) const {
         for (int64_t most = slot_bytes / sizeof(T); count > 0; x += most, count -= most) {
             int64_t n = std::min(most, count);
-            uint32_t turn = bell(rank).value() + 1;
-            std::memcpy(slot(turn, rank), x, n * sizeof(T));
-            bell(rank).set(turn);
-            for (int64_t r = 0; r < size; r++)
-                bell(r).wait([&](uint32_t reached) { return int32_t(reached - turn) >= 0; });
-            add_up(turn, x, n);
+            std::memcpy(slot(turn() + 1, rank), x, n * sizeof(T));
+            meet();
+            add_up(0, x, n);
         }
     }
 
-    template <class T> void add_up(uint32_t turn, T *x, int64_t count) const {
+    // x = the sum of `count` elements from element `first` on of all ranks' slots of this turn.
+    template <class T> void add_up(int64_t first, T *x, int64_t count) const {
         constexpr int64_t PIECE = 256;
         for (int64_t at = 0; at < count; at += PIECE) {
             int64_t n = std::min(PIECE, count - at);
             float total[PIECE] = {};
             for (int64_t r = 0; r < size; r++) {
-                const T *part = reinterpret_cast<const T *>(slot(turn, r)) + at;
+                const T *part = reinterpret_cast<const T *>(slot(turn(), r)) + first + at;
 #pragma omp simd
                 for (int64_t i = 0; i < n; i++) total[i] += widen(part[i]);
             }

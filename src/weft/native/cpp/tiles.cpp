@@ -1,5 +1,6 @@
 // Attention, quantised products, sampling, scoring and masks: half of the code, compiled at the same time as native.cpp.
 #include "attention.h"
+#include "dequantised.h"
 #include "masks.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -8,9 +9,18 @@
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
 #undef T
-template void quantised_sums<4, 1>(const Packed &, const char *, int64_t, float *, Ahead);
-template void quantised_sums<4, 2>(const Packed &, const char *, int64_t, float *, Ahead);
-template void quantised_sums<8, 1>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<Octets>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
+template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
+#ifdef WEFT_AMX
+template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
+#endif
 
 ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
                        const SamplingSettings *settings, const uint64_t *streams, int64_t *tokens, int64_t threads) {

@@ -1,0 +1,103 @@
+"""Breaker: decides from the outcomes of requests and checks if a replica gets requests."""
+
+from __future__ import annotations
+
+FAILURES = 3  # in a row, until the breaker opens
+SHORTEST_S, LONGEST_S = 1.0, 30.0  # pause before the first probe, and after many failed ones
+SLOW_START_S = 10.0  # time in which the share of a recovered replica grows from SLOW_START_SHARE to all
+SLOW_START_SHARE = 0.1
+
+
+class Breaker:
+    """The health of one replica. All times are seconds of one clock, which the caller reads.
+
+    Closed, all requests pass. After FAILURES failures in a row it opens, and nothing passes for a pause. Then exactly
+    one request or check passes, the probe: its success closes the breaker, its failure doubles the pause.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0  # in a row
+        self.last_failure = ""
+        self._open_until: float | None = None  # None if closed
+        self._pause_s = SHORTEST_S
+        self._probing = False
+        self._recovered_at: float | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._open_until is None
+
+    def admits(self, now: float) -> bool:
+        """Return True if a request may be sent: the breaker is closed, or a probe is due and none runs."""
+        return self._open_until is None or (now >= self._open_until and not self._probing)
+
+    def begin(self) -> bool:
+        """Note that something is sent that `admits` allowed. Return True if it is the probe."""
+        if self._open_until is None:
+            return False
+        self._probing = True
+        return True
+
+    def end(self, probe: bool) -> None:
+        """Note the end of what `begin` began, after its outcome. A probe without an outcome leaves room for another."""
+        if probe:
+            self._probing = False
+
+    def succeed(self, now: float, *, probe: bool) -> None:
+        """Count a success: any response that is not the fault of the replica. While open, only the probe's counts."""
+        if self._open_until is not None:
+            if not probe:
+                return
+            self._open_until, self._pause_s, self._recovered_at = None, SHORTEST_S, now
+        self.failures, self.last_failure = 0, ""
+
+    def fail(self, now: float, reason: str, *, probe: bool) -> None:
+        """Count a failure: no connection, a response of 5xx, or a stall."""
+        self.failures += 1
+        self.last_failure = reason
+        if self._open_until is not None:
+            if probe:
+                self._pause_s = min(2 * self._pause_s, LONGEST_S)
+                self._open_until = now + self._pause_s
+        elif self.failures >= FAILURES:
+            self._open_until = now + self._pause_s
+
+    def share(self, now: float) -> float:
+        """Factor for the replica's weight: below 1 for SLOW_START_S after it has recovered."""
+        if self._recovered_at is None:
+            return 1.0
+        past = (now - self._recovered_at) / SLOW_START_S
+        if past >= 1:
+            self._recovered_at = None
+            return 1.0
+        return SLOW_START_SHARE + (1 - SLOW_START_SHARE) * past
+
+    def state(self, now: float) -> str:
+        """closed, open, or half-open if a probe is due or runs."""
+        if self._open_until is None:
+            return "closed"
+        return "half-open" if self._probing or now >= self._open_until else "open"
+
+
+class RetryBudget:
+    """Bounds the retries after failures of replicas that did get the request, so that a bad day is not doubled.
+
+    PRICE requests earn one retry, and at most SAVED retries are saved up.
+    """
+
+    PRICE = 5
+    SAVED = 20
+
+    def __init__(self) -> None:
+        self._saved = self.SAVED * self.PRICE  # in requests
+
+    def earn(self) -> None:
+        """Count a request."""
+        self._saved = min(self.SAVED * self.PRICE, self._saved + 1)
+
+    def spend(self) -> bool:
+        """Take one retry. Return False if there is none left."""
+        if self._saved < self.PRICE:
+            return False
+        self._saved -= self.PRICE
+        return True

@@ -1,0 +1,145 @@
+"""Checks: what the gateway asks and reads on its own: health and models of replicas, the file of upstreams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from weft.errors import ConfigError
+from weft.gateway.config import Timeouts, parse_url, read_upstreams, upstream_key
+from weft.gateway.fleet import Fleet
+from weft.gateway.replica import Attempt, Replica
+from weft.gateway.upstream import UpstreamError
+
+log = logging.getLogger("weft.gateway")
+
+CHECK_EVERY_S = 2.0
+CHECK_S = 5.0  # for the response to a check
+MODELS_EVERY_S = 30.0  # between two looks at the models of a replica; at once after it has recovered
+LIST_BYTES = 2**22  # of /v1/models
+MODEL_ROWS = 10_000
+
+
+class ModelList(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+async def check_forever(fleet: Fleet, timeouts: Timeouts, watch: FileWatch | None) -> None:
+    """Check the replicas and the watched file every CHECK_EVERY_S seconds, until it is cancelled."""
+    due: dict[Replica, float] = {}
+    while True:
+        if watch is not None:
+            watch.look()
+        replicas = tuple(fleet.replicas.values())
+        await asyncio.gather(*(_check(replica, fleet, timeouts, due) for replica in replicas))
+        due = {replica: due[replica] for replica in replicas if replica in due}
+        await asyncio.sleep(CHECK_EVERY_S)
+
+
+async def _check(replica: Replica, fleet: Fleet, timeouts: Timeouts, due: dict[Replica, float]) -> None:
+    was_closed = replica.breaker.closed
+    await check_health(replica, fleet, timeouts)
+    now = time.monotonic()
+    if replica.breaker.closed and (now >= due.get(replica, 0.0) or not was_closed):
+        await read_models(replica, timeouts)
+        due[replica] = now + MODELS_EVERY_S
+
+
+async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> None:
+    """GET /health: every response below 500 is fine, since not every server has that path.
+
+    A success closes the breaker, but says nothing of requests while it is closed. If the checks open it, requests
+    that wait for the replica go to others.
+    """
+    breaker = replica.breaker
+    if not breaker.admits(fleet.clock()):
+        return
+    attempt = Attempt(replica, counted=False)
+    try:
+        status, _ = await _get(attempt, "/health", timeouts)
+        fault = f"status {status} of /health" if status >= 500 else ""
+    except UpstreamError as error:
+        fault = str(error)
+    if fault:
+        attempt.fail(fleet.clock(), fault)
+    elif not breaker.closed:
+        attempt.succeed(fleet.clock())
+    attempt.close()
+    if fault and not breaker.closed:
+        replica.give_up_unanswered(UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy"))
+
+
+async def read_models(replica: Replica, timeouts: Timeouts) -> None:
+    """GET /v1/models. Without a list, requests for any model may go to the replica."""
+    attempt = Attempt(replica, counted=False)
+    try:
+        status, body = await _get(attempt, "/v1/models", timeouts)
+        if status == 200:
+            rows = msgspec.json.decode(body, type=ModelList).data[:MODEL_ROWS]
+            replica.listed = {row["id"]: row for row in rows if isinstance(row.get("id"), str)}
+    except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        log.debug("no models of %s: %s", replica.name, error)
+    finally:
+        attempt.close()
+
+
+async def _get(attempt: Attempt, path: str, timeouts: Timeouts) -> tuple[int, bytes]:
+    """Status and body of a small response. Raises UpstreamError."""
+    replica = attempt.replica
+    key = f"authorization: Bearer {replica.key}\r\n" if replica.key else ""
+    head = f"GET {replica.url.path}{path} HTTP/1.1\r\nhost: {replica.url.authority}\r\n{key}\r\n".encode()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(CHECK_S):
+            response = await attempt.request(b"GET", head, b"", connect_s=timeouts.connect, first_byte_s=0)
+            while piece := await attempt.read():
+                body += piece
+                if len(body) > LIST_BYTES:
+                    raise UpstreamError(f"{path} has more than {LIST_BYTES} bytes", code="response-too-large")
+    except TimeoutError:
+        raise UpstreamError(f"no response to {path} within {CHECK_S:g} s", code="check-timeout") from None
+    return response.status, bytes(body)
+
+
+class FileWatch:
+    """Keeps the fleet as a file of upstreams says. Replicas that do not come from the file stay."""
+
+    def __init__(self, fleet: Fleet, path: str) -> None:
+        self._fleet, self._path = fleet, path
+        self._stamp: tuple[int, int, int] | None = None
+        self._replicas: dict[str, Replica] = {}
+
+    def look(self) -> None:
+        """Read the file if it has changed. A faulty one is logged once, and changes nothing."""
+        try:
+            status = os.stat(self._path)
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+        except OSError:
+            stamp = (0, 0, 0)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self.apply()
+        except ConfigError as error:
+            log.error("the upstreams stay as they are: %s", error)
+
+    def apply(self) -> None:
+        """Make the fleet equal to the file. Raises ConfigError before anything is changed."""
+        upstreams = {str(parse_url(upstream.url)): upstream for upstream in read_upstreams(self._path)}
+        for upstream in upstreams.values():
+            upstream_key(upstream, os.environ)  # raises for a key that is not there
+        for name, replica in tuple(self._replicas.items()):
+            if upstreams.get(name) != replica.config:
+                self._fleet.remove(replica)
+                del self._replicas[name]
+                log.info("upstream %s is removed", name)
+        for name, upstream in upstreams.items():
+            if name not in self._replicas and name not in self._fleet.replicas:
+                self._replicas[name] = self._fleet.add(upstream)
+                log.info("upstream %s is added", name)

@@ -1,0 +1,257 @@
+"""GatewayConfig: the configuration of a gateway, from flags and YAML files; its defaults are here only."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from weft.errors import ConfigError, error_reason, nearest_name
+from weft.formats.yaml_text import load_yaml
+from weft.gateway.policy import OLD_NAMES, POLICIES
+
+UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+
+T = TypeVar("T")
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds. `connect`: for a connection, TLS included. `first_byte`: from the request to the first byte of the
+    response's body. `idle`: between two pieces of it. A value of 0 waits for ever.
+    """
+
+    connect: float = 2.0
+    first_byte: float = 120.0
+    idle: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 <= getattr(self, name) < 1e6:
+                raise ValueError(f"{name} must be seconds, 0 or more")
+
+
+class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server behind the gateway.
+
+    `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
+    what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants.
+    """
+
+    url: str
+    weight: float = 1.0
+    models: list[str] | dict[str, str] | None = None
+    key_env: str | None = None
+    key_file: str | None = None
+
+    @property
+    def aliases(self) -> dict[str, str] | None:
+        """The upstream's name of each model; None if they are not configured."""
+        models = self.models
+        return {name: name for name in models} if isinstance(models, list) else models
+
+
+class Discovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`file`: a YAML list of upstreams that is read again when it changes."""
+
+    file: str
+
+
+class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A key that clients send. Either `key` or `sha256`, its hash in hexadecimal, is given.
+
+    `models`: the only models that it may ask for; None for all. `admin`: it may change the gateway.
+    """
+
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    admin: bool = False
+    models: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError(f"{self.name!r} needs key or sha256")
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
+            raise ValueError(f"sha256 of {self.name!r} is not 64 hexadecimal digits")
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration of a gateway.
+
+    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output.
+    """
+
+    upstreams: list[UpstreamConfig] = []
+    policy: str = "least_conn"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    discover: Discovery | None = None
+    keys: str | None = None
+    timeouts: Timeouts = Timeouts()
+    access_log: str | None = None
+    max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**26  # conversations with pictures are large
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+
+
+class UpstreamUrl(msgspec.Struct, frozen=True):
+    """The parts of an upstream's URL. `path` comes before the path of every request."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.path}"
+
+    @property
+    def authority(self) -> str:
+        """Value of the Host header."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_url(url: str) -> UpstreamUrl:
+    """Parse an upstream's URL. Raises ConfigError.
+
+    A /v1 at its end is left out, since the paths of requests have it.
+    """
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(
+            f"upstream {url!r} is not the URL of a server; write it as http://10.0.1.10:8000", code="invalid-upstream"
+        )
+    port = port or (443 if parts.scheme == "https" else 80)
+    return UpstreamUrl(parts.scheme, host, port, parts.path.rstrip("/").removesuffix("/v1"))
+
+
+def read_config(path: str, given: Mapping[str, Any]) -> GatewayConfig:
+    """The configuration of a YAML file, with the values of flags in place of the file's.
+
+    Raises ConfigError, one line for the first fault.
+    """
+    content = _read_yaml(path) or {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a mapping, as in policy: least_conn", code="config-not-mapping")
+    return make_config({**content, **given}, path)
+
+
+def make_config(values: Mapping[str, Any], source: str = "the flags") -> GatewayConfig:
+    """Convert and check a configuration. Raises ConfigError."""
+    config = _convert(values, GatewayConfig, source)
+    config = msgspec.structs.replace(config, policy=OLD_NAMES.get(config.policy, config.policy))
+    if config.policy not in POLICIES:
+        near = nearest_name(config.policy, POLICIES)
+        raise ConfigError(
+            f"policy is {config.policy!r}; it must be one of {', '.join(POLICIES)}{near}", code="unknown-policy"
+        )
+    if not config.upstreams and config.discover is None:
+        raise ConfigError("there is no upstream; give --upstream URL, or upstreams in --config", code="no-upstream")
+    check_upstreams(config.upstreams)
+    return config
+
+
+def check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
+    """Raise ConfigError for a URL that is wrong or there twice, a weight out of range, or a key that is missing."""
+    seen: set[UpstreamUrl] = set()
+    for upstream in upstreams:
+        url = parse_url(upstream.url)
+        if url in seen:
+            raise ConfigError(
+                f"upstream {upstream.url} is there twice; give it a larger weight instead", code="duplicate-upstream"
+            )
+        seen.add(url)
+        if not 0 < upstream.weight <= 1e6:
+            raise ConfigError(
+                f"weight of {upstream.url} is {upstream.weight:g}; it must be above 0", code="invalid-weight"
+            )
+        upstream_key(upstream, os.environ)
+
+
+def upstream_key(upstream: UpstreamConfig, environment: Mapping[str, str]) -> str | None:
+    """The key that an upstream wants; None without one. Raises ConfigError if it is missing."""
+    if upstream.key_env is not None:
+        key = environment.get(upstream.key_env, "").strip()
+        if not key:
+            raise ConfigError(
+                f"key_env of {upstream.url}: {upstream.key_env} is not set in the environment",
+                code="upstream-key-unset",
+            )
+        return _sendable(key, f"{upstream.key_env} in the environment")
+    if upstream.key_file is not None:
+        key = _read(upstream.key_file, "upstream-key-unreadable").strip()
+        if not key:
+            raise ConfigError(f"key_file {upstream.key_file} is empty", code="upstream-key-unset")
+        return _sendable(key, upstream.key_file)
+    return None
+
+
+def _sendable(key: str, source: str) -> str:
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the key of {source} has characters that no header can carry", code="upstream-key-unusable")
+    return key
+
+
+def read_upstreams(path: str) -> list[UpstreamConfig]:
+    """The upstreams of a discovery file. Raises ConfigError."""
+    upstreams = _convert(_read_yaml(path) or [], list[UpstreamConfig], path)
+    check_upstreams(upstreams)
+    return upstreams
+
+
+def convert_upstream(values: Any) -> UpstreamConfig:
+    """One upstream, as POST /gateway/add gets it. Raises ConfigError."""
+    upstream = _convert(values, UpstreamConfig, "the body")
+    check_upstreams([upstream])
+    return upstream
+
+
+def read_keys(path: str) -> list[ClientKey]:
+    """The keys of a file. Raises ConfigError for a bad file, and for two keys with one name."""
+    keys = _convert(_read_yaml(path) or [], list[ClientKey], path)
+    names = [key.name for key in keys]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{path} has two keys of the name {twice!r}", code="duplicate-key-name")
+    if not keys:
+        raise ConfigError(f"{path} has no key; without keys leave `keys` out", code="no-keys")
+    return keys
+
+
+def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        unknown = UNKNOWN_FIELD.search(str(error))
+        if unknown:
+            fields = {
+                field
+                for struct in (GatewayConfig, UpstreamConfig, Timeouts, ClientKey, Discovery)
+                for field in struct.__struct_fields__
+            }
+            near = nearest_name(unknown[1], fields)
+            raise ConfigError(f"{source}: {error}{near}", code="unknown-field") from None
+        raise ConfigError(f"{source}: {error}", code="invalid-field") from None
+
+
+def _read_yaml(path: str) -> Any:
+    try:
+        return load_yaml(_read(path, "cannot-read-config"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML: {error}", code="config-not-yaml") from None
+
+
+def _read(path: str, code: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error_reason(error)}", code=code) from None

@@ -1,0 +1,131 @@
+"""Exchange: one client's request, as it goes to replicas, and what the access log says of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import Scope
+
+from weft.gateway.keys import Client
+from weft.gateway.policy import Fingerprint
+from weft.gateway.replica import Attempt, Replica
+from weft.gateway.upstream import UpstreamError
+
+HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
+
+# RFC 9110: about one connection, not about the message. The others are written anew for each upstream.
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+WRITTEN_ANEW = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"x-forwarded-for",
+    b"x-forwarded-proto",
+    HOP_HEADER,
+}
+KEYS = frozenset((b"authorization", b"x-api-key"))
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(UpstreamError):
+    """The client has closed its connection."""
+
+
+class Exchange:
+    """One request of a client.
+
+    `model`, `fingerprint`: what routing reads. `attempt`: the try that runs. `gone`: the client has closed its
+    connection. The other fields are for the access log: `outcome` is "complete" or the code of an error.
+    """
+
+    def __init__(self, scope: Scope, body: bytes, client: Client, gateway: bytes) -> None:
+        self.scope, self.body, self.client = scope, body, client
+        self.method: bytes = scope["method"].encode()
+        self.model = ""
+        self.fingerprint = Fingerprint()
+        self.attempt: Attempt | None = None
+        self.gone = False
+        self.tried: list[Replica] = []
+        self.status = self.bytes_out = 0
+        self.began_s, self.first_byte_s = time.monotonic(), 0.0
+        self.outcome = "internal-error"  # unless something else is noted
+        self._common = self._common_head(gateway)
+
+    def head(self, replica: Replica, length: int) -> bytes:
+        """Request line and header fields for a replica, and a body of `length` bytes."""
+        scope, url = self.scope, replica.url
+        target = url.path.encode() + scope.get("raw_path", scope["path"].encode())
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, target, url.authority.encode()), self._common]
+        if length or self.method in (b"POST", b"PUT", b"PATCH"):
+            lines.append(b"content-length: %d\r\n" % length)
+        if replica.key is not None:
+            lines.append(b"authorization: Bearer %b\r\n" % replica.key.encode())
+        elif not self.client.known:  # the gateway has no keys of its own: these are the upstream's
+            lines += [b"%b: %b\r\n" % pair for pair in self.scope["headers"] if pair[0] in KEYS]
+        return b"".join([*lines, b"\r\n"])
+
+    def _common_head(self, gateway: bytes) -> bytes:
+        """The header fields that are the same for all replicas."""
+        headers: Headers = self.scope["headers"]
+        peer = self.scope.get("client")
+        forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
+        hops = [value for name, value in headers if name == HOP_HEADER]
+        sent = without(headers, WRITTEN_ANEW | KEYS)
+        sent += [
+            (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
+            (b"x-forwarded-proto", self.scope["scheme"].encode()),
+            (HOP_HEADER, b", ".join([*hops, gateway])),
+        ]
+        return b"".join([b"%b: %b\r\n" % pair for pair in sent])
+
+    def begin_attempt(self, replica: Replica) -> Attempt:
+        """Note the next try."""
+        self.tried.append(replica)
+        self.attempt = Attempt(replica)
+        return self.attempt
+
+    def leave(self) -> None:
+        """Cancel what runs: the client has gone."""
+        self.gone = True
+        if self.attempt is not None:
+            self.attempt.cancel(client_gone())
+
+    def log_row(self) -> dict[str, Any]:
+        """The line of the access log: no prompt, no answer, no key."""
+        now = time.monotonic()
+        peer = self.scope.get("client")
+        return {
+            "time": round(time.time(), 3),
+            "client": peer[0] if peer else None,
+            "key": self.client.name,
+            "method": self.scope["method"],
+            "path": self.scope["path"],
+            "model": self.model or None,
+            "upstream": self.tried[-1].name if self.tried else None,
+            "tries": len(self.tried),
+            "status": self.status,
+            "outcome": self.outcome,
+            "bytes_in": len(self.body),
+            "bytes_out": self.bytes_out,
+            "first_byte_s": round(self.first_byte_s - self.began_s, 4) if self.first_byte_s else None,
+            "total_s": round(now - self.began_s, 4),
+        }
+
+
+def client_gone() -> ClientGoneError:
+    return ClientGoneError("the client has closed its connection", code="client-gone")
+
+
+def without(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
+    """The header fields whose names are not in `dropped`, nor named by a Connection field."""
+    pairs = list(headers)
+    named = {part.strip().lower() for name, value in pairs if name == b"connection" for part in value.split(b",")}
+    return [(name, value) for name, value in pairs if name not in dropped and name not in named]

@@ -1,0 +1,93 @@
+"""Fleet: the replicas of a gateway, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.gateway.config import UpstreamConfig, parse_url
+from weft.gateway.policy import Fingerprint, Policy, ReplicaViews
+from weft.gateway.replica import Replica
+
+
+class Fleet:
+    """The replicas by name. `clock` reads monotonic seconds."""
+
+    def __init__(self, upstreams: Collection[UpstreamConfig], policy: Policy, clock: Callable[[], float]) -> None:
+        self.replicas: dict[str, Replica] = {}
+        self.policy = policy
+        self.clock = clock
+        for upstream in upstreams:
+            self.add(upstream)
+
+    def add(self, upstream: UpstreamConfig) -> Replica:
+        """Add a replica; one that is being drained, and is the same otherwise, gets requests again.
+
+        Raises ConfigError if it is already there.
+        """
+        name = str(parse_url(upstream.url))
+        known = self.replicas.get(name)
+        if known is not None and known.draining and known.config == upstream:
+            known.draining = False
+            return known
+        if known is not None:
+            raise ConfigError(f"upstream {name} is already there; remove it first", code="duplicate-upstream")
+        self.replicas[name] = replica = Replica(upstream)
+        return replica
+
+    def find(self, url: str) -> Replica:
+        """The replica at a URL. Raises ConfigError."""
+        name = str(parse_url(url))
+        if name not in self.replicas:
+            raise ConfigError(
+                f"there is no upstream {name}; there are {', '.join(self.replicas) or 'none'}", code="unknown-upstream"
+            )
+        return self.replicas[name]
+
+    def remove(self, replica: Replica) -> None:
+        """Forget a replica; requests that it has go on."""
+        replica.draining = True
+        if self.replicas.get(replica.name) is replica:  # another one may have its name by now
+            del self.replicas[replica.name]
+        replica.close()
+
+    def available(self) -> list[Replica]:
+        """The replicas that may get a request now."""
+        now = self.clock()
+        return [replica for replica in self.replicas.values() if not replica.draining and replica.breaker.admits(now)]
+
+    def candidates(self, model: str, tried: Collection[Replica]) -> list[Replica]:
+        """The replicas that may get a request for `model` now, without those that were tried."""
+        return [replica for replica in self.available() if replica not in tried and replica.serves(model)]
+
+    def knows_model(self, model: str) -> bool:
+        """Return True if a replica serves the model, or may, whatever its health."""
+        return any(replica.serves(model) for replica in self.replicas.values())
+
+    def choose(self, fingerprint: Fingerprint, candidates: list[Replica]) -> Replica:
+        """The policy's choice among at least one candidate."""
+        now = self.clock()
+        weights = [replica.weight * replica.breaker.share(now) for replica in candidates]
+        if len(set(weights)) == 1:
+            weights = []  # the policies' short way
+        views = ReplicaViews(
+            [replica.connections for replica in candidates], weights, [replica.name for replica in candidates]
+        )
+        return candidates[self.policy.choose_replica(fingerprint, views)]
+
+    def model_rows(self) -> list[dict[str, Any]]:
+        """The rows of /v1/models: every model of every replica that is not being drained, once, in order of name."""
+        rows: dict[str, dict[str, Any]] = {}
+        for replica in self.replicas.values():
+            if replica.draining:
+                continue
+            for name in replica.models or ():
+                row = (replica.listed or {}).get(replica.own_name(name)) or {"object": "model", "owned_by": "upstream"}
+                rows.setdefault(name, {**row, "id": name})
+        return [rows[name] for name in sorted(rows)]
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for replica in self.replicas.values():
+            replica.close()

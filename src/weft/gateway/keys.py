@@ -1,0 +1,101 @@
+"""Keys that clients of the gateway send."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from weft.gateway.config import ClientKey
+from weft.serving.errors import HttpError
+
+
+class Client(NamedTuple):
+    """The sender of a request.
+
+    `known`: it sent a key of the gateway. `models`: the only ones that it may use; None for all.
+    """
+
+    name: str | None = None
+    known: bool = False
+    admin: bool = False
+    models: frozenset[str] | None = None
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+class Keys:
+    """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
+
+    def __init__(self, keys: Sequence[ClientKey], admin_key: str | None) -> None:
+        self._clients = [(_digest_of(key), _client_of(key)) for key in keys]
+        if admin_key:
+            self._clients.append((_digest(admin_key.encode()), Client("admin", True, True)))
+        self._required = bool(keys)
+        self._has_admin = any(client.admin for _, client in self._clients)
+
+    def identify(self, scope: Scope) -> Client:
+        """The sender of a request. Raises HttpError 401 if keys are required and none of them was sent."""
+        client = self._find(scope)
+        if client is None and self._required:
+            raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
+        return client or Client()
+
+    def check_admin(self, scope: Scope) -> None:
+        """Raise HttpError 403 or 401 unless the sender may change the gateway.
+
+        Without an admin key these are the processes of this machine, but not through a proxy on it, whose clients are
+        anywhere. The page of a browser on this machine may send under a name that leads here: that is refused too.
+        """
+        if self._has_admin:
+            client = self._find(scope)
+            if client is None or not client.admin:
+                raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
+            return
+        headers, peer = Headers(scope=scope), scope.get("client")
+        proxied = "x-forwarded-for" in headers or "forwarded" in headers
+        if proxied or not _names_address(headers.get("host", "")) or not peer or not ip_address(peer[0]).is_loopback:
+            raise HttpError(
+                403,
+                "only this machine may do this; set WEFT_ADMIN_KEY in the gateway's environment to allow it elsewhere",
+                code="admin-key-unset",
+            )
+
+    def _find(self, scope: Scope) -> Client | None:
+        if not self._clients:
+            return None
+        headers = Headers(scope=scope)
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(given.encode("latin-1", errors="replace"))
+        # Every digest is compared: the time taken reveals nothing about a key.
+        matching = [client for known, client in self._clients if hmac.compare_digest(digest, known)]
+        return matching[0] if matching and given else None
+
+
+def _names_address(host: str) -> bool:
+    """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _client_of(key: ClientKey) -> Client:
+    return Client(key.name, True, key.admin, None if key.models is None else frozenset(key.models))
+
+
+def _digest_of(key: ClientKey) -> bytes:
+    return bytes.fromhex(key.sha256) if key.sha256 is not None else _digest((key.key or "").encode())
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,198 @@
+"""Replica: one upstream with its connections, its health and what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from typing import Any
+
+from weft.errors import error_reason
+from weft.gateway.breaker import Breaker
+from weft.gateway.config import UpstreamConfig, parse_url, upstream_key
+from weft.gateway.upstream import ResponseHead, UpstreamConnection, UpstreamError
+
+log = logging.getLogger("weft.gateway")
+
+IDLE_CONNECTIONS = 256  # kept open for later requests
+
+
+class Replica:
+    """One upstream.
+
+    `connections`: number of unfinished requests. `unanswered`: those without a byte of their response. `draining`: it
+    gets no new ones. `listed`: the rows of its
+    /v1/models by name; None before they are known.
+    """
+
+    def __init__(self, config: UpstreamConfig) -> None:
+        self.config = config
+        self.url = parse_url(config.url)
+        self.name = str(self.url)
+        self.weight = config.weight
+        self.key = upstream_key(config, os.environ)
+        self.breaker = Breaker()
+        self.connections = 0
+        self.unanswered: set[Attempt] = set()
+        self.draining = False
+        self.listed: dict[str, dict[str, Any]] | None = None
+        self._aliases = config.aliases
+        self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
+        self._idle: list[UpstreamConnection] = []
+
+    # Models
+
+    @property
+    def models(self) -> dict[str, str] | None:
+        """The upstream's name of each model of the gateway; None if any name may be sent to it."""
+        if self._aliases is not None:
+            return self._aliases
+        return None if self.listed is None else {name: name for name in self.listed}
+
+    def serves(self, model: str) -> bool:
+        """Return True if the model is served here, or may be. Every replica serves "", a request without a model."""
+        names = self._aliases if self._aliases is not None else self.listed
+        return not model or names is None or model in names
+
+    def own_name(self, model: str) -> str:
+        """The name that this upstream has for a model of the gateway."""
+        return self._aliases.get(model, model) if self._aliases else model
+
+    # Connections
+
+    def idle_connection(self) -> UpstreamConnection | None:
+        """An open connection that no request uses, the one used last; None if there is none."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self, limit_s: float) -> UpstreamConnection:
+        """Open a connection. Raises UpstreamError."""
+        loop, url = asyncio.get_running_loop(), self.url
+        try:
+            async with asyncio.timeout(limit_s or None):
+                _, connection = await loop.create_connection(UpstreamConnection, url.host, url.port, ssl=self._tls)
+        except TimeoutError:
+            raise UpstreamError(
+                f"no connection to it within {limit_s:g} s", code="connect-timeout", sent=False
+            ) from None
+        except OSError as error:
+            raise UpstreamError(
+                f"cannot connect to it: {error_reason(error)}", code="cannot-connect", sent=False
+            ) from None
+        return connection
+
+    def give_back(self, connection: UpstreamConnection) -> None:
+        """Keep a connection for later, or close it."""
+        if connection.reusable and len(self._idle) < IDLE_CONNECTIONS:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def give_up_unanswered(self, error: UpstreamError) -> None:
+        """Let the requests that wait for this replica go to others."""
+        for attempt in tuple(self.unanswered):
+            attempt.cancel(error)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+class Attempt:
+    """One request at one replica, from here until `close`. If not `counted` it is the gateway's own, not a client's."""
+
+    def __init__(self, replica: Replica, *, counted: bool = True) -> None:
+        self.replica = replica
+        self._probe = replica.breaker.begin()
+        self._connection: UpstreamConnection | None = None
+        self._failure: UpstreamError | None = None
+        self._closed = self._failed = False
+        self._counted = counted
+        if counted:
+            replica.connections += 1
+            replica.unanswered.add(self)
+
+    async def request(
+        self, method: bytes, head: bytes, body: bytes, *, connect_s: float, first_byte_s: float
+    ) -> ResponseHead:
+        """Send the request; return the head of the response. Raises UpstreamError.
+
+        An idle connection that turns out to be closed is replaced by a new one.
+        """
+        connection = self.replica.idle_connection()
+        if connection is not None:
+            self._connection = connection
+            try:
+                return await connection.request(method, head, body, first_byte_s)
+            except UpstreamError as error:
+                if self._failure or connection.received or error.stalled:
+                    raise
+        connection = await self.replica.connect(connect_s)
+        if self._failure is not None:
+            connection.close()
+            raise self._failure
+        self._connection = connection
+        return await connection.request(method, head, body, first_byte_s)
+
+    async def read(self) -> bytes:
+        """The next bytes of the response's body; empty at its end. Raises UpstreamError."""
+        assert self._connection is not None
+        return await self._connection.read()
+
+    def note_answered(self, limit_s: float) -> None:
+        """Note that the response has begun; from here on at most `limit_s` seconds may pass without a byte."""
+        assert self._connection is not None
+        self.replica.unanswered.discard(self)
+        self._connection.limit_gaps(limit_s)
+
+    def fail(self, now: float, reason: str) -> None:
+        """Count the attempt as a failure of its replica, once."""
+        if self._failed:
+            return
+        self._failed = True
+        breaker = self.replica.breaker
+        was_closed = breaker.closed
+        breaker.fail(now, reason, probe=self._probe)
+        self._end_probe()
+        if was_closed and not breaker.closed:
+            log.warning("upstream %s gets no requests: %s", self.replica.name, reason)
+
+    def succeed(self, now: float) -> None:
+        """Count the attempt as a success of its replica."""
+        breaker = self.replica.breaker
+        was_closed = breaker.closed
+        breaker.succeed(now, probe=self._probe)
+        self._end_probe()
+        if breaker.closed and not was_closed:
+            log.info("upstream %s gets requests again", self.replica.name)
+
+    def _end_probe(self) -> None:
+        """Make room for another probe: a stream may go on for long after its outcome as a probe."""
+        self.replica.breaker.end(self._probe)
+        self._probe = False
+
+    def cancel(self, error: UpstreamError) -> None:
+        """End the request with `error`, which `request` or `read` raises."""
+        if self._closed:
+            return
+        self._failure = error
+        if self._connection is not None:
+            self._connection.fail(error)
+
+    def close(self) -> None:
+        """End the request, if it has not ended. Calling it twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._counted:
+            self.replica.connections -= 1
+            self.replica.unanswered.discard(self)
+        self._end_probe()
+        if self._connection is not None:
+            self.replica.give_back(self._connection)

@@ -1,0 +1,143 @@
+"""run_gateway(): bind, check the configuration against the machine, serve, and shut down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from ipaddress import ip_address
+
+from weft.errors import ConfigError, error_reason
+from weft.gateway.access_log import AccessLog
+from weft.gateway.app import create_app
+from weft.gateway.checks import FileWatch, check_forever
+from weft.gateway.config import GatewayConfig, UpstreamConfig, parse_url, read_keys
+from weft.gateway.fleet import Fleet
+from weft.gateway.keys import Keys
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.policy import POLICIES
+from weft.gateway.proxy import Proxy
+from weft.serving import listen
+from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.http_server import HttpServer, loop_factory
+from weft.serving.options import ServeOptions
+from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
+
+log = logging.getLogger("weft.gateway")
+
+KEEPALIVE_S = 75.0  # nginx's default: clients keep their connections between requests
+
+
+def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then until the running requests have ended. Raises ConfigError."""
+    options = ServeOptions(
+        host=config.host, port=config.port, ssl_keyfile=config.ssl_keyfile, ssl_certfile=config.ssl_certfile
+    )
+    listen.check_tls(options)
+    with listen.bind(options) as listener:
+        check_hosts(config.upstreams, listener.getsockname())
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(_run(config, options, admin_key, shutdown_timeout, listener))
+        finally:
+            cancel_exit_deadline()
+
+
+def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
+    """The proxy of a configuration, without a server. Raises ConfigError. Call it in the event loop."""
+    fleet = Fleet(config.upstreams, POLICIES[config.policy](), time.monotonic)
+    watch = None
+    if config.discover is not None:
+        watch = FileWatch(fleet, config.discover.file)
+        watch.apply()
+        if not fleet.replicas:
+            log.warning("%s has no upstreams yet", config.discover.file)
+    keys = Keys(read_keys(config.keys) if config.keys is not None else (), admin_key)
+    access_log = AccessLog(config.access_log) if config.access_log is not None else None
+    metrics = GatewayMetrics(fleet)
+    return Proxy(fleet, keys, config.timeouts, metrics, access_log, watch, max_body_bytes=config.max_body_bytes)
+
+
+def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:
+    """Raise ConfigError for a host name that nobody knows, and for the gateway's own address."""
+    host, port = address[:2]
+    for upstream in upstreams:
+        url = parse_url(upstream.url)
+        try:
+            found = {str(row[4][0]) for row in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)}
+        except OSError as error:
+            raise ConfigError(
+                f"upstream {upstream.url}: nobody knows the host {url.host}: {error_reason(error)}",
+                code="unknown-host",
+            ) from None
+        everywhere = ip_address(host).is_unspecified
+        own = any(ip == host or (everywhere and ip_address(ip.partition("%")[0]).is_loopback) for ip in found)
+        if own and url.port == port:
+            raise ConfigError(
+                f"upstream {upstream.url} is this gateway itself; give another --port or the server's address",
+                code="upstream-is-gateway",
+            )
+
+
+async def _run(
+    config: GatewayConfig,
+    options: ServeOptions,
+    admin_key: str | None,
+    shutdown_timeout: float,
+    listener: socket.socket,
+) -> None:
+    proxy = create_proxy(config, admin_key)
+    limits = fit_to_files(
+        # Half of the files: a connection to an upstream for each of a client.
+        ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * config.max_body_bytes),
+        raise_file_limit() // 2,
+    )
+    server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
+    checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch))
+    listen.start_listening(listener, options)
+    log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
+    try:
+        with handle_stop_signals(server.on_signal, shutdown_timeout):
+            await server.serve(sockets=[listener])
+    finally:
+        checking.cancel()
+        proxy.close()
+
+
+class GatewayServer(HttpServer):
+    """The server of a proxy. The first signal lets running requests end, the second cuts them off."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        listener: socket.socket,
+        limits: ConnectionLimits,
+        options: ServeOptions,
+        shutdown_timeout: float,
+    ) -> None:
+        super().__init__(
+            create_app(proxy), listener, limits, ssl_keyfile=options.ssl_keyfile, ssl_certfile=options.ssl_certfile
+        )
+        self._proxy, self._shutdown_timeout = proxy, shutdown_timeout
+        self._ending: asyncio.Task[None] | None = None
+
+    def on_signal(self, number: signal.Signals, at_s: float) -> None:
+        """Begin to shut down, or hasten it."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(number))
+        else:
+            self.leave()
+
+    async def _end(self, number: signal.Signals) -> None:
+        proxy = self._proxy
+        proxy.draining = True
+        log.info("%s: stopping; %d requests still run", number.name, len(proxy.running))
+        try:
+            async with asyncio.timeout(self._shutdown_timeout):
+                await proxy.idle.wait()
+        except TimeoutError:
+            log.warning("requests cut off: %d", len(proxy.running))
+        self.leave()

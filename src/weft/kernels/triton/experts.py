@@ -1,0 +1,220 @@
+"""The MLPs of a rank's experts, each of which computes the tokens that chose it: two launches for all of them.
+
+A program multiplies some rows of one expert's matrix with a block of that expert's tokens. Blocks without tokens end at
+once. Their number depends on the number of tokens alone, so that a CUDA graph can hold the launches. The weights of
+an expert are read once for each block, and from the second cache if its other blocks run at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.architectures.shape import Experts
+from weft.kernels.base import ExpertStack
+from weft.kernels.triton.products import MOST, TILES
+from weft.kernels.triton.routing import SortedRows, most_blocks, sort_rows, sum_parts
+from weft.kernels.triton.weights import PackedWeight, load_weights, pack_weight
+from weft.kernels.warm import KernelLaunch, first_of_variants
+from weft.quant.quantised import QuantisedWeight
+
+# The same as TILES for weights that are not quantised: chosen by bytes in flight and shared memory. Not yet measured.
+FLOAT_TILES = {16: (64, 2, 4), 32: (64, 2, 4), 64: (64, 2, 4), 128: (128, 2, 8)}
+LEAST_ROWS = 32  # of a matrix per program: fewer than in a tile if there are fewer programs than processors
+# Blocks that go through all rows of the matrices before the next ones: their tokens stay in the second cache.
+TOGETHER = 16
+
+
+@triton.jit(do_not_specialize=["blocks", "lacking"])
+def _multiply_experts(
+    x, words, scales, lowest, bias, members, owners, out, blocks, rows, cols, units, groups, lacking,
+    gain, limit, up_offset,
+    CHOICES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, LOWEST: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows, ROWS)
+    begin = tl.program_id(0) // (TOGETHER * tiles) * TOGETHER
+    size = tl.minimum(blocks - begin, TOGETHER)
+    within = tl.program_id(0) - begin * tiles
+    block, tile = begin + within % size, within // size
+    expert = tl.load(owners + block).to(tl.int64)
+    if expert < 0:
+        return
+    member = tl.load(members + block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    exists, source = member >= 0, member // CHOICES
+    at = tile * ROWS + tl.arange(0, ROWS)
+    mine, row = at < rows, at
+    if GATED:
+        row = at % 2 * (rows // 2) + at // 2  # of the gate and of the up projection in turns
+    row += expert * rows
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for first in range(0, units, UNITS):
+        column = first * 32 + tl.arange(0, UNITS * 32)
+        inside = column < cols
+        value = tl.load(x + source[None, :] * cols + column[:, None], exists[None, :] & inside[:, None], other=0.0)
+        if LOWEST == "none":
+            place = words + row[:, None] * cols + column[None, :]
+            weight = tl.load(place, mine[:, None] & inside[None, :], other=0.0)
+        else:
+            weight = load_weights(
+                words, scales, lowest, row, mine, first, units, units, groups, lacking, BITS, GROUP, LOWEST, ROWS,
+                UNITS, x.dtype.element_ty,
+            )  # fmt: skip
+        total = tl.dot(weight, value, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + row, mine, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 2, 2, TOKENS]), [0, 2, 1]))
+        # A NaN stays one, so that a broken text ends as such.
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        active = gate / (1.0 + tl.exp(-gain * gate)) * (up + up_offset)
+        column, width = tile * (ROWS // 2) + tl.arange(0, ROWS // 2), rows // 2
+        target = out + member[None, :] * width + column[:, None]
+        tl.store(target, active.to(out.dtype.element_ty), (column < width)[:, None] & exists[None, :])
+    else:
+        target = out + member[None, :] * rows + at[:, None]
+        tl.store(target, total.to(out.dtype.element_ty), mine[:, None] & exists[None, :])
+
+
+@dataclass(frozen=True)
+class TritonStack:
+    """The matrices of a rank's experts, `rows` rows each, one after the other, and their biases [experts, rows]."""
+
+    weight: PackedWeight
+    rows: int
+    bias: torch.Tensor | None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold the weights."""
+        return self.weight.tensors
+
+    @property
+    def kind(self) -> Hashable:
+        """Key of stacks that are multiplied by the same kernels."""
+        return self.weight.kind, self.rows, self.bias is None
+
+    def replace(self, weight: torch.Tensor | QuantisedWeight) -> None:
+        """Take the values of another stack, of the same dims and scheme."""
+        self.weight.replace(weight)
+
+
+def pack_stack(stack: ExpertStack) -> TritonStack:
+    """Prepare a stack of matrices for the kernels."""
+    return TritonStack(pack_weight(stack.weight), stack.weight.shape[-2], stack.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TritonExperts:
+    """`ExpertProducts` in Triton, of the experts from number `first` on. Work is spread over `processors`.
+
+    The rows of `gate_up` are those of the gate and then those of the up projection.
+    """
+
+    spec: Experts
+    gate_up: TritonStack
+    down: TritonStack
+    first: int
+    processors: int
+
+    capturable = True
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Compute [T, hidden] -> [T, hidden] in four launches."""
+        if not len(x):
+            return torch.empty_like(x)
+        chosen, shares, rows = chosen.contiguous(), shares.contiguous(), chosen.numel()
+        blocks = sort_rows(chosen, self.first, self._count, self._block_size(rows))
+        inner = x.new_empty(rows, self.down.weight.cols)
+        self.multiply(x.contiguous(), self.gate_up, blocks, inner, choices=chosen.shape[1], gated=True)
+        parts = x.new_empty(rows, x.shape[1])
+        self.multiply(inner, self.down, blocks, parts, choices=1, gated=False)
+        return sum_parts(parts, chosen, shares, self.first, self._count)
+
+    @property
+    def kind(self) -> Hashable:
+        """Key of experts that launch the same kernels."""
+        return self.spec, self.gate_up.kind, self.down.kind
+
+    def launches(self, most: int) -> list[KernelLaunch]:
+        """Calls that launch each variant of the kernels that compute up to `most` tokens."""
+        top_k, zeros = self.spec.top_k, partial(torch.zeros, device=self.gate_up.weight.words.device)
+        dtype, hidden = self.gate_up.weight.dtype, self.gate_up.weight.cols
+
+        def variant(tokens: int) -> Hashable:
+            return self._tile(self.gate_up, tokens * top_k), self._tile(self.down, tokens * top_k)
+
+        def launch(tokens: int) -> KernelLaunch:
+            choice = zeros(tokens, top_k, dtype=torch.int64), zeros(tokens, top_k)
+            return partial(self, zeros(tokens, hidden, dtype=dtype), *choice)
+
+        return [launch(tokens) for tokens in first_of_variants(variant, most)]
+
+    @property
+    def _count(self) -> int:
+        """Number of experts of this rank."""
+        return self.down.weight.rows // self.down.rows
+
+    def _block_size(self, rows: int) -> int:
+        """Number of rows of a block: about as many as an expert has if all are chosen alike."""
+        most = MOST[self.down.weight.dtype.itemsize]
+        return min(most, max(min(TILES), triton.next_power_of_2(triton.cdiv(rows, self.spec.count))))
+
+    def _tile(self, stack: TritonStack, rows: int) -> tuple[int, int, int, int]:
+        """Tokens of a program, its rows of a matrix, units of columns at once, and warps, for `rows` rows of tokens."""
+        size = self._block_size(rows)
+        taken_rows, taken_units, warps = (FLOAT_TILES if stack.weight.scheme is None else TILES)[size]
+        blocks = most_blocks(rows, self._count, size)
+        while taken_rows > LEAST_ROWS and blocks * triton.cdiv(stack.rows, taken_rows) < self.processors:
+            taken_rows //= 2
+        return size, taken_rows, taken_units, warps
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        stack: TritonStack,
+        blocks: SortedRows,
+        out: torch.Tensor,
+        *,
+        choices: int,
+        gated: bool,
+    ) -> None:
+        """Multiply the rows of all blocks with their experts' matrices; row r of the result is that of row r // choices
+        of x, activated if `gated`."""
+        spec, weight, count = self.spec, stack.weight, len(blocks.owners)
+        tokens, taken_rows, taken_units, warps = self._tile(stack, len(out))
+        _multiply_experts[(count * triton.cdiv(stack.rows, taken_rows),)](
+            x,
+            weight.words,
+            weight.scales,
+            weight.lowest,
+            out if stack.bias is None else stack.bias,
+            blocks.members,
+            blocks.owners,
+            out,
+            count,
+            stack.rows,
+            weight.cols,
+            weight.units,
+            weight.groups,
+            weight.lacking,
+            float(spec.gain),
+            math.inf if spec.limit is None else float(spec.limit),
+            float(spec.up_offset),
+            CHOICES=choices,
+            **weight.constants,
+            BIAS=stack.bias is not None,
+            GATED=gated,
+            ROWS=taken_rows,
+            UNITS=taken_units,
+            TOKENS=tokens,
+            TOGETHER=TOGETHER,
+            num_warps=warps,
+        )

@@ -1,0 +1,168 @@
+"""The way of tokens to experts and back: the choice of experts, rows in the order of experts, and weighted sums.
+
+Nothing waits for the GPU, and no size depends on what the tokens choose, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.architectures.shape import Experts
+
+NOBODY = -1  # number of the expert that a padding row chooses; owner of a block without rows; row that does not exist
+PAIRS = 1024  # that one program of _sort looks at in one pass
+LEAST_BINS = 32  # of a histogram
+COLUMNS = 1024  # of the hidden dim that one program of _sum computes
+UNAVAILABLE = tl.constexpr(-(2**31))  # below the place of every score
+
+
+@triton.jit
+def _choose(
+    scores, slots, chosen, shares, count,
+    TOP_K: tl.constexpr, NORMALISED: tl.constexpr, PADDED: tl.constexpr, NOBODY: tl.constexpr,
+    BLOCK: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert, choice = tl.arange(0, BLOCK), tl.arange(0, CHOICES)
+    score = tl.load(scores + token * count + expert, expert < count, other=float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    # Integers in the order of scores, among which those that were chosen stay apart from an expert of score -inf.
+    bits = score.to(tl.int32, bitcast=True)
+    place = tl.where(expert < count, bits ^ (bits >> 31 & 0x7FFFFFFF), UNAVAILABLE)
+    highest, numbers = tl.full([CHOICES], float("-inf"), tl.float32), tl.full([CHOICES], NOBODY, tl.int64)
+    for k in tl.static_range(TOP_K):
+        best = tl.argmax(place, 0)
+        numbers = tl.where(choice == k, best.to(tl.int64), numbers)
+        highest = tl.where(choice == k, tl.max(tl.where(expert == best, score, float("-inf")), 0), highest)
+        place = tl.where(expert == best, UNAVAILABLE, place)
+    top = tl.max(highest, 0)
+    share = tl.exp(highest - top)
+    if NORMALISED:
+        share = share / tl.sum(share, 0)
+    else:
+        share = share / tl.sum(tl.exp(score - top), 0)
+    if PADDED:
+        numbers = tl.where(tl.load(slots + token) >= 0, numbers, NOBODY)
+    tl.store(chosen + token * TOP_K + choice, numbers, choice < TOP_K)
+    tl.store(shares + token * TOP_K + choice, share, choice < TOP_K)
+
+
+def choose_experts(
+    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Pointwise.choose_experts` in one launch."""
+    tokens, count = scores.shape
+    chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64, device=scores.device)
+    shares = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=scores.device)
+    if tokens:
+        _choose[(tokens,)](
+            scores,
+            chosen if slots is None else slots,
+            chosen,
+            shares,
+            count,
+            TOP_K=spec.top_k,
+            NORMALISED=spec.normalised,
+            PADDED=slots is not None,
+            NOBODY=NOBODY,
+            BLOCK=triton.next_power_of_2(count),
+            CHOICES=triton.next_power_of_2(spec.top_k),
+            num_warps=1,
+        )
+    return chosen, shares
+
+
+class SortedRows(NamedTuple):
+    """Rows of tokens in the order of experts: row token * top_k + k is that of choice k of a token.
+
+    A block of rows belongs to one expert. `members` [blocks, size] int32 are the numbers of its rows, NOBODY after the
+    last one. `owners` [blocks] int32 are the experts of the blocks, counted from the rank's first one, NOBODY for
+    blocks without rows.
+    """
+
+    members: torch.Tensor
+    owners: torch.Tensor
+
+
+# The numbers of rows and of blocks differ from step to step.
+@triton.jit(do_not_specialize=["rows", "blocks", "first"])
+def _sort(
+    numbers, members, owners, rows, blocks, first, count,
+    SIZE: tl.constexpr, PAIRS: tl.constexpr, BINS: tl.constexpr, NOBODY: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    bins, each = tl.arange(0, BINS), tl.arange(0, PAIRS)
+    counts = tl.zeros([BINS], tl.int32)
+    for begin in range(0, rows, PAIRS):
+        own = tl.load(numbers + begin + each, begin + each < rows, other=-1).to(tl.int32) - first
+        # Rows of other ranks' experts are in the bin after the last expert's.
+        counts += tl.histogram(tl.where((own >= 0) & (own < count), own, count), BINS)
+    block_counts = tl.where(bins < count, (counts + SIZE - 1) // SIZE, 0)
+    before = tl.sum(tl.where(bins < expert, block_counts, 0), 0)
+    stop = before + tl.sum(tl.where(bins == expert, block_counts, 0), 0)
+    for block in range(before, stop):
+        tl.store(owners + block, expert)
+    if expert == 0:
+        for block in range(tl.sum(block_counts, 0), blocks):
+            tl.store(owners + block, NOBODY)
+    at = before * SIZE
+    for begin in range(0, rows, PAIRS):
+        row = begin + each
+        mine = (tl.load(numbers + row, row < rows, other=-1).to(tl.int32) - first == expert) & (row < rows)
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(members + at + rank - 1, row, mine)
+        at += tl.max(rank, 0)
+    padding = at + tl.arange(0, SIZE)
+    tl.store(members + padding, NOBODY, padding < stop * SIZE)
+
+
+def sort_rows(chosen: torch.Tensor, first: int, count: int, size: int) -> SortedRows:
+    """Sort the rows of tokens that have chosen [T, top_k] int64 by expert, in blocks of `size` rows.
+
+    Rows of other experts than the `count` ones from number `first` on are left out.
+    """
+    rows = chosen.numel()
+    blocks = most_blocks(rows, count, size)
+    members = torch.empty(blocks, size, dtype=torch.int32, device=chosen.device)
+    owners = torch.empty(blocks, dtype=torch.int32, device=chosen.device)
+    bins = max(LEAST_BINS, triton.next_power_of_2(count + 1))
+    _sort[(count,)](
+        chosen, members, owners, rows, blocks, first, count, SIZE=size, PAIRS=PAIRS, BINS=bins, NOBODY=NOBODY
+    )
+    return SortedRows(members, owners)
+
+
+def most_blocks(rows: int, count: int, size: int) -> int:
+    """The most blocks that `rows` rows of `count` experts can need: as many experts as possible have one row more than
+    full blocks."""
+    return rows if rows <= count else count + (rows - count) // size
+
+
+@triton.jit(do_not_specialize=["first"])
+def _sum(parts, numbers, shares, out, width, first, count, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        row = token * TOP_K + k
+        own = tl.load(numbers + row) - first
+        # Nobody has written the parts of other experts.
+        stop = tl.where((own >= 0) & (own < count), width, 0)
+        part = tl.load(parts + row * width + columns, columns < stop, other=0.0)
+        total += tl.where(columns < stop, part.to(tl.float32) * tl.load(shares + row), 0.0)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), columns < width)
+
+
+def sum_parts(parts: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Sum of the parts [T * top_k, hidden] of each token's experts from `first` on, `count` of them, weighted by its
+    shares [T, top_k], in the order of its choices: [T, hidden]."""
+    (tokens, top_k), width = chosen.shape, parts.shape[1]
+    out = parts.new_empty(tokens, width)
+    _sum[(tokens, triton.cdiv(width, COLUMNS))](
+        parts, chosen, shares, out, width, first, count, TOP_K=top_k, BLOCK=COLUMNS
+    )
+    return out

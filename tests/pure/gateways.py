@@ -1,0 +1,117 @@
+"""A gateway in the test's event loop, in front of small servers that answer as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from tests.pure.servers import PATIENCE_S, Client, Exchange, serving
+from weft.bench.http import ServerAddress
+from weft.gateway.config import make_config
+from weft.gateway.proxy import Proxy
+from weft.gateway.replica import Replica
+from weft.gateway.server import GatewayServer, create_proxy
+from weft.serving import listen
+from weft.serving.admission import ConnectionLimits
+from weft.serving.options import ServeOptions
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class Upstream:
+    """A server whose `answer` a test may change. `seen`: the requests that came, checks excepted."""
+
+    def __init__(self) -> None:
+        self.seen: list[Exchange] = []
+        self.answer: Callable[[Exchange], Awaitable[None]] = answer_json
+        self.url = ""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.seen.append(exchange)
+        await self.answer(exchange)
+
+
+async def answer_json(exchange: Exchange) -> None:
+    body = b'{"ok": true}'
+    exchange.head("200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    exchange.writer.write(body)
+
+
+async def answer_events(exchange: Exchange) -> None:
+    exchange.stream()
+    for number in range(3):
+        exchange.event({"number": number})
+    exchange.event(b"[DONE]")
+    exchange.end()
+
+
+def answer_status(status: str, *lines: str, body: bytes = b"{}") -> Callable[[Exchange], Awaitable[None]]:
+    async def answer(exchange: Exchange) -> None:
+        exchange.head(status, *lines, f"Content-Length: {len(body)}")
+        exchange.writer.write(body)
+
+    return answer
+
+
+async def hang_up(exchange: Exchange) -> None:
+    exchange.hang_up()
+
+
+async def never(exchange: Exchange) -> None:
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def upstream() -> AsyncIterator[Upstream]:
+    stub = Upstream()
+    async with serving(stub) as address:
+        stub.url = ServerAddress(address.url).url
+        yield stub
+
+
+class LiveGateway:
+    """A gateway that serves; its checks run only as tests call them."""
+
+    def __init__(self, proxy: Proxy, server: GatewayServer, address: tuple[str, int]) -> None:
+        self.proxy, self.server = proxy, server
+        self.address = address
+        self.client = httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=PATIENCE_S)
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json={**CHAT, **fields})
+
+    async def connect(self) -> Client:
+        return Client(*await asyncio.open_connection(*self.address))
+
+    def replica(self, stub: Upstream) -> Replica:
+        return self.proxy.fleet.find(stub.url)
+
+    def assert_idle(self) -> None:
+        """Nothing counts as running."""
+        assert not self.proxy.running
+        for replica in self.proxy.fleet.replicas.values():
+            assert not replica.connections and not replica.unanswered
+
+
+@asynccontextmanager
+async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> AsyncIterator[LiveGateway]:
+    """A gateway in front of these URLs, or of the `upstreams` in `config`."""
+    values = {"upstreams": [{"url": url} for url in urls], "timeouts": {"connect": 1, "first_byte": 5, "idle": 5}}
+    proxy = create_proxy(make_config({**values, **config}), admin_key)
+    options = ServeOptions(port=0)
+    with listen.bind(options) as listener:
+        server = GatewayServer(proxy, listener, ConnectionLimits(), options, 1.0)
+        listen.start_listening(listener, options)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        live = LiveGateway(proxy, server, listener.getsockname()[:2])
+        try:
+            yield live
+        finally:
+            await live.client.aclose()
+            server.leave()
+            await running
+            proxy.close()
