@@ -14,9 +14,10 @@ from tests.refusals import refuses
 from weft.core.commands import RankReport, RankStats
 from weft.core.step import StepResult
 from weft.errors import ConfigError, EngineError, PlanError
-from weft.executors import create_executor
+from weft.executors import create_executor, launch
 from weft.executors.base import Executor
 from weft.executors.inline import InlineExecutor
+from weft.executors.messages import FromRank
 from weft.executors.processes import ProcessExecutor
 from weft.plan.memory import kv_blocks
 
@@ -265,3 +266,14 @@ def test_create_knows_its_kinds() -> None:
     with refuses(ConfigError, "unknown-executor") as refused:
         create_executor("threads")
     assert all(kind in str(refused.value) for kind in ("'threads'", "inline", "processes"))
+
+
+def test_a_childs_output_is_copied_in_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[bytes] = []
+    monkeypatch.setattr(launch, "_write_to_stderr", copied.append)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    child: launch.Child[FromRank] = launch.Child("broken_lines", FromRank)
+    child.process.wait()
+    child.drain_output()
+    child.close()
+    assert [output for output in copied if output] == [b"first second\n", b"third"]

@@ -31,6 +31,7 @@ from weft.executors.framing import Channel, FrameError
 
 M = TypeVar("M")
 
+LONGEST_LINE_BYTES = 65536  # of a child's output that are held back until the line ends
 OUTPUT_TAIL_BYTES = 8192  # the end of a child's output, kept for describe_exit
 EXIT_S = 1.0  # seconds for a child to exit by itself once its socket has closed,
 FAMILY_EXIT_S = 3  # and for a child that has children of its own to end
@@ -122,14 +123,28 @@ class Child(Generic[M]):
         self._lifeline.close()
 
     def _copy_output(self) -> None:
-        """Copy the child's output to our stderr, and keep the end of it."""
+        """Copy the child's output to our stderr in whole lines, and keep the end of it.
+
+        Several children write at the same time, a stack trace in pieces smaller than a line.
+        """
         assert self.process.stdout is not None
+        unfinished = b""
         with self.process.stdout as pipe:
             while output := os.read(pipe.fileno(), 65536):
                 self._output_tail += output
                 del self._output_tail[:-OUTPUT_TAIL_BYTES]
-                with contextlib.suppress(OSError):
-                    os.write(2, output)
+                lines, newline, unfinished = (unfinished + output).rpartition(b"\n")
+                _write_to_stderr(lines + newline)
+                if len(unfinished) > LONGEST_LINE_BYTES:
+                    _write_to_stderr(unfinished)
+                    unfinished = b""
+        _write_to_stderr(unfinished)
+
+
+def _write_to_stderr(output: bytes) -> None:
+    if output:
+        with contextlib.suppress(OSError):
+            os.write(2, output)
 
 
 def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None:
