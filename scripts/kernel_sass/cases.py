@@ -28,7 +28,7 @@ from weft.quant.quantised import QuantisedWeight
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
 RANKS = 2  # of a sum over ranks
-MIXTURE, MIXTURE_HIDDEN, WIDTH = Experts(count=128, top_k=8, width=768), 2048, 768
+MIXTURE, MIXTURE_HIDDEN = Experts(count=128, top_k=8, width=768), 2048
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FP8_SINCE = 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]
 Arguments = Mapping[str, Any]  # of a launch, by the kernel's own names
@@ -235,10 +235,12 @@ def made_stack(scheme: str | None, rows: int, cols: int) -> experts.TritonStack:
 
 def multiply_experts(scheme: str | None, tokens: int) -> None:
     """The first product of a mixture, with the activation that follows it."""
-    gate_up, down = (made_stack(scheme, *dims) for dims in ((2 * WIDTH, MIXTURE_HIDDEN), (MIXTURE_HIDDEN, WIDTH)))
+    gate_up, down = (
+        made_stack(scheme, *dims) for dims in ((2 * MIXTURE.width, MIXTURE_HIDDEN), (MIXTURE_HIDDEN, MIXTURE.width))
+    )
     mixture = experts.TritonExperts(spec=MIXTURE, gate_up=gate_up, down=down, first=0, processors=PROCESSORS)
     numbers = torch.zeros(tokens, dtype=torch.int32)
-    out = torch.empty(tokens * MIXTURE.top_k, WIDTH, dtype=BF16)
+    out = torch.empty(tokens * MIXTURE.top_k, MIXTURE.width, dtype=BF16)
     x, blocks = torch.empty(tokens, MIXTURE_HIDDEN, dtype=BF16), routing.SortedRows(numbers, numbers)
     mixture.multiply(x, gate_up, blocks, out, choices=MIXTURE.top_k, gated=True)
 

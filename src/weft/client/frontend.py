@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -217,34 +217,48 @@ class Frontend:
         `chat_template`, a file or the text itself, replaces the model's template; `template_variables` are passed to
         the template. With `continue_final_message`, the text ends where the last message ends.
         """
+        rendering = self._rendering(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_variables=template_variables,
+        )
+        return rendering.text(messages)
+
+    def _rendering(
+        self,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> _Rendering:
+        """Return the template and its settings for the keywords of `render_chat`."""
+        tokenizer = self._require_tokenizer("a conversation", "messages")
+        template = self._text_tools.template
+        if chat_template is not None:
+            template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
+        assert template is not None, "a tokenizer comes with a template"
         variables = dict(template_variables or {})
         opens = bool(variables.pop("add_generation_prompt", add_generation_prompt)) and not continue_final_message
-        text = self._template(chat_template).render(messages, add_generation_prompt=opens, **variables)
-        return _cut_after(text, messages[-1].get("content")) if continue_final_message else text
-
-    def _template(self, given: str | None) -> ChatTemplate:
-        tokenizer = self._require_tokenizer("a conversation", "messages")
-        template = self._text_tools.template if given is None else ChatTemplate.for_tokenizer(tokenizer, given)
-        assert template is not None, "a tokenizer comes with a template"
-        return template
+        return _Rendering(template, opens, continue_final_message, variables)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **rendering: Any
+        self, messages: Sequence[Mapping[str, Any]], *, least: int = 0, **keywords: Any
     ) -> tuple[str, list[int]]:
         """Return a conversation as the text of a prompt and as its token ids, without a limit on their number.
 
-        `rendering` are the keywords of `render_chat`, `least` is that of `check_text`.
+        `keywords` are those of `render_chat`, `least` is that of `check_text`.
         """
-        text = self.render_chat(messages, **rendering)
+        rendering = self._rendering(**keywords)
+        text = rendering.text(messages)
         self.check_text(text, param="messages", least=least)
-        template = self._template(rendering.get("chat_template"))
-        if not isinstance(template, ChatML):
+        if not isinstance(rendering.template, ChatML):
             return text, self.encode(text, special=False, param="messages")
-        unfinished, variables = rendering.get("continue_final_message", False), rendering.get("template_variables")
-        asked = (variables or {}).get("add_generation_prompt", rendering.get("add_generation_prompt", True))
-        opens = bool(asked) and not unfinished
-        kept, ids = template.encode(messages, self.max_model_len - 1, opens=opens, unfinished=unfinished)
-        return text if len(kept) == len(messages) else self.render_chat(kept, **rendering), ids
+        kept, ids = rendering.template.encode(
+            messages, self.max_model_len - 1, opens=rendering.opens, unfinished=rendering.unfinished
+        )
+        return text if len(kept) == len(messages) else rendering.text(kept), ids
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **rendering: Any) -> Prompt:
         """Return the prompt for a conversation; `rendering` are the keywords of `render_chat`."""
@@ -344,6 +358,24 @@ class Frontend:
                     param=param,
                     code="token-id-out-of-range",
                 )
+
+
+class _Rendering(NamedTuple):
+    """A chat template and the settings of one rendering.
+
+    `opens` begins the answer after the last message, `unfinished` ends the text where the last message ends, and
+    `variables` are passed to the template.
+    """
+
+    template: ChatTemplate
+    opens: bool
+    unfinished: bool
+    variables: Mapping[str, Any]
+
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return a conversation as text."""
+        text = self.template.render(messages, add_generation_prompt=self.opens, **self.variables)
+        return _cut_after(text, messages[-1].get("content")) if self.unfinished else text
 
 
 def _cut_after(text: str, content: object) -> str:

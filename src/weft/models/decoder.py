@@ -140,11 +140,13 @@ class DecoderModel:
         self.ropes.fill(rows, length, device)
 
     def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
-        """Give a parameter other values, of the same dims and scheme, in the same memory."""
+        """Give a parameter other values, of the same dims and scheme, in the same memory.
+
+        After the last one `kernels.matrices.refresh_biases` is to be called.
+        """
         if name in self.vectors:
             assert isinstance(weight, torch.Tensor), name
             self.vectors[name].copy_(weight)
-            self.kernels.matrices.refresh_biases()
         else:
             self.kernels.matrices.replace(name, weight)
 

@@ -49,13 +49,18 @@ class Cut(msgspec.Struct, frozen=True):
         ranks = self.tensor_parallel * (self.data_parallel if self.shares_experts else 1)
         return max(1, ranks // self.expert_parallel)
 
+    @property
+    def deals_experts(self) -> bool:
+        """True if experts are divided in another way than all else."""
+        return self.expert_parallel > 1 or self.shares_experts
+
     def __str__(self) -> str:
         words = [f"TP {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         words += [f"PP {self.pipeline_parallel}"] * (self.pipeline_parallel > 1)
         words += [f"DP {self.data_parallel}"] * (self.data_parallel > 1)
         words += [f"EP {self.expert_parallel}"] * (self.expert_parallel > 1)
         # Without attention groups and parts, experts are cut as TP says already.
-        own_columns = self.expert_columns > 1 and (self.expert_parallel > 1 or self.shares_experts)
+        own_columns = self.expert_columns > 1 and self.deals_experts
         words += [f"MoE TP {self.expert_columns}"] * own_columns
         return f"{' x '.join(words) or f'one {self.device}'}, {self.precision}"
 

@@ -93,7 +93,7 @@ def _whole_layers(question: Question, layout: CandidateLayout) -> Note | None:
         return None
     if cut.tensor_parallel > 1:
         return create_note("ranks_share_layer", engine=engine, ranks=cut.tensor_parallel)
-    if cut.expert_parallel > 1 or cut.shares_experts:
+    if cut.deals_experts:
         return create_note("replicas_share_layer", engine=engine, replicas=cut.data_parallel)
     return None
 

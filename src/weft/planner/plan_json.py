@@ -186,7 +186,7 @@ def cut_json(cut: Cut) -> dict[str, Any]:
         "pipeline_parallel": cut.pipeline_parallel,
         "data_parallel": cut.data_parallel,
         "expert_parallel": cut.expert_parallel,
-        "enable_expert_parallel": cut.expert_parallel > 1 or cut.shares_experts,
+        "enable_expert_parallel": cut.deals_experts,
         "precision": cut.precision,
     }
 

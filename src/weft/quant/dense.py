@@ -59,7 +59,15 @@ def create_product(
     weights are dequantised once."""
     weight = dense_weight(weight)
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return (PackedProduct if packable and torch.backends.mkldnn.is_available() else DenseProduct)(weight, bias)
+    return (PackedProduct if packable and onednn_packs_bfloat16() else DenseProduct)(weight, bias)
+
+
+def onednn_packs_bfloat16() -> bool:
+    """Return True if torch has oneDNN and the CPU has the instructions that its packed bf16 weights need.
+
+    With AVX2 alone oneDNN refuses them.
+    """
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def dense_weight(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:

@@ -193,6 +193,7 @@ class ModelRunner:
             load_weights(plan, self.place, targets, create_rounding(*backend), importance)
             for name, target in targets.items():
                 self.model.replace(name, target)
+        self.kernels.matrices.refresh_biases()
 
     def _drop_model(self) -> None:
         self.model = self.kernels = None  # type: ignore[assignment]
