@@ -28,6 +28,7 @@ from weft.weights.dummy import DummyWeights
 from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
+from weft.weights.sharded import read_shard
 from weft.weights.stored import StoredWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
@@ -121,6 +122,9 @@ def load_weights(
     it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets. Raises
     ModelError.
     """
+    if plan.load_format == "sharded_state":
+        read_shard(plan, place.rank, targets, report_read)
+        return
     source, dims = open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
