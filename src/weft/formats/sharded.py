@@ -103,5 +103,7 @@ def cut_words(cut: Mapping[str, object]) -> str:
         if value is True:
             words.append(flag)
         elif value not in (None, False):
-            words.append(f"{flag} {','.join(f'{part:g}' for part in value) if isinstance(value, list | tuple) else value}")
+            words.append(
+                f"{flag} {','.join(f'{part:g}' for part in value) if isinstance(value, list | tuple) else value}"
+            )
     return " ".join(words) or "--tensor-parallel-size 1"

@@ -114,18 +114,19 @@ def load_weights(
     rounding: Rounding = round_into,
     importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
     report_read: Callable[[int, int], None] | None = None,
+    source: WeightSource | None = None,
 ) -> None:
     """Fill `targets`: all parameters of a rank, or some, as `architectures.parameters.rank_parameters` lists them.
 
     Targets are allocated already, on any device and of any float dtype or scheme. What the checkpoint does not hold in
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
-    it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets. Raises
-    ModelError.
+    it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
+    `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
     if plan.load_format == "sharded_state":
         read_shard(plan, place.rank, targets, report_read)
         return
-    source, dims = open_source(plan), dict(expected_tensors(plan.shape))
+    source, dims = source or open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
     def load_fill(fill: Fill) -> None:

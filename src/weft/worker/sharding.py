@@ -15,7 +15,7 @@ from weft.formats.sharded import ShardedState
 from weft.kernels import create_rounding
 from weft.kernels.base import AttentionShape
 from weft.plan.plan import Plan
-from weft.weights.load import allocate_parameters, load_weights, parameter_groups
+from weft.weights.load import allocate_parameters, load_weights, open_source, parameter_groups
 from weft.weights.sharded import Targets, create_shard, write_groups
 from weft.worker.importance import measure_importance
 
@@ -57,13 +57,13 @@ def _write_rank(
     links = connect_rank(Site(plan, rank, wiring))
     importance = measure_importance(plan, rank, links, outline, CPU)
     rounding = create_rounding(plan.attention_backend, CPU, AttentionShape.from_plan(plan, rank))
-    total = sum(target.nbytes for target in outline.values())
+    source, total = open_source(plan), sum(target.nbytes for target in outline.values())
 
     def groups() -> Iterator[Targets]:
         nonlocal done
         for names in parameter_groups(plan, place):
             targets = allocate_parameters(plan, place, CPU, names=names)
-            load_weights(plan, place, targets, rounding, importance)
+            load_weights(plan, place, targets, rounding, importance, source=source)
             yield targets
             done += sum(target.nbytes for target in targets.values())
             report(rank, done, total)
