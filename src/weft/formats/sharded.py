@@ -20,7 +20,7 @@ from weft.formats import safetensors
 from weft.formats.tensor import TensorInfo
 
 KEY = "weft.sharded_state"  # in a file's metadata
-FORMAT = 1  # grows if a field changes its meaning, or the ranks hold something in another way
+FORMAT: Literal[1] = 1  # grows if a field changes its meaning, or the ranks hold something in another way
 TOKENIZER = "tokenizer.gguf"  # tokenizer and settings of a model that was a GGUF file, without tensors
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weft.config import DEFAULT_CONFIG, EngineConfig
 from weft.errors import PlanError
@@ -39,7 +39,9 @@ def config_of_shards(config: EngineConfig, checkpoint: Checkpoint) -> EngineConf
     if state is None:
         return config
     if not cut_of(config) and config.plan is None and config.device_map is None:
-        cut = {name: tuple(value) if isinstance(value, list) else value for name, value in state.cut.items()}
+        cut: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in state.cut.items()
+        }
         config = replace(config, **cut)
     dtype = state.dtype if config.dtype == "auto" else config.dtype
     quantization = state.quantization if config.quantization == "auto" else config.quantization

@@ -95,7 +95,7 @@ class ShardFile:
         for name, part in tensor_parts(targets):
             assert name == self._names.pop(0)
             octets = part.cpu().contiguous().view(-1).view(torch.uint8)
-            self._file.write(memoryview(octets.numpy()))
+            self._file.write(octets.numpy().data)
 
     @property
     def complete(self) -> bool:

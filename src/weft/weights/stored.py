@@ -19,7 +19,7 @@ from weft.weights.quantised import split_blocks, unpack_blocks
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Elements dequantised at once: on a CPU as many as its cache holds together with the intermediate results.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
-# Bytes of a file that a thread maps at once: a bound of a rank's memory, and large enough for reads at a disk's full speed.
+# Bytes of a file that a thread maps at once: a bound of a rank's memory, and enough for reads at a disk's full speed.
 BAND = 32 << 20
 
 
@@ -121,7 +121,7 @@ def _blocks_of(encoding: Encoding, cols: Span) -> Span:
 def _row_bands(
     info: TensorInfo, dims: tuple[int, ...], rows: Span, blocks: Span, interleaved: int = 0
 ) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield bands of a tensor's rows, each with its place among `rows` and the bytes of its blocks: [rows, bytes] uint8.
+    """Yield bands of a tensor's rows, each with its place among `rows` and its blocks' bytes: [rows, bytes] uint8.
 
     The tensor lies in its file with these dims. A band has at most BAND bytes or one row, and whole heads if heads of
     `interleaved` rows are. While a band is used, the next one is read.
