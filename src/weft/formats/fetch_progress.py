@@ -38,7 +38,7 @@ class FetchProgress(AbstractContextManager["FetchProgress"]):
         def create(*_: Any, initial: float = 0, **__: Any) -> FileBar:
             with self._lock:
                 self._resumed += int(initial)
-            self.add(file, int(initial))
+            self.add(file, int(initial) - self._done[file])
             return FileBar(self, file)
 
         return create

@@ -1,20 +1,23 @@
 """Files of a repository on the hub: fetched beside each other with progress, room on the disk and hashes checked.
 
-The library huggingface_hub fetches each file, resumes it after a connection broke, and keeps it in its cache. This
-module adds what the library does not do: to refuse before it begins what the disk has no room for, to show every file
-and the whole, and to compare what came with the hub's hashes.
+The library huggingface_hub speaks with the hub, continues a file after a connection broke, and keeps it in its cache.
+This module adds what the library does not do: to continue what an earlier start has begun, to refuse before it begins
+what the disk has no room for, to show every file and the whole, and to compare what came with the hub's hashes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import inspect
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -23,6 +26,7 @@ from weft.formats.fetch_progress import FetchProgress
 from weft.formatting import format_bytes
 
 CONNECTIONS = 8
+PARTIAL = ".weft-partial"  # suffix of a file that has come in part
 PIECE = 1 << 22  # bytes of a file that are hashed at once
 
 
@@ -94,13 +98,10 @@ def _list_missing(
 
 def _check_room(commit: Commit, folder: str | None) -> None:
     """Raise ModelError if the files do not fit the disk of the cache."""
-    from huggingface_hub import constants, file_download
-
-    cache = Path(folder or constants.HF_HUB_CACHE).expanduser().absolute()
-    blobs = cache / file_download.repo_folder_name(repo_id=commit.repository, repo_type="model") / "blobs"
-    begun = sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
+    blobs = _blobs(commit, folder)
+    begun = sum(path.stat().st_size for path in blobs.glob(f"*{PARTIAL}"))
     need = sum(file.size for file in commit.files) - begun
-    disk = next(path for path in (cache, *cache.parents) if path.exists())
+    disk = next(path for path in blobs.parents if path.exists())
     free = shutil.disk_usage(disk).free
     if need > free:
         raise ModelError(
@@ -116,9 +117,51 @@ def _fetch_file(commit: Commit, file: HubFile, token: str | None, folder: str | 
     # Older versions of the library show bars of their own.
     shown = "tqdm_class" in inspect.signature(hf_hub_download).parameters
     bar: dict[str, Any] = {"tqdm_class": progress.bar_of(file.name)} if shown else {}
+    if file.sha256 is not None:
+        _continue_file(commit, file.name, file.sha256, file.size, token, folder, bar)
     path = hf_hub_download(commit.repository, file.name, revision=commit.sha, token=token, cache_dir=folder, **bar)
     progress.finish(file.name)
     _check_hash(commit, file, Path(path))
+
+
+def _continue_file(
+    commit: Commit, file: str, sha256: str, size: int, token: str | None, folder: str | None, bar: dict[str, Any]
+) -> None:
+    """Fetch a large file to the place that the library looks in first, from the byte on that an earlier start ended at.
+
+    Newer versions of the library keep nothing of a file whose download has ended in the middle. Does nothing for a file
+    that the hub has in pieces (Xet), which the library fetches otherwise, and while another process fetches the same.
+    """
+    from huggingface_hub import file_download, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(commit.repository, file, revision=commit.sha)
+    about = get_hf_file_metadata(url, token=token)
+    blob = _blobs(commit, folder) / sha256
+    if blob.exists() or getattr(about, "xet_file_data", None) is not None:
+        return
+    headers = build_hf_headers(token=token)
+    if urlsplit(about.location).netloc != urlsplit(url).netloc:
+        headers.pop("authorization", None)  # the token is not for the store that the hub redirects to
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    partial = blob.with_name(sha256 + PARTIAL)
+    with partial.open("ab") as begun:
+        try:
+            fcntl.flock(begun, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        file_download.http_get(
+            about.location, begun, resume_size=begun.tell(), headers=headers, expected_size=size, **bar
+        )
+    os.replace(partial, blob)
+
+
+def _blobs(commit: Commit, folder: str | None) -> Path:
+    """Directory of the hub's cache with the contents of a repository's files."""
+    from huggingface_hub import constants, file_download
+
+    cache = Path(folder or constants.HF_HUB_CACHE).expanduser().absolute()
+    return cache / file_download.repo_folder_name(repo_id=commit.repository, repo_type="model") / "blobs"
 
 
 def _check_hash(commit: Commit, file: HubFile, path: Path) -> None:

@@ -178,8 +178,10 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
                 f"{index} names {name!r}, which is not a file beside it; fetch it again", code="index-names-no-file"
             )
         if not (folder / name).exists():
+            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
             raise ModelError(
-                f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again",
+                f"{folder} lacks {name}, one of the {len(names)} files of its index, with tensor {tensor!r:.80}; fetch "
+                "it again",
                 code="missing-weight-file",
             )
         files[name] = read_safetensors(folder / name)
