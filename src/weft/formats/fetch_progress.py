@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ class FetchProgress(AbstractContextManager["FetchProgress"]):
         self._repository, self._sizes = repository, dict(sizes)
         self._done = dict.fromkeys(sizes, 0)
         self._resumed = 0  # bytes that were here before
+        self._is_stopped = False
         self._lock = threading.Lock()
         self._began = self._shown = time.monotonic()
         self._bars = Bars(repository, self._sizes) if sys.stderr.isatty() else None
@@ -43,8 +45,14 @@ class FetchProgress(AbstractContextManager["FetchProgress"]):
 
         return create
 
+    def stop(self) -> None:
+        """End what threads fetch: the next piece that comes raises an error there."""
+        self._is_stopped = True
+
     def add(self, file: str, nbytes: int) -> None:
-        """Count bytes of a file."""
+        """Count bytes of a file. Raises CancelledError after `stop`."""
+        if self._is_stopped:
+            raise CancelledError
         with self._lock:
             self._done[file] += nbytes
             if self._bars:

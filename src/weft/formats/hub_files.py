@@ -62,18 +62,21 @@ def fetch_files(
     if not commit.files:
         return
     _check_room(commit, folder)
-    with FetchProgress(name, {file.name: file.size for file in commit.files}) as progress, _threads() as pool:
+    with FetchProgress(name, {file.name: file.size for file in commit.files}) as progress, _threads(progress) as pool:
         jobs = [pool.submit(_fetch_file, commit, file, token, folder, progress) for file in commit.files]
         for job in jobs:
             job.result()
 
 
 @contextlib.contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads, of which none begins another file once one has failed."""
+def _threads(progress: FetchProgress) -> Iterator[ThreadPoolExecutor]:
+    """Threads that all end soon, in the middle of their files, once one has failed or after Ctrl-C."""
     pool = ThreadPoolExecutor(CONNECTIONS, "weft-fetch")
     try:
         yield pool
+    except BaseException:
+        progress.stop()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -132,11 +135,14 @@ def _continue_file(
     Newer versions of the library keep nothing of a file whose download has ended in the middle. Does nothing for a file
     that the hub has in pieces (Xet), which the library fetches otherwise, and while another process fetches the same.
     """
-    from huggingface_hub import file_download, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import errors, file_download, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(commit.repository, file, revision=commit.sha)
-    about = get_hf_file_metadata(url, token=token)
+    try:
+        about = get_hf_file_metadata(url, token=token)
+    except errors.HfHubHTTPError:
+        return  # the library asks again, or says why
     blob = _blobs(commit, folder) / sha256
     if blob.exists() or getattr(about, "xet_file_data", None) is not None:
         return
