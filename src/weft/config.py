@@ -100,8 +100,9 @@ class ModelOptions(Options):
     download_dir: str | None = option(None, help="directory for models from the hub, instead of HF_HOME")
     load_format: str = option(
         "auto",
-        choices=("auto", "safetensors", "gguf", "dummy"),
-        help="format of the checkpoint; dummy: random weights in the model's shape, read from no file",
+        choices=("auto", "safetensors", "gguf", "dummy", "sharded_state"),
+        help="format of the checkpoint; dummy: random weights in the model's shape, read from no file; sharded_state: "
+        "a file per rank, as weft shard writes them",
     )
     dtype: str = option(
         "auto",

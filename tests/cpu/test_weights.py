@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
 from weft.weights import stored
 from weft.weights.blocks import BLOCKS
-from weft.weights.load import load_weights
+from weft.weights.load import allocate_parameters, load_weights
 
 SHAPE = dense_shape(
     architecture="LlamaForCausalLM",
@@ -144,6 +145,7 @@ def test_gguf_in_any_layout(
 def test_quantised_in_an_uneven_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
     """Columns end within blocks of 256, and heads within chunks."""
     monkeypatch.setattr(stored, "CHUNK", {"cpu": chunk})
+    monkeypatch.setattr(stored, "BAND", 4 * chunk)  # so that a matrix has several bands
     truth = {name: torch.from_numpy(values) for name, values in write_model(tmp_path / "m.gguf", SHAPE, type).items()}
     plan = plan_for(SHAPE, tmp_path / "m.gguf", "gguf")
     borders = {place.q_heads.stop * SHAPE.head_dim for place in plan.places} | {p.ffn.stop for p in plan.places}
@@ -198,9 +200,9 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
     mapped: list[tuple[TensorInfo, int, int]] = []
     original = stored.map_bytes
 
-    def record(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
+    def record(info: TensorInfo, start: int, nbytes: int, *, ahead: int = 0) -> torch.Tensor:
         mapped.append((info, start, nbytes))
-        return original(info, start, nbytes, whole=whole)
+        return original(info, start, nbytes, ahead=ahead)
 
     monkeypatch.setattr(stored, "map_bytes", record)
     for place in plan.places:
@@ -214,6 +216,49 @@ def test_a_rank_maps_its_own_rows_only(tmp_path: Path, monkeypatch: pytest.Monke
             2 * SHAPE.hidden * len(fill.rows) for fill in owned
         )
         assert all(not values.isnan().any() for values in targets.values())
+
+
+def read_from_disk() -> int:
+    """Bytes that this process had the disk read."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+def forget_pages(path: Path) -> None:
+    """Have the system drop what it keeps of a file."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.parametrize("layout", [((1.0, 1.0), (2,)), ((2.0, 1.0), (1, 1))])
+def test_ranks_of_a_host_together_have_a_disk_read_each_byte_once(tmp_path: Path, layout: tuple[Any, Any]) -> None:
+    sizes = {"hidden": 1024, "q_heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocab": 512}
+    shape = dense_shape(layers=2, max_positions=64, **sizes)
+    file = tmp_path / "model.safetensors"
+    save_file(random_weights(shape, torch.bfloat16), file)
+    plan, size = plan_for(shape, tmp_path, "safetensors", layout, "bfloat16"), file.stat().st_size
+    forget_pages(file)
+    before = read_from_disk()
+    file.read_bytes()
+    if read_from_disk() - before < size // 2:
+        pytest.skip("the system does not drop files from memory here, or does not count what it reads")
+    forget_pages(file)
+    before = read_from_disk()
+    with ThreadPoolExecutor(len(plan.places)) as ranks:
+        list(ranks.map(lambda place: loaded(plan, place), plan.places))
+    assert 0.95 * size < read_from_disk() - before <= 1.02 * size
+
+
+def test_a_rank_reports_the_bytes_that_it_reads(tmp_path: Path) -> None:
+    save_file(random_weights(SHAPE, torch.float32), tmp_path / "model.safetensors")
+    plan = plan_for(SHAPE, tmp_path, "safetensors", ((1.0,), (2,)), "bfloat16")
+    reports: list[tuple[int, int]] = []
+    targets = allocate_parameters(plan, plan.places[0], torch.device("cpu"))
+    load_weights(plan, plan.places[0], targets, report_read=lambda *report: reports.append(report))
+    size = sum(info.nbytes for info in locate_tensors(plan.checkpoint, plan.load_format, plan.shape).values())
+    assert reports[-1] == (size, size)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
 
 
 def test_the_loader_works_in_inference_mode_and_leaves_threads_alone(tmp_path: Path) -> None:

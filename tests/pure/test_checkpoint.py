@@ -19,7 +19,7 @@ from tests.pure.shapes import dense_shape
 from tests.refusals import refusal_line, refuses
 from weft.architectures.shape import Rope
 from weft.errors import ModelError
-from weft.formats import demo
+from weft.formats import demo, hub_files
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
 
 CONFIG: dict[str, Any] = {
@@ -179,6 +179,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], list[di
             return str(with_)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        monkeypatch.setattr(hub_files, "fetch_files", lambda *_, **__: None)
         return asked
 
     return answer

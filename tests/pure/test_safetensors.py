@@ -154,7 +154,13 @@ def test_an_index_joins_its_files(tmp_path: Path) -> None:
 
 def test_damaged_indexes(tmp_path: Path) -> None:
     save_file({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
-    fails(sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}), "missing-weight-file", "2.safetensors", "2")
+    fails(
+        sharded(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}),
+        "missing-weight-file",
+        "2.safetensors",
+        "2",
+        "'b'",
+    )
     fails(sharded(tmp_path, {"b": "1.safetensors"}), "missing-indexed-tensor", "1.safetensors", "'b'")
     fails(sharded(tmp_path, {"a": "../1.safetensors"}), "index-names-no-file")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": [')

@@ -85,6 +85,8 @@ THROUGHPUT = (
     ),
 )
 
+SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
+
 COMMANDS = {
     command.name: command
     for command in (
@@ -197,6 +199,16 @@ COMMANDS = {
             argument="OLD NEW",
             about="JSON files, as --save-result and scripts/bench write them",
             example="weft bench compare before.json after.json",
+        ),
+        Command(
+            name="shard",
+            summary="Cut a checkpoint for the ranks of a layout: each reads only its own file at the next start.",
+            module="weft.cli.shard",
+            groups=SHARD,
+            argument="MODEL DIRECTORY",
+            about="the model, and a new directory for the files",
+            log_level="INFO",
+            example="weft shard demo shards --tensor-parallel-size 2",
         ),
         Command(
             name="demo",

@@ -19,6 +19,7 @@ from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
+from weft.plan.shards import shard_difference
 from weft.planner.table import layout_json
 
 STAT_FIELDS = ("steps", "compute_s", "communication_s", "waiting_s", "allocated_bytes", "reserved_bytes")
@@ -37,6 +38,8 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
     stored = plan.schemes and plan.quantization not in ONLINE_QUANTIZATIONS
     if not difference and stored and held_tensors(checkpoint.shape, checkpoint.quantised) != plan.schemes:
         difference = "its tensors are quantised otherwise"
+    if not difference and checkpoint.sharded is not None:
+        difference = shard_difference(plan, checkpoint.sharded)
     if difference:
         raise RequestError(
             f"{name} cannot take the place of the weights of {plan.model}: {difference}; start another engine for it",

@@ -9,9 +9,10 @@ from typing import Any, cast
 from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.errors import RequestError
-from weft.formats.checkpoint import Checkpoint, resolve
+from weft.errors import ModelError, RequestError
+from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
 from weft.plan.plan import Plan
+from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -28,7 +29,25 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
         download_dir=config.download_dir,
         load_format=config.load_format,
     )
-    return checkpoint, TextTools.load(config, checkpoint)
+    tools = TextTools.load(config, checkpoint)
+    if tools.tokenizer is not None:
+        check_vocabulary(tools.tokenizer, checkpoint, config.tokenizer or checkpoint.path)
+    return checkpoint, tools
+
+
+def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -> None:
+    """Raise ModelError if a tokenizer, read from the file or directory `where`, has more tokens than the embedding.
+
+    Added tokens do not count: many models have some without a row of the embedding, and a prompt with one is refused.
+    """
+    shape = checkpoint.shape
+    if tokenizer.base_size > shape.vocab:
+        embedding, dims = next(iter(expected_tensors(shape)))
+        raise ModelError(
+            f"{where} has a vocabulary of {tokenizer.base_size:,} tokens, and tensor {embedding} of {checkpoint.path} "
+            f"has {dims[0]:,} rows; give the tokenizer of this model with --tokenizer",
+            code="vocabulary-beyond-embedding",
+        )
 
 
 def parse_prompt_or_chat(frontend: Frontend, prompt: PromptLike | Sequence[Message]) -> Prompt:

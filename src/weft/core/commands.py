@@ -63,7 +63,7 @@ class SwapWeights(msgspec.Struct, frozen=True, tag=True):
 
     phase: ClassVar[str] = "swap"
     checkpoint: str
-    load_format: Literal["safetensors", "gguf", "dummy"]
+    load_format: Literal["safetensors", "gguf", "dummy", "sharded_state"]
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):

@@ -56,6 +56,14 @@ class PhaseEntered(msgspec.Struct, frozen=True, tag=True):
     phase: str
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The rank has read `done` of the `total` bytes of its weights."""
+
+    rank: int
+    done: int
+    total: int
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     capacity: Capacity
 
@@ -85,4 +93,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Listening | PhaseEntered | Loaded | Allocated | CommandDone | StepDone | Failed
+FromRank = Listening | PhaseEntered | Loading | Loaded | Allocated | CommandDone | StepDone | Failed

@@ -22,6 +22,7 @@ from weft.executors.messages import (
     CommandDone,
     Failed,
     Loaded,
+    Loading,
     PhaseEntered,
     RunCommand,
     RunStep,
@@ -40,8 +41,11 @@ class RankWorker(Protocol):
     """Protocol of the class that a rank runs.
 
     Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread: `load`, `allocate`, then commands
-    and steps in any order, `close`.
+    and steps in any order, `close`. `report_read` is set before `load`, for the bytes that it has read of the bytes that
+    it will read.
     """
+
+    report_read: Callable[[int, int], None]
 
     def load(self) -> Capacity: ...
 
@@ -89,6 +93,7 @@ def run_rank(
     results = ResultSender(lambda result: send_locked(StepDone(result)), fail)
     try:
         worker = create_worker()
+        worker.report_read = lambda done, total: send_locked(Loading(rank, done, total))
         enter("load")
         send_locked(Loaded(worker.load()))
         while (message := inbox.get()) is not None:

@@ -28,6 +28,7 @@ from weft.executors.messages import (
     FromRank,
     Listening,
     Loaded,
+    Loading,
     PhaseEntered,
     RunCommand,
     RunStep,
@@ -35,6 +36,7 @@ from weft.executors.messages import (
     ToRank,
 )
 from weft.executors.rank import WORKER
+from weft.executors.reading import ReadingProgress
 from weft.native import build
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
@@ -95,6 +97,7 @@ class RankExecutor(ABC):
         self._closing = threading.Event()
         self._ended: Cause | None = None
         self._suspicion: threading.Timer | None = None
+        self._reading = ReadingProgress()
 
     def start(self, plan: Plan) -> Ready:
         self._phases = ["start"] * len(plan.places)
@@ -106,6 +109,7 @@ class RankExecutor(ABC):
         try:
             self._launch(plan)
             capacities = sorted((report.capacity for report in self._await_all(Loaded)), key=lambda c: c.rank)
+            self._reading.close()
             num_blocks = kv_blocks(plan, capacities)
             self._send_all(Allocate(num_blocks))
             self._capture_later(max(report.uncaptured for report in self._await_all(Allocated)))
@@ -184,6 +188,8 @@ class RankExecutor(ABC):
                 self._take_result(self._group_of[rank], result)
             case CommandDone(reply):
                 self._take_reply(rank, reply)
+            case Loading(number, done, read):
+                self._reading.update(number, done, read)
             case Listening() | Loaded() | Allocated():
                 self._reports.put(message)
             case PhaseEntered(phase):

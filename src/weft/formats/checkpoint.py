@@ -15,12 +15,24 @@ from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors, stacks
+from weft.formats import (
+    config_json,
+    demo,
+    gguf,
+    gguf_names,
+    gguf_shape,
+    hub,
+    model_names,
+    packed,
+    safetensors,
+    sharded,
+    stacks,
+)
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
 
-FileFormat = Literal["safetensors", "gguf", "dummy"]
+FileFormat = Literal["safetensors", "gguf", "dummy", "sharded_state"]
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -32,6 +44,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
       weights.
     - `generation`: the sampling that the model recommends, by generation_config.json's names.
     - `quantised`: types of the quantised tensors, by Hugging Face's names; for a dummy, the types in its config.
+    - `sharded`: what the files hold if each is of one rank (format "sharded_state").
     """
 
     model: str
@@ -40,6 +53,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     shape: ModelShape
     generation: dict[str, float | int | bool]
     quantised: dict[str, str] = {}
+    sharded: sharded.ShardedState | None = None
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Locate each tensor of the model; see `locate_tensors`."""
@@ -65,6 +79,8 @@ def resolve(
         path = _locate(full, revision, hf_token, download_dir, weights=load_format != "dummy")
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
+    if path.is_dir() and sharded.is_sharded(path) and load_format in ("auto", "sharded_state"):
+        return _sharded_checkpoint(model, path)
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(
@@ -92,6 +108,20 @@ def resolve(
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
         model=model, path=str(path), format=format, shape=shape, generation=generation, quantised=quantised
+    )
+
+
+def _sharded_checkpoint(model: str, folder: Path) -> Checkpoint:
+    """The checkpoint that `weft shard` wrote to a directory."""
+    state = sharded.read_state(folder)
+    return Checkpoint(
+        model=model,
+        path=str(folder),
+        format="sharded_state",
+        shape=state.shape,
+        generation=state.generation,
+        quantised=state.quantised,
+        sharded=state,
     )
 
 
@@ -151,7 +181,7 @@ def local_path(model: str) -> Path | None:
 
 
 def _in_directory(folder: Path) -> Path:
-    if (folder / config_json.CONFIG).is_file():
+    if (folder / config_json.CONFIG).is_file() or sharded.is_sharded(folder):
         return folder
     files = sorted(folder.glob("*.gguf"))
     if len(files) == 1 or (files and "-00001-of-" in files[0].name):
@@ -230,12 +260,13 @@ def _tensor_dims(shape: ModelShape, part: Part) -> tuple[int, ...]:
 
 
 def locate_tensors(path: str, format: FileFormat, shape: ModelShape) -> dict[str, TensorInfo]:
-    """Locate each tensor of a model of this shape, by Hugging Face's names, and no other tensor; {} for a dummy.
+    """Locate each tensor of a model of this shape, by Hugging Face's names, and no other tensor; {} for a dummy and for
+    sharded state.
 
     Raises ModelError, naming the tensor, if one is missing, has other dims, or is stored in a way that Weft does not
     read.
     """
-    if format == "dummy":
+    if format in ("dummy", "sharded_state"):
         return {}
     if format == "gguf":
         return _select_tensors(_translate_names(gguf.read_gguf(path), shape), shape, path, format)

@@ -164,6 +164,20 @@ class _HeaderReader:
         )
 
 
+def without_tensors(path: str) -> bytes:
+    """A GGUF file with the metadata of another one and no tensors. Raises ModelError as `read_gguf` does."""
+    with _open_header(path) as header:
+        _, field_count = _read_counts(header)
+        begin, fields = header.data[: len(MAGIC) + U32.size], []
+        for _ in range(field_count):
+            start = header.at
+            key = header.text()
+            header.value(header.scalar(U32))
+            if not key.startswith("split."):  # of one file among several
+                fields.append(header.data[start : header.at])
+    return begin + U64.pack(0) + U64.pack(len(fields)) + b"".join(fields)
+
+
 def is_gguf(path: Path) -> bool:
     """Return True if a file begins as GGUF does, whatever its name (Ollama names its files by their hash)."""
     with path.open("rb") as file:

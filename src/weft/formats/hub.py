@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import re
 from pathlib import Path
+from typing import Any
 
 from weft.errors import ModelError
-from weft.formats import catalogue
+from weft.formats import catalogue, hub_files
 
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -22,13 +23,14 @@ WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 def fetch_repository(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
     """Fetch the repository `name`, with `weights` or without, and return its directory in the hub's cache.
 
-    Files that are there already are not fetched again. The library honours HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE. Raises ModelError.
+    Files that are there already are not fetched again, and one that came in part is continued. The library honours
+    HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Raises ModelError.
     """
     from huggingface_hub import snapshot_download
 
     patterns = TEXT_FILES + (WEIGHT_FILES if weights else [])
     try:
+        hub_files.fetch_files(name, revision=revision, token=token, folder=folder, patterns=patterns, ignored=COPIES)
         return Path(
             snapshot_download(
                 name,
@@ -37,8 +39,11 @@ def fetch_repository(name: str, *, revision: str | None, token: str | None, fold
                 cache_dir=folder,
                 allow_patterns=patterns,
                 ignore_patterns=COPIES,
+                tqdm_class=_silent_bars(),
             )
         )
+    except ModelError:
+        raise
     except Exception as error:  # of many classes from several libraries; all mean that the model cannot be had
         # Without the libraries' own errors: they are a hundred lines, and ours has all their facts.
         raise _failure(name, revision, error) from None
@@ -59,9 +64,23 @@ def cached_repository(name: str, folder: str | None = None) -> Path | None:
         return None
 
 
+def _silent_bars() -> Any:
+    """A class of bars that are not shown: all files are here when the library looks for them."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    return Silent
+
+
 def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
     from huggingface_hub import constants, errors
 
+    cause = error.__cause__
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(cause, errors.HfHubHTTPError):
+        error = cause  # the hub has answered, and the library has looked for a copy of the model here
     where = f"{name} at revision {revision}" if revision else name
     match error:
         case errors.GatedRepoError():
@@ -96,9 +115,44 @@ def _failure(name: str, revision: str | None, error: Exception) -> ModelError:
                 f"the disk is full while {name} is fetched; make room, or give --download-dir or HF_HOME",
                 code="disk-full",
             )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return _refusal(name, status, error)
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return ModelError(
-        f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; {WAYS_OUT}", code="cannot-fetch-model"
+        f"cannot fetch {where} from {constants.ENDPOINT}: {reason}; run this again to continue, or {WAYS_OUT}",
+        code="cannot-fetch-model",
+    )
+
+
+def _refusal(name: str, status: int, error: Any) -> ModelError:
+    """The error for a status of the hub that none of the library's own errors stands for."""
+    from huggingface_hub import constants
+
+    match status:
+        case 401:
+            return ModelError(
+                f"{constants.ENDPOINT} does not accept the token for {name}; give a valid one with --hf-token or "
+                f"HF_TOKEN ({constants.ENDPOINT}/settings/tokens), or none",
+                code="hub-token-refused",
+            )
+        case 403:
+            return ModelError(
+                f"{name} is not open to this token: look at {constants.ENDPOINT}/{name}, and give one that may read it "
+                "with --hf-token or HF_TOKEN",
+                code="hub-forbidden",
+            )
+        case 429:
+            seconds = error.response.headers.get("Retry-After", "")
+            when = f"in {seconds} s" if seconds.isdigit() else "later"
+            return ModelError(
+                f"{constants.ENDPOINT} limits requests; run this again {when}: it continues (a token in HF_TOKEN has a "
+                "higher limit)",
+                code="hub-limits-requests",
+            )
+    return ModelError(
+        f"cannot fetch {name}: {constants.ENDPOINT} answers {status}; run this again later, or {WAYS_OUT}",
+        code="hub-status",
     )
 
 

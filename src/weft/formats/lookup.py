@@ -8,7 +8,18 @@ from weft.architectures.model import Model
 from weft.architectures.parameters import parameter_count
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import catalogue, checkpoint, config_json, demo, gguf, gguf_shape, hub, model_names, safetensors
+from weft.formats import (
+    catalogue,
+    checkpoint,
+    config_json,
+    demo,
+    gguf,
+    gguf_shape,
+    hub,
+    model_names,
+    safetensors,
+    sharded,
+)
 from weft.formats.gguf_types import FILE_TYPES
 from weft.formats.precision import OF_DTYPE
 
@@ -67,6 +78,9 @@ def _from_hub(name: str, revision: str | None, token: str | None, patience: floa
 
 def _from_directory(model: str, folder: Path) -> Model:
     """The model as its config.json describes it, and the headers of its weights if they are there."""
+    if sharded.is_sharded(folder):
+        state = sharded.read_state(folder)
+        return _model(model, state.shape, state.precision, str(folder / sharded.file_name(0)), None)
     has_weights = any(folder.glob("*.safetensors"))
     index = safetensors.read_directory(folder) if has_weights else {}
     shape = config_json.read_shape(folder, checkpoint.main_dtype(index), run=False)

@@ -5,8 +5,10 @@ Format: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -31,12 +33,32 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
+class _About(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
 def read_safetensors(path: Path) -> dict[str, TensorInfo]:
     """Read the tensors of one file. Raises ModelError if it is missing, cut short, damaged or of unknown types."""
+    header, size = _read_header(path)
+    tensors = decode_header(header, str(path))
+    start = LENGTH_BYTES + len(header)
+    tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
+    check_bounds(tensors, str(path), size)
+    end = max((info.offset + info.nbytes for info in tensors.values()), default=start)
+    if end != size:
+        raise ModelError(
+            f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again",
+            code="bytes-after-tensors",
+        )
+    return tensors
+
+
+def _read_header(path: Path) -> tuple[bytes, int]:
+    """Header of a file, and the bytes of the whole file. Raises ModelError."""
     try:
         limits.check_file(path)
         with path.open("rb") as file:
@@ -49,20 +71,38 @@ def read_safetensors(path: Path) -> dict[str, TensorInfo]:
                     f"{size:,}; fetch it again",
                     code="short-safetensors-header",
                 )
-            header = file.read(length)
+            return file.read(length), size
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-model") from error
-    tensors = decode_header(header, str(path))
-    start = LENGTH_BYTES + length
-    tensors = {name: msgspec.structs.replace(info, offset=start + info.offset) for name, info in tensors.items()}
-    check_bounds(tensors, str(path), size)
-    end = max((info.offset + info.nbytes for info in tensors.values()), default=start)
-    if end != size:
-        raise ModelError(
-            f"{path} is damaged: {size - end:,} bytes at its end belong to no tensor; fetch it again",
-            code="bytes-after-tensors",
-        )
-    return tensors
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Read the texts that a file holds about itself, by name. Raises ModelError as `read_safetensors` does."""
+    try:
+        return msgspec.json.decode(_read_header(path)[0], type=_About).metadata
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _damaged_header(str(path), error) from error
+
+
+def _damaged_header(path: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again",
+        code="damaged-safetensors-header",
+    )
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str] = MappingProxyType({})
+) -> bytes:
+    """Encode the beginning of a file, up to its data. `tensors` has dtype, dims and bytes of each, in their order."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, (dtype, dims, nbytes) in tensors.items():
+        entries[name] = {"dtype": dtype, "shape": list(dims), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % LENGTH_BYTES)  # so that the data is aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
@@ -74,10 +114,7 @@ def decode_header(header: bytes, path: str) -> dict[str, TensorInfo]:
         limits.check_unique(header, path)
         return {name: _tensor(path, name, decoder.decode(raw)) for name, raw in entries.items()}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{path} is damaged: its header is not safetensors' JSON ({error}); fetch it again",
-            code="damaged-safetensors-header",
-        ) from error
+        raise _damaged_header(path, error) from error
 
 
 def _tensor(path: str, name: str, entry: _Entry) -> TensorInfo:
@@ -141,8 +178,10 @@ def _read_indexed(folder: Path) -> dict[str, TensorInfo]:
                 f"{index} names {name!r}, which is not a file beside it; fetch it again", code="index-names-no-file"
             )
         if not (folder / name).exists():
+            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
             raise ModelError(
-                f"{folder} lacks {name}, one of the {len(names)} files of its index; fetch it again",
+                f"{folder} lacks {name}, one of the {len(names)} files of its index, with tensor {tensor!r:.80}; fetch "
+                "it again",
                 code="missing-weight-file",
             )
         files[name] = read_safetensors(folder / name)

@@ -31,6 +31,7 @@ from weft.plan.quantization import (
     tensor_schemes,
 )
 from weft.plan.rules import ExpertCut, check_expert_flags, check_layout, check_tensor_split, cut_of_experts
+from weft.plan.shards import check_shards
 from weft.plan.speculation import draft_plan
 from weft.plan.split import split
 
@@ -118,6 +119,8 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         lookahead=lookahead(config, device, len(stages)),
         seed=config.seed,
     )
+    if checkpoint.sharded is not None:
+        check_shards(plan, checkpoint.sharded)
     check_weights_fit(plan, host)
     return plan
 

@@ -88,7 +88,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     checkpoint: str
-    load_format: Literal["safetensors", "gguf", "dummy"]
+    load_format: Literal["safetensors", "gguf", "dummy", "sharded_state"]
     shape: ModelShape
     dtype: DType
     kv_cache_dtype: str = "auto"  # a name of architectures.kv; auto: as `dtype`

@@ -100,6 +100,11 @@ def to_speculative_config(speculation: Speculation) -> dict[str, Any]:
 def fetch_draft(model: str, load_format: str) -> DraftModel:
     """Fetch a draft model by name, like any other model; `load_format` is that of the large model."""
     source = checkpoint.resolve(model, load_format="dummy" if load_format == "dummy" else "auto")
+    if source.format == "sharded_state":
+        raise ConfigError(
+            f"the draft model {model} is cut for the ranks of one layout, and drafts run whole; give the model itself",
+            code="sharded-draft",
+        )
     return DraftModel(model=model, checkpoint=str(source.path), load_format=source.format, shape=source.shape)
 
 

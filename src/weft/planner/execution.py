@@ -20,6 +20,7 @@ from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
 from weft.plan.quantization import checkpoint_precision
+from weft.plan.shards import config_of_shards
 from weft.plan.speculation import check_draft_groups, fetch_draft, resolve_speculation
 from weft.planner.profiles import OURS, load_profile
 
@@ -45,6 +46,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     Raises ConfigError and PlanError as `plan.layout.build_plan` does, and if a plan file cannot be applied here, or if
     nothing fits.
     """
+    config = config_of_shards(config, checkpoint)
     check_config(config)
     if config.plan is not None:
         from weft.planner import plan_file, run_plan_file

@@ -47,7 +47,7 @@ def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
 class Tokenizer:
     """A vocabulary with its model's settings.
 
-    `vocab_size`: highest id plus one. `special_tokens`: texts by Transformers' names ("bos_token"), for chat templates.
+    `vocab_size`: highest id plus one. `base_size`: number of tokens without added ones. `special_tokens`: texts by Transformers' names ("bos_token"), for chat templates.
     `special_ids`: ids that `skip_special_tokens` omits. `end_ids`: ids that end a completion, as far as the tokenizer
     knows; generation_config.json may list more.
     """
@@ -57,6 +57,7 @@ class Tokenizer:
         self._settings = settings
         self.pieces = Pieces(hf_tokenizer)
         self.vocab_size = folder.vocab_size(hf_tokenizer)
+        self.base_size = hf_tokenizer.get_vocab_size(with_added_tokens=False)
         self.special_tokens = settings.tokens
         self.special_ids = self.pieces.special
         self.bos_id = self.id(settings.tokens.get("bos_token", ""))

@@ -24,6 +24,10 @@ class DummyWeights:
     def __init__(self, dims: dict[str, tuple[int, ...]], seed: int) -> None:
         self.dims, self.seed = dims, seed
 
+    def nbytes(self, source: str) -> int:
+        """Return 0: nothing is read."""
+        return 0
+
     def dtype(self, source: str) -> torch.dtype:
         """Return float32, the dtype in which values are drawn."""
         return torch.float32

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from math import prod
 from types import MappingProxyType
 from typing import Protocol
 
@@ -26,14 +28,20 @@ from weft.weights.dummy import DummyWeights
 from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
+from weft.weights.sharded import read_shard
 from weft.weights.stored import StoredWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
 KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
+REPORT_S = 0.1  # least seconds between two reports of the bytes that are read
 
 
 class WeightSource(Protocol):
     """The tensors of a checkpoint, under Hugging Face's names, read by ranges."""
+
+    def nbytes(self, source: str) -> int:
+        """Bytes of the whole tensor in its file; 0 if it lies in none."""
+        ...
 
     def dtype(self, source: str) -> torch.dtype:
         """The smallest dtype that `read_range` fills without loss."""
@@ -105,14 +113,20 @@ def load_weights(
     targets: Mapping[str, torch.Tensor | QuantisedWeight],
     rounding: Rounding = round_into,
     importance: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    report_read: Callable[[int, int], None] | None = None,
+    source: WeightSource | None = None,
 ) -> None:
     """Fill `targets`: all parameters of a rank, or some, as `architectures.parameters.rank_parameters` lists them.
 
     Targets are allocated already, on any device and of any float dtype or scheme. What the checkpoint does not hold in
     the target's scheme is made by `rounding`, in several threads, with the `importance` of the parameter's columns if
-    it is known. Raises ModelError.
+    it is known. `report_read` gets the bytes of the files that are read so far, and those of all targets.
+    `source` is the plan's checkpoint if it is open already. Raises ModelError.
     """
-    source, dims = open_source(plan), dict(expected_tensors(plan.shape))
+    if plan.load_format == "sharded_state":
+        read_shard(plan, place.rank, targets, report_read)
+        return
+    source, dims = source or open_source(plan), dict(expected_tensors(plan.shape))
 
     @torch.inference_mode()
     def load_fill(fill: Fill) -> None:
@@ -127,9 +141,34 @@ def load_weights(
 
     with reader_threads() as pool:
         fills = [fill for fill in rank_fills(plan.shape, place) if fill.param in targets]
-        for job in [pool.submit(load_fill, fill) for fill in fills]:
+        sizes = [stored_bytes(source, fill, dims[fill.source]) for fill in fills]
+        report = ReadReport(sum(sizes), report_read)
+        for job, size in [(pool.submit(load_fill, fill), size) for fill, size in zip(fills, sizes, strict=True)]:
             job.result()
+            report.add(size)
     derive_parameters(plan.shape, targets)
+
+
+def stored_bytes(source: WeightSource, fill: Fill, dims: tuple[int, ...]) -> int:
+    """Bytes of a file that hold a fill's part of a tensor of these dims."""
+    numbers = len(fill.rows) * (1 if fill.cols is None else len(fill.cols))
+    return source.nbytes(fill.source) * numbers // prod(dims)
+
+
+class ReadReport:
+    """Reports the bytes that are read of `total`: every REPORT_S seconds, and when all are."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None] | None) -> None:
+        self._total, self._report = total, report
+        self._done, self._reported_s = 0, time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        """Add bytes that were read."""
+        self._done += nbytes
+        now = time.monotonic()
+        if self._report and nbytes and (self._done == self._total or now - self._reported_s >= REPORT_S):
+            self._reported_s = now
+            self._report(self._done, self._total)
 
 
 def fill_target(targets: Mapping[str, torch.Tensor | QuantisedWeight], fill: Fill) -> torch.Tensor | QuantisedWeight:

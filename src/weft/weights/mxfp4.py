@@ -55,5 +55,5 @@ def _read_rows(info: Packed, part: TensorInfo, rows: Span) -> torch.Tensor:
     """Bytes of some of a matrix' rows in one of its tensors: [rows, bytes] uint8."""
     width = part.nbytes // part.dims[0]
     first, last = rows.start * info.step, rows.stop * info.step
-    data = map_bytes(part, first * width, (last - first) * width, whole=info.step == 1)
+    data = map_bytes(part, first * width, (last - first) * width)
     return data.view(last - first, width)[info.first :: info.step]

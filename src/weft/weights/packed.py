@@ -142,7 +142,7 @@ def _group_of(info: Packed, cols: Span, device: torch.device) -> torch.Tensor:
     if info.order is None:
         columns = torch.arange(cols.start, cols.stop, device=device)
         return columns // info.group - cols.start // info.group
-    whole = view_bytes(map_bytes(info.order, 0, info.order.nbytes, whole=True), torch.int32)
+    whole = view_bytes(map_bytes(info.order, 0, info.order.nbytes), torch.int32)
     return whole[cols.start : cols.stop].long().to(device)
 
 
@@ -156,7 +156,7 @@ def _words(info: TensorInfo, first: Span, second: Span) -> torch.Tensor:
     """Read the range [first, second] of a tensor of two dims, in its own dtype."""
     dtype, width = DTYPES[info.type], info.dims[1]
     row_bytes = width * dtype.itemsize
-    data = map_bytes(info, first.start * row_bytes, len(first) * row_bytes, whole=len(second) == width)
+    data = map_bytes(info, first.start * row_bytes, len(first) * row_bytes)
     return view_bytes(data, dtype).view(len(first), width)[:, second.start : second.stop]
 
 

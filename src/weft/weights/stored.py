@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
-from weft.formats.tensor import ENCODINGS, TensorInfo
+from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.blocks import dequantise
 from weft.weights.quantised import split_blocks, unpack_blocks
@@ -18,6 +19,8 @@ from weft.weights.quantised import split_blocks, unpack_blocks
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Elements dequantised at once: on a CPU as many as its cache holds together with the intermediate results.
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Bytes of a file that a thread maps at once: a bound of a rank's memory, and enough for reads at a disk's full speed.
+BAND = 32 << 20
 
 
 class StoredWeights:
@@ -26,6 +29,10 @@ class StoredWeights:
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self.tensors = tensors
 
+    def nbytes(self, source: str) -> int:
+        """Bytes of the whole tensor in its file."""
+        return self.tensors[source].nbytes
+
     def dtype(self, source: str) -> torch.dtype:
         """The smallest dtype that `read_range` fills without loss."""
         return DENSE.get(self.tensors[source].type, torch.float32)
@@ -33,8 +40,9 @@ class StoredWeights:
     def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
         """Copy source[rows, cols] to `into`, of the same dims and of any dtype and device.
 
-        Only the bytes of these rows and columns are read; for quantised types, the blocks that hold the columns; of a
-        vector, everything. Raises ModelError if the file cannot be read.
+        Only these rows are read. Columns are taken out of whole rows, in the pages that the system keeps of a file: the
+        ranks of a host that share a matrix read its pages once between them. Raises ModelError if the file cannot be
+        read.
         """
         info = self.tensors[source]
         if len(info.dims) == 1:
@@ -60,52 +68,72 @@ class StoredWeights:
         if not self.holds(source, into.type):
             return False
         encoding = ENCODINGS[info.type]
-        data, first, last = self._row_bytes(info, info.dims, rows, cols)
-        step = rows_at_once(into.device, (last - first) * encoding.elements, info.interleaved)
-        for row in range(0, len(rows), step):
-            chunk = data[row : row + step].to(into.device)
-            if info.interleaved:
-                ordered = torch.empty_like(chunk)
-                _copy_rows(chunk, ordered, info.interleaved)
-                chunk = ordered
-            part = into.narrow(0, row, len(chunk))
-            if info.type == into.type:
-                split_blocks(chunk.view(len(chunk), -1, encoding.nbytes), part)
-            else:
-                unpack_blocks(chunk, info.type, cols.start - first * encoding.elements, part)
+        blocks = _blocks_of(encoding, cols)
+        step = rows_at_once(into.device, len(blocks) * encoding.elements, info.interleaved)
+        for band, data in _row_bands(info, info.dims, rows, blocks, info.interleaved):
+            for row in range(0, len(band), step):
+                chunk = data[row : row + step].to(into.device)
+                if info.interleaved:
+                    ordered = torch.empty_like(chunk)
+                    _copy_rows(chunk, ordered, info.interleaved)
+                    chunk = ordered
+                part = into.narrow(0, band.start + row, len(chunk))
+                if info.type == into.type:
+                    split_blocks(chunk.view(len(chunk), -1, encoding.nbytes), part)
+                else:
+                    unpack_blocks(chunk, info.type, cols.start - blocks.start * encoding.elements, part)
         return True
-
-    def _row_bytes(
-        self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span
-    ) -> tuple[torch.Tensor, int, int]:
-        """Bytes of the blocks that hold these columns, [rows, bytes] uint8, with the number of the first block of a row
-        and of the one after the last."""
-        encoding = ENCODINGS[info.type]
-        row_bytes = dims[1] // encoding.elements * encoding.nbytes
-        data = map_bytes(info, rows.start * row_bytes, len(rows) * row_bytes, whole=len(cols) == dims[1])
-        first, last = cols.start // encoding.elements, -(-cols.stop // encoding.elements)
-        data = data.view(len(rows), row_bytes)[:, first * encoding.nbytes : last * encoding.nbytes]
-        return data, first, last
 
     def _read_transposed(self, info: TensorInfo, rows: Span, cols: Span, into: torch.Tensor) -> None:
         """Copy rows and columns of a matrix that lies in the file as [cols, rows] and is not quantised."""
         within = Span(rows.start * info.step, rows.stop * info.step)
-        data, _, _ = self._row_bytes(info, (info.dims[1], info.dims[0] * info.step), cols, within)
-        into.copy_(view_bytes(data, DENSE[info.type])[:, info.first :: info.step].t())
+        for band, data in _row_bands(info, (info.dims[1], info.dims[0] * info.step), cols, within):
+            values = view_bytes(data, DENSE[info.type])[:, info.first :: info.step]
+            into[:, band.start : band.stop].copy_(values.t())
 
     def _read_matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
         """Copy rows and columns of a tensor with these dims to `into`."""
-        encoding = ENCODINGS[info.type]
-        data, first, last = self._row_bytes(info, dims, rows, cols)
+        blocks = _blocks_of(ENCODINGS[info.type], cols)
         interleaved = info.interleaved if dims[0] > 1 else 0
-        if info.type in DENSE:
-            _copy_rows(view_bytes(data, DENSE[info.type]), into, interleaved)
-            return
-        inside = slice(cols.start - first * encoding.elements, cols.stop - first * encoding.elements)
-        step = rows_at_once(into.device, (last - first) * encoding.elements, interleaved)
-        for row in range(0, len(rows), step):
-            values = dequantise(data[row : row + step].to(into.device), info.type)
-            _copy_rows(values[:, inside], into[row : row + step], interleaved)
+        for band, data in _row_bands(info, dims, rows, blocks, interleaved):
+            part = into[band.start : band.stop]
+            if info.type in DENSE:
+                _copy_rows(view_bytes(data, DENSE[info.type]), part, interleaved)
+            else:
+                _dequantise_rows(
+                    info.type, data, cols.shifted(-blocks.start * ENCODINGS[info.type].elements), part, interleaved
+                )
+
+
+def _dequantise_rows(type: str, data: torch.Tensor, cols: Span, into: torch.Tensor, interleaved: int) -> None:
+    """Copy the columns `cols` of rows of whole blocks, [rows, bytes] uint8, to `into`."""
+    step = rows_at_once(into.device, ENCODINGS[type].elements * (data.shape[1] // ENCODINGS[type].nbytes), interleaved)
+    for row in range(0, len(data), step):
+        values = dequantise(data[row : row + step].to(into.device), type)
+        _copy_rows(values[:, cols.start : cols.stop], into[row : row + step], interleaved)
+
+
+def _blocks_of(encoding: Encoding, cols: Span) -> Span:
+    """Numbers of a row's blocks that hold these columns."""
+    return Span(cols.start // encoding.elements, -(-cols.stop // encoding.elements))
+
+
+def _row_bands(
+    info: TensorInfo, dims: tuple[int, ...], rows: Span, blocks: Span, interleaved: int = 0
+) -> Iterator[tuple[Span, torch.Tensor]]:
+    """Yield bands of a tensor's rows, each with its place among `rows` and its blocks' bytes: [rows, bytes] uint8.
+
+    The tensor lies in its file with these dims. A band has at most BAND bytes or one row, and whole heads if heads of
+    `interleaved` rows are. While a band is used, the next one is read.
+    """
+    encoding, unit = ENCODINGS[info.type], interleaved or 1
+    row_bytes = dims[1] // encoding.elements * encoding.nbytes
+    step = max(1, BAND // row_bytes // unit) * unit
+    for row in range(rows.start, rows.stop, step):
+        last, ahead = min(row + step, rows.stop), min(row + 2 * step, rows.stop)
+        data = map_bytes(info, row * row_bytes, (last - row) * row_bytes, ahead=(ahead - last) * row_bytes)
+        columns = slice(blocks.start * encoding.nbytes, blocks.stop * encoding.nbytes)
+        yield Span(row, last).shifted(-rows.start), data.view(last - row, row_bytes)[:, columns]
 
 
 def rows_at_once(device: torch.device, width: int, interleaved: int) -> int:
@@ -135,10 +163,10 @@ def view_bytes(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data if aligned else data.clone()).view(dtype)
 
 
-def map_bytes(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torch.Tensor:
+def map_bytes(info: TensorInfo, start: int, nbytes: int, *, ahead: int = 0) -> torch.Tensor:
     """Map `nbytes` bytes of a tensor from byte `start` on: uint8 on the CPU, read from the file as they are used.
 
-    With `whole` the caller will use the whole range: reading begins now and in one go, which pays on a cold or a remote
+    The system begins to read them now and in one go, and `ahead` bytes after them, which pays on a cold or a remote
     disk. The mapping is private and writable, since torch has no read-only tensors; no memory is set aside for writes
     that do not happen. It ends with the last view of it. Raises ModelError if the file cannot be read.
     """
@@ -146,6 +174,8 @@ def map_bytes(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torc
     slack = begin % mmap.ALLOCATIONGRANULARITY
     try:
         with open(info.file, "rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), begin, nbytes + ahead, os.POSIX_FADV_WILLNEED)
             data = mmap.mmap(
                 file.fileno(),
                 nbytes + slack,
@@ -153,8 +183,6 @@ def map_bytes(info: TensorInfo, start: int, nbytes: int, *, whole: bool) -> torc
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 offset=begin - slack,
             )
-            if whole:
-                data.madvise(mmap.MADV_WILLNEED)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {info.file}: {error}", code="cannot-read-model") from error
     return torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=slack)

@@ -47,8 +47,10 @@ def measure_importance(
     The result is empty if no matrix is rounded. All ranks of the plan call this before they load, since they run a step
     together. It fills those of `targets` that are no matrices. Raises ModelError.
     """
+    if plan.load_format in ("dummy", "sharded_state"):
+        return {}
     source = open_source(plan)
-    if plan.load_format == "dummy" or not needs_importance(plan, source):
+    if not needs_importance(plan, source):
         return {}
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)

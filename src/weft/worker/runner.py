@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -67,21 +67,21 @@ class ModelRunner:
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
     @torch.inference_mode()
-    def load(self) -> None:
-        """Read the weights, build the model and compile its kernels."""
+    def load(self, report_read: Callable[[int, int], None] | None = None) -> None:
+        """Read the weights, build the model and compile its kernels. `report_read` as for `load_weights`."""
         self.device = prepare_device(self.plan, self.rank)
-        self._load_model()
+        self._load_model(report_read)
         self._fill_ropes()
         warm_kernels(self.kernels.launches(self.attention, self.device), self.device)
 
-    def _load_model(self) -> None:
+    def _load_model(self, report_read: Callable[[int, int], None] | None = None) -> None:
         plan, shape = self.plan, self.plan.shape
         # The table of parameters gives every dim, so tensors are allocated once, where they stay.
         tensors = allocate_parameters(plan, self.place, self.device)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
         backend = plan.attention_backend, self.device, self.attention
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
-        load_weights(plan, self.place, tensors, create_rounding(*backend), importance)
+        load_weights(plan, self.place, tensors, create_rounding(*backend), importance, report_read)
         self.kernels = create_kernels(*backend)
         if plan.schemes and not self.kernels.matrices.multiplies_quantised:
             self.weight_bytes = rank_weight_bytes(shape, self.place, plan.dtype)

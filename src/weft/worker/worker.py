@@ -55,6 +55,7 @@ class Worker:
         self.plan, self.rank, self.links = plan, rank, links
         self.place = plan.places[rank]
         self.runner = ModelRunner(plan, rank, links)
+        self.report_read: Callable[[int, int], None] = lambda done, total: None
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
         self.trace: Trace | None = None
@@ -64,7 +65,7 @@ class Worker:
         """Read this rank's weights, build its part of the model, and measure the peak memory of a step."""
         began = time.monotonic()
         plan, runner = self.plan, self.runner
-        runner.load()
+        runner.load(self.report_read)
         self.clock = create_step_clock(runner.device)
         groups = len(plan.kv_layout.groups)
         self.request_slots = RequestSlots(

@@ -1,0 +1,233 @@
+"""Downloads from a hub of our own: what comes, what is continued, and what each fault says."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.pure.hubs import COMMIT, Fault, Hub, running_hub
+from tests.refusals import refuses
+from weft.errors import ModelError
+from weft.formats import fetch_progress, hub, hub_files
+from weft.formats.hub import fetch_repository
+
+NAME = "owner/model"
+WEIGHTS = random.Random(0).randbytes(300_000)
+FILES = {
+    "config.json": b'{"architectures": []}',
+    "model-1.safetensors": WEIGHTS,
+    "model-2.safetensors": WEIGHTS[::-1],
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"pickled",
+    "original/model.safetensors": WEIGHTS,
+}
+WANTED = {"config.json", "model-1.safetensors", "model-2.safetensors", "tokenizer.json"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
+    # Bytes that the library writes at once: of a broken piece it keeps nothing.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # before the library tries again
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        # What the library makes of HF_ENDPOINT when it is imported.
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.repositories[NAME] = dict(FILES)
+        yield server
+
+
+Fetch = Callable[..., Path]
+
+
+@pytest.fixture
+def fetch(tmp_path: Path) -> Fetch:
+    def fetch(name: str = NAME, token: str | None = None, *, revision: str | None = None, weights: bool = True) -> Path:
+        return fetch_repository(name, revision=revision, token=token, folder=str(tmp_path / "hub"), weights=weights)
+
+    return fetch
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_wanted_comes_once(server: Hub, fetch: Fetch) -> None:
+    folder = fetch()
+    assert names(folder) == WANTED
+    assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
+    server.requests.clear()
+    assert fetch() == folder
+    assert not server.asked("GET", "/resolve/")
+
+
+def test_a_dummy_needs_no_weights(server: Hub, fetch: Fetch) -> None:
+    assert names(fetch(weights=False)) == {"config.json", "tokenizer.json"}
+
+
+def test_the_token_goes_along(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch(token="hf_flag")
+    assert {request.token for request in server.requests} == {"Bearer hf_flag"}
+    server.requests.clear()
+    monkeypatch.setenv("HF_TOKEN", "hf_environment")
+    fetch()
+    assert {request.token for request in server.requests} == {"Bearer hf_environment"}
+
+
+def test_a_connection_that_is_cut_is_continued(server: Hub, fetch: Fetch) -> None:
+    server.faults = [Fault("model-1", bytes=100_000, times=1), Fault("model-1", bytes=50_000, times=1)]
+    folder = fetch()
+    assert (folder / "model-1.safetensors").read_bytes() == WEIGHTS
+    assert [request.first for request in server.asked("GET", "model-1")] == [0, 100_000, 150_000]
+
+
+def test_a_later_start_continues(server: Hub, fetch: Fetch) -> None:
+    server.faults = [Fault("model-1", bytes=100_000, times=1), Fault("model-1", status=500)]
+    with refuses(ModelError, "hub-status", NAME, server.url, 500, "run this again"):
+        fetch()
+    server.faults = []
+    folder = fetch()
+    assert (folder / "model-1.safetensors").read_bytes() == WEIGHTS
+    assert server.asked("GET", "model-1")[-1].first == 100_000
+
+
+def test_a_hub_that_is_gone_leaves_what_is_here(server: Hub, fetch: Fetch) -> None:
+    folder = fetch()
+    server.faults = [Fault("/api/", status=503)]
+    assert fetch() == folder
+    server.faults = [Fault("/api/", status=401)]
+    assert fetch() == folder
+
+
+def test_offline(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with refuses(ModelError, "model-not-downloaded", NAME, "HF_HUB_OFFLINE"):
+        fetch()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    folder = fetch()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    server.requests.clear()
+    assert fetch() == folder
+    assert not server.requests
+
+
+def test_refusals(server: Hub, fetch: Fetch) -> None:
+    page = f"{server.url}/{NAME}"
+    with refuses(ModelError, "no-such-model", "owner/other", server.url, "HF_TOKEN"):
+        fetch("owner/other")
+    # What the hub says of a gated model, to one who has not accepted its terms: at its files, or already at its list.
+    for part in ("/resolve/", "/api/"):
+        server.faults = [Fault(part, status=403, headers={"X-Error-Code": "GatedRepo"})]
+        with refuses(ModelError, "gated-model", NAME, page, "HF_TOKEN"):
+            fetch()
+    server.faults = [Fault("/resolve/", status=403)]
+    with refuses(ModelError, "hub-forbidden", NAME, page, "HF_TOKEN"):
+        fetch()
+    server.faults = [Fault("/resolve/", status=401, headers={"X-Error-Message": "Invalid credentials in header"})]
+    with refuses(ModelError, "hub-token-refused", server.url, NAME, "HF_TOKEN"):
+        fetch(token="hf_wrong")
+    server.faults = [Fault("/api/", status=404, headers={"X-Error-Code": "RevisionNotFound"})]
+    with refuses(ModelError, "no-such-revision", NAME, "'v9'", server.url):
+        fetch(revision="v9")
+    server.faults = [Fault("/api/", status=429, headers={"Retry-After": "17"})]
+    with refuses(ModelError, "hub-limits-requests", server.url, "17 s", "HF_TOKEN"):
+        fetch()
+
+
+def test_a_hub_that_limits_requests_is_asked_again(server: Hub, fetch: Fetch) -> None:
+    server.faults = [Fault("/resolve/", status=429, headers={"Retry-After": "1"}, times=3)]
+    assert names(fetch()) == WANTED
+
+
+@pytest.mark.parametrize("name", ["model-2.safetensors", "tokenizer.json"])
+def test_a_file_with_a_wrong_hash_is_not_kept(server: Hub, fetch: Fetch, tmp_path: Path, name: str) -> None:
+    changed = server.changed[name] = FILES[name][:-1] + b"!"
+    with refuses(ModelError, "wrong-hash", name, NAME):
+        fetch()
+    kept = [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and path.read_bytes() == changed]
+    assert not kept
+    server.changed.clear()
+    assert (fetch() / name).read_bytes() == FILES[name]
+
+
+def test_a_disk_without_room(server: Hub, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 400_000})
+    with monkeypatch.context() as patched:
+        patched.setattr(hub_files.shutil, "disk_usage", lambda path: usage)
+        with refuses(ModelError, "disk-full", NAME, tmp_path, "HF_HOME"):
+            fetch()
+        assert not server.asked("GET", "/resolve/")
+    server.faults = [Fault("model-1", bytes=250_000, times=1), Fault("model-1", status=500)]
+    with refuses(ModelError, "hub-status"):
+        fetch()
+    server.faults = []
+    monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: usage)
+    fetch()  # since a part of the files is here
+
+
+def test_a_disk_that_fills_up(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetch_progress.FileBar, "update", no_room)
+    with refuses(ModelError, "disk-full", NAME, "HF_HOME"):
+        fetch()
+
+
+def test_a_log_has_the_sum(
+    server: Hub, fetch: Fetch, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    monkeypatch.setattr(fetch_progress, "LINE_S", 0.0)
+    with caplog.at_level(logging.INFO, "weft"):
+        fetch()
+    assert len(caplog.messages) > 4
+    assert all(NAME in line and "MB/s" in line for line in caplog.messages)
+    assert "1 MB of 1 MB fetched, 4 of 4 files" in caplog.messages[-1]
+
+
+def test_a_terminal_has_a_bar_for_each_file_and_the_whole(
+    server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "120")
+    shown: list[tuple[str, int, int]] = []
+    original = fetch_progress.Bars.show
+
+    def show(bars: fetch_progress.Bars, file: str, done: int, whole: int) -> None:
+        shown.append((file, done, whole))
+        original(bars, file, done, whole)
+
+    monkeypatch.setattr(fetch_progress.Bars, "show", show)
+    fetch()
+    assert {file for file, _, _ in shown} == WANTED
+    last = {file: done for file, done, _ in shown}
+    assert last == {name: len(FILES[name]) for name in WANTED}
+    assert shown[-1][2] == sum(last.values())
+    assert NAME in capsys.readouterr().err
+
+
+def test_the_commit_is_the_one_that_the_hub_gives(server: Hub, fetch: Fetch) -> None:
+    folder = fetch()
+    assert folder.name == COMMIT
+    assert hub.cached_repository(NAME, str(folder.parents[2])) == folder
+
+
+@pytest.fixture(autouse=True)
+def no_cached_sessions() -> Iterator[None]:
+    """The library keeps connections; those to a hub that has ended are not for the next one."""
+    yield
+    from huggingface_hub.utils import _http
+
+    _http.close_session()
