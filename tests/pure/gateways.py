@@ -92,7 +92,7 @@ class LiveGateway:
 
     def assert_idle(self) -> None:
         """Nothing counts as running."""
-        assert not self.proxy.running
+        assert not self.proxy.running and not self.proxy.bodies.held
         for replica in self.proxy.fleet.replicas.values():
             assert not replica.connections and not replica.unanswered
 

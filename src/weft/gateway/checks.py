@@ -32,13 +32,30 @@ class ModelList(msgspec.Struct):
 async def check_forever(fleet: Fleet, timeouts: Timeouts, watch: FileWatch | None) -> None:
     """Check the replicas and the watched file every CHECK_EVERY_S seconds, until it is cancelled."""
     due: dict[Replica, float] = {}
+    logged = ""
     while True:
-        if watch is not None:
-            watch.look()
-        replicas = tuple(fleet.replicas.values())
-        await asyncio.gather(*(_check(replica, fleet, timeouts, due) for replica in replicas))
-        due = {replica: due[replica] for replica in replicas if replica in due}
+        try:
+            await _check_all(fleet, timeouts, watch, due)
+        except Exception as error:  # a fault of ours: without checks no replica would recover
+            if repr(error) != logged:
+                logged = repr(error)
+                log.exception("a check failed; checks go on")
         await asyncio.sleep(CHECK_EVERY_S)
+
+
+async def _check_all(fleet: Fleet, timeouts: Timeouts, watch: FileWatch | None, due: dict[Replica, float]) -> None:
+    """Check every replica once. Raises the first unexpected exception, after the checks of all replicas."""
+    if watch is not None:
+        watch.look()
+    replicas = tuple(fleet.replicas.values())
+    found = await asyncio.gather(
+        *(_check(replica, fleet, timeouts, due) for replica in replicas), return_exceptions=True
+    )
+    for replica in [replica for replica in due if replica not in replicas]:
+        del due[replica]
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
 
 
 async def _check(replica: Replica, fleet: Fleet, timeouts: Timeouts, due: dict[Replica, float]) -> None:

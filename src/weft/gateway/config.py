@@ -83,7 +83,8 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of a gateway.
 
-    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output.
+    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output. `max_body_bytes`: of a request;
+    `max_held_bytes`: of all requests that another replica may still be sent.
     """
 
     upstreams: list[UpstreamConfig] = []
@@ -95,6 +96,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeouts: Timeouts = Timeouts()
     access_log: str | None = None
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**26  # conversations with pictures are large
+    max_held_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**29
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
 

@@ -12,6 +12,7 @@ from weft.gateway.keys import Client
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
+from weft.serving.errors import HttpError
 
 HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
 
@@ -38,14 +39,19 @@ class ClientGoneError(UpstreamError):
 
 
 class Exchange:
-    """One request of a client.
+    """One request of a client, from its head on.
 
-    `model`, `fingerprint`: what routing reads. `attempt`: the try that runs. `gone`: the client has closed its
-    connection. The other fields are for the access log: `outcome` is "complete" or the code of an error.
+    `model`, `fingerprint`: what routing reads. `attempt`: the try that runs. `refusal`: the answer if no replica gives
+    a better one, of a replica that is full. `gone`: the client has closed its connection. The other fields are for the
+    access log: `outcome` is "complete" or the code of an error.
     """
 
-    def __init__(self, scope: Scope, body: bytes, client: Client, gateway: bytes) -> None:
-        self.scope, self.body, self.client = scope, body, client
+    def __init__(self, scope: Scope, gateway: bytes) -> None:
+        self.scope = scope
+        self.body = b""
+        self.client = Client()
+        self.bytes_in = 0
+        self.refusal: HttpError | None = None
         self.method: bytes = scope["method"].encode()
         self.model = ""
         self.fingerprint = Fingerprint()
@@ -113,7 +119,7 @@ class Exchange:
             "tries": len(self.tried),
             "status": self.status,
             "outcome": self.outcome,
-            "bytes_in": len(self.body),
+            "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "first_byte_s": round(self.first_byte_s - self.began_s, 4) if self.first_byte_s else None,
             "total_s": round(now - self.began_s, 4),

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.gateway.access_log import AccessLog
+from weft.gateway.bodies import BodyPool
 from weft.gateway.breaker import RetryBudget
 from weft.gateway.checks import FileWatch
 from weft.gateway.config import Timeouts
@@ -21,9 +22,8 @@ from weft.gateway.fingerprint import fingerprint, model_of, read_fields, with_mo
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.replica import Attempt
+from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.body import BodyReceiver
 from weft.serving.errors import HttpError, error_frame, error_response
 
 
@@ -39,7 +39,7 @@ class Proxy:
         access_log: AccessLog | None = None,
         watch: FileWatch | None = None,
         *,
-        max_body_bytes: int,
+        bodies: BodyPool,
     ) -> None:
         self.fleet, self.keys, self.timeouts = fleet, keys, timeouts
         self.metrics, self.access_log, self.watch = metrics, access_log, watch
@@ -48,14 +48,18 @@ class Proxy:
         self.idle.set()
         self.draining = False
         self._name = secrets.token_hex(8).encode()
-        self._bodies = BodyReceiver(max_body_bytes, lambda: None)
+        self.bodies = bodies
         self._budget = RetryBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, self._name)
         try:
-            exchange = await self._receive(scope, receive)
+            await self._receive(exchange, receive)
         except (WeftError, ClientDisconnect) as error:
-            await error_response(error)(scope, receive, send)
+            response = error_response(error)
+            exchange.outcome, exchange.status = getattr(error, "code", "client-gone"), response.status_code
+            self._note_end(exchange)
+            await response(scope, receive, send)
             return
         self.running.add(exchange)
         self.idle.clear()
@@ -69,9 +73,19 @@ class Proxy:
             self.running.discard(exchange)
             if not self.running:
                 self.idle.set()
-            self.metrics.count(exchange)
-            if self.access_log is not None:
-                self.access_log.write(exchange.log_row())
+            self._note_end(exchange)
+
+    def _note_end(self, exchange: Exchange) -> None:
+        """Release what a request holds; count and log it."""
+        self._release_body(exchange)
+        self.metrics.count(exchange)
+        if self.access_log is not None:
+            self.access_log.write(exchange.log_row())
+
+    def _release_body(self, exchange: Exchange) -> None:
+        """Forget the body of a request that goes to no other replica."""
+        self.bodies.release(len(exchange.body))
+        exchange.body = b""
 
     def close(self) -> None:
         """Close the idle connections and the log."""
@@ -79,16 +93,17 @@ class Proxy:
         if self.access_log is not None:
             self.access_log.close()
 
-    async def _receive(self, scope: Scope, receive: Receive) -> Exchange:
-        """The request as a whole, with what routing reads. Raises WeftError."""
-        client = self.keys.identify(scope)
+    async def _receive(self, exchange: Exchange, receive: Receive) -> None:
+        """Receive the request as a whole, with what routing reads. Raises WeftError."""
+        scope = exchange.scope
+        exchange.client = client = self.keys.identify(scope)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        body = await self._bodies.receive(Request(scope, receive))
-        exchange = Exchange(scope, body, client, self._name)
-        fields = read_fields(body)
+        exchange.body = await self.bodies.receive(Request(scope, receive))
+        exchange.bytes_in = len(exchange.body)
+        fields = read_fields(exchange.body)
         exchange.model = model_of(fields)
         exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
@@ -104,7 +119,6 @@ class Proxy:
                 code="model-not-found",
                 param="model",
             )
-        return exchange
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Get a response from a replica and pass it on; without one, an error."""
@@ -117,6 +131,7 @@ class Proxy:
             await error_response(error)(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
+            self._release_body(exchange)
             await self._pass_on(exchange, head, first, send)
 
     # Before the first byte
@@ -147,6 +162,8 @@ class Proxy:
             self._judge(attempt, head)
             if not reason or not self._may_retry(exchange, reason):
                 return head, first
+            if reason == "full":
+                exchange.refusal = _refusal_of(replica, head)
             attempt.close()
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
@@ -197,7 +214,9 @@ class Proxy:
         self.metrics.count_retry(attempt.replica, error.code)
 
     def _no_replica(self, exchange: Exchange, failure: UpstreamError | None) -> HttpError:
-        """The error for a request that no replica answered."""
+        """The error for a request that no replica answered: the refusal of one that is full comes first."""
+        if exchange.refusal is not None:
+            return exchange.refusal
         if failure is None:
             return HttpError(
                 503, "no upstream can take requests now; try again later", code="no-upstream", retry_after_s=1
@@ -256,6 +275,17 @@ class EventEnding:
     @property
     def between_events(self) -> bool:
         return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+
+def _refusal_of(replica: Replica, head: ResponseHead) -> HttpError:
+    """The answer of a replica that is full, if all others fail."""
+    after = head.header(b"retry-after").decode("latin-1")
+    return HttpError(
+        head.status,
+        f"upstream {replica.name} is full, and no other one answers; try again later",
+        code="upstream-full",
+        retry_after_s=int(after) if after.isdecimal() and len(after) < 7 else 1,
+    )
 
 
 async def _watch_client(exchange: Exchange, receive: Receive) -> None:

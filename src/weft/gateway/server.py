@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from weft.errors import ConfigError, error_reason
 from weft.gateway.access_log import AccessLog
 from weft.gateway.app import create_app
+from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import FileWatch, check_forever
 from weft.gateway.config import GatewayConfig, UpstreamConfig, parse_url, read_keys
 from weft.gateway.fleet import Fleet
@@ -58,7 +59,8 @@ def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     keys = Keys(read_keys(config.keys) if config.keys is not None else (), admin_key)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
     metrics = GatewayMetrics(fleet)
-    return Proxy(fleet, keys, config.timeouts, metrics, access_log, watch, max_body_bytes=config.max_body_bytes)
+    bodies = BodyPool(config.max_body_bytes, config.max_held_bytes)
+    return Proxy(fleet, keys, config.timeouts, metrics, access_log, watch, bodies=bodies)
 
 
 def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:
