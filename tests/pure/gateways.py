@@ -79,6 +79,7 @@ class LiveGateway:
     def __init__(self, proxy: Proxy, server: GatewayServer, address: tuple[str, int]) -> None:
         self.proxy, self.server = proxy, server
         self.address = address
+        self.stubs: list[Upstream] = []
         self.client = httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=PATIENCE_S)
 
     async def chat(self, **fields: Any) -> httpx.Response:
@@ -94,7 +95,7 @@ class LiveGateway:
         """Nothing counts as running."""
         assert not self.proxy.running and not self.proxy.bodies.held
         for replica in self.proxy.fleet.replicas.values():
-            assert not replica.connections and not replica.unanswered
+            assert not replica.connections and not replica.unanswered and not replica.movable
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from weft.gateway.answer import StreamedAnswer
+from weft.gateway.completion import Completion
 from weft.gateway.keys import Client
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
@@ -41,9 +43,10 @@ class ClientGoneError(UpstreamError):
 class Exchange:
     """One request of a client, from its head on.
 
-    `model`, `fingerprint`: what routing reads. `attempt`: the try that runs. `refusal`: the answer if no replica gives
-    a better one, of a replica that is full. `gone`: the client has closed its connection. The other fields are for the
-    access log: `outcome` is "complete" or the code of an error.
+    `model`, `fingerprint`: what routing reads. `completion`: what it asks for, if that is a completion. `answer`: its
+    stream, if the gateway reads that. `tried`: replicas that do not get it again. `attempt`: the try that runs.
+    `refusal`: the answer if no replica gives a better one, of a replica that is full. `gone`: the client has closed its
+    connection. The other fields are for the access log: `outcome` is "complete" or the code of an error.
     """
 
     def __init__(self, scope: Scope, gateway: bytes) -> None:
@@ -57,7 +60,10 @@ class Exchange:
         self.fingerprint = Fingerprint()
         self.attempt: Attempt | None = None
         self.gone = False
+        self.completion: Completion | None = None
+        self.answer: StreamedAnswer | None = None
         self.tried: list[Replica] = []
+        self.tries = 0
         self.status = self.bytes_out = 0
         self.began_s, self.first_byte_s = time.monotonic(), 0.0
         self.outcome = "internal-error"  # unless something else is noted
@@ -95,8 +101,14 @@ class Exchange:
     def begin_attempt(self, replica: Replica) -> Attempt:
         """Note the next try."""
         self.tried.append(replica)
+        self.tries += 1
         self.attempt = Attempt(replica)
         return self.attempt
+
+    @property
+    def upstream(self) -> str:
+        """Name of the last replica; "" if there was none."""
+        return self.tried[-1].name if self.tried else ""
 
     def leave(self) -> None:
         """Cancel what runs: the client has gone."""
@@ -115,8 +127,8 @@ class Exchange:
             "method": self.scope["method"],
             "path": self.scope["path"],
             "model": self.model or None,
-            "upstream": self.tried[-1].name if self.tried else None,
-            "tries": len(self.tried),
+            "upstream": self.upstream or None,
+            "tries": self.tries,
             "status": self.status,
             "outcome": self.outcome,
             "bytes_in": self.bytes_in,

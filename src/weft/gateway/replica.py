@@ -21,9 +21,10 @@ IDLE_CONNECTIONS = 256  # kept open for later requests
 class Replica:
     """One upstream.
 
-    `connections`: number of unfinished requests. `unanswered`: those without a byte of their response. `draining`: it
-    gets no new ones. `listed`: the rows of its
-    /v1/models by name; None before they are known.
+    `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
+    byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
+    ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
+    continues answers.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -35,6 +36,7 @@ class Replica:
         self.breaker = Breaker()
         self.connections = 0
         self.unanswered: set[Attempt] = set()
+        self.movable: set[Attempt] = set()
         self.draining = False
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
@@ -49,6 +51,10 @@ class Replica:
         if self._aliases is not None:
             return self._aliases
         return None if self.listed is None else {name: name for name in self.listed}
+
+    @property
+    def is_weft(self) -> bool:
+        return any(row.get("owned_by") == "weft" for row in (self.listed or {}).values())
 
     def serves(self, model: str) -> bool:
         """Return True if the model is served here, or may be. Every replica serves "", a request without a model."""
@@ -93,9 +99,9 @@ class Replica:
         else:
             connection.close()
 
-    def give_up_unanswered(self, error: UpstreamError) -> None:
-        """Let the requests that wait for this replica go to others."""
-        for attempt in tuple(self.unanswered):
+    def give_up_movable(self, error: UpstreamError) -> None:
+        """Let requests go to other replicas, as far as these can take them over."""
+        for attempt in tuple(self.movable):
             attempt.cancel(error)
 
     def close(self) -> None:
@@ -117,6 +123,7 @@ class Attempt:
         if counted:
             replica.connections += 1
             replica.unanswered.add(self)
+            replica.movable.add(self)
 
     async def request(
         self, method: bytes, head: bytes, body: bytes, *, connect_s: float, first_byte_s: float
@@ -145,11 +152,16 @@ class Attempt:
         assert self._connection is not None
         return await self._connection.read()
 
-    def note_answered(self, limit_s: float) -> None:
+    def note_begun(self, limit_s: float, *, movable: bool) -> None:
         """Note that the response has begun; from here on at most `limit_s` seconds may pass without a byte."""
         assert self._connection is not None
-        self.replica.unanswered.discard(self)
+        if not movable:
+            self.replica.movable.discard(self)
         self._connection.limit_gaps(limit_s)
+
+    def note_token(self) -> None:
+        """Note that the replica has begun to answer."""
+        self.replica.unanswered.discard(self)
 
     def fail(self, now: float, reason: str) -> None:
         """Count the attempt as a failure of its replica, once."""
@@ -193,6 +205,7 @@ class Attempt:
         if self._counted:
             self.replica.connections -= 1
             self.replica.unanswered.discard(self)
+            self.replica.movable.discard(self)
         self._end_probe()
         if self._connection is not None:
             self.replica.give_back(self._connection)
