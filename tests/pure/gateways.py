@@ -102,8 +102,9 @@ class LiveGateway:
 async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> AsyncIterator[LiveGateway]:
     """A gateway in front of these URLs, or of the `upstreams` in `config`."""
     values = {"upstreams": [{"url": url} for url in urls], "timeouts": {"connect": 1, "first_byte": 5, "idle": 5}}
-    proxy = create_proxy(make_config({**values, **config}), admin_key)
-    options = ServeOptions(port=0)
+    made = make_config({**values, **config})
+    proxy = create_proxy(made, admin_key)
+    options = ServeOptions(port=0, ssl_certfile=made.ssl_certfile, ssl_keyfile=made.ssl_keyfile)
     with listen.bind(options) as listener:
         server = GatewayServer(proxy, listener, ConnectionLimits(), options, 1.0)
         listen.start_listening(listener, options)

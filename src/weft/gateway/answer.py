@@ -10,6 +10,7 @@ from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.upstream import UpstreamError
 
 FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
+WHOLE_BYTES = 2**24  # of a JSON object that is read
 HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those of the first
 
 
@@ -151,6 +152,46 @@ class StreamedAnswer:
             if self._model is not None:
                 self._head["model"] = self._model
         chunk.update(self._head)
+
+
+class WholeAnswer:
+    """A response that is one JSON object, whose usage is read and whose model may get another name.
+
+    Of one that is too long, only the bytes are passed on.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self.usage: dict[str, Any] | None = None
+        self._model = model
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def push(self, piece: bytes) -> bytes:
+        """The bytes for the client."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return self._flush() if self._size > WHOLE_BYTES else b""
+
+    def finish(self) -> bytes:
+        """The bytes for the client at the end of the response."""
+        body = self._flush()
+        try:
+            content = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return body
+        if not isinstance(content, dict):
+            return body
+        usage = content.get("usage")
+        self.usage = usage if isinstance(usage, dict) else None
+        if self._model is None or "model" not in content:
+            return body
+        content["model"] = self._model
+        return msgspec.json.encode(content)
+
+    def _flush(self) -> bytes:
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        return body
 
 
 def _message(chunk: dict[str, Any]) -> str:

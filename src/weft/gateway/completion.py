@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from weft.gateway.fingerprint import RoutedFields
 from weft.serving.errors import HttpError
 
+UNPRICED = re.compile(rb'"(image_url|input_image|input_audio|video_url|file|web_search_options)"')
 PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -18,10 +20,11 @@ class Completion:
 
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
     `begun`: token ids that the client gave as the beginning of the answer. `max_tokens`: None if the client leaves it
-    out. `seed`: sent to replicas if the client gives none.
+    out. `is_priced`: its tokens bound its price, which those of pictures and of several prompts do not. `seed`: sent to
+    replicas if the client gives none.
     """
 
-    def __init__(self, fields: RoutedFields) -> None:
+    def __init__(self, fields: RoutedFields, body: bytes) -> None:
         self.streams = fields.stream is True
         self.keeps_ids = fields.return_token_ids is True
         options = fields.stream_options
@@ -32,7 +35,8 @@ class Completion:
         begun = fields.continue_token_ids
         self.begun: list[int] = begun if isinstance(begun, list) and all(type(id) is int for id in begun) else []
         given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-        self.max_tokens = given if isinstance(given, int) else None
+        self.max_tokens = given if isinstance(given, int) and given > 0 else None
+        self.is_priced = self.single and UNPRICED.search(body) is None
         self.seed = secrets.randbits(53) if fields.seed in (None, -1) else None
 
     def token_fields(self, answered: list[int] | None) -> dict[str, Any]:

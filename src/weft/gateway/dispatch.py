@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from weft.gateway.answer import StreamedAnswer
+from weft.gateway.accounts import DEFAULT_ANSWER, Accounts
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.breaker import RetryBudget
 from weft.gateway.completion import with_fields
-from weft.gateway.config import Timeouts
+from weft.gateway.config import Objective, Timeouts
 from weft.gateway.exchange import ClientGoneError, Exchange, client_gone
 from weft.gateway.fleet import Fleet
 from weft.gateway.metrics import GatewayMetrics
@@ -24,8 +25,11 @@ SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on wi
 class Dispatcher:
     """Chooses replicas for requests, and tells breakers and metrics of the outcomes."""
 
-    def __init__(self, fleet: Fleet, timeouts: Timeouts, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, fleet: Fleet, timeouts: Timeouts, metrics: GatewayMetrics, accounts: Accounts, objective: Objective
+    ) -> None:
         self.fleet, self.timeouts, self.metrics = fleet, timeouts, metrics
+        self.accounts, self.objective = accounts, objective
         self._budget = RetryBudget()
 
     # Before the first byte
@@ -37,17 +41,19 @@ class Dispatcher:
         """
         self._budget.earn()
         failure: UpstreamError | None = None
-        while candidates := self.fleet.candidates(exchange.model, exchange.tried):
+        while candidates := self._candidates(exchange):
             if exchange.gone:
                 raise client_gone()
             replica = self.fleet.choose(exchange.fingerprint, candidates)
             attempt = exchange.begin_attempt(replica)
+            self.accounts.reserve(exchange, replica)
             try:
                 head, first = await self._ask(exchange, attempt)
             except ClientGoneError:
                 raise
             except UpstreamError as error:
                 failure = error
+                self.accounts.cancel(exchange, billed=error.sent)
                 self._blame(attempt, error)
                 if error.stalled and not self._budget.spend():
                     break
@@ -58,9 +64,31 @@ class Dispatcher:
                 return head, first
             if reason == "full":
                 exchange.refusal = refusal_of(replica, head)
+            self.accounts.cancel(exchange, billed=False)
             attempt.close()
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
+
+    def _candidates(self, exchange: Exchange) -> list[Replica]:
+        """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
+        found = self.fleet.candidates(exchange.model, exchange.tried)
+        usual = [replica for replica in found if not replica.overflow]
+        if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
+            return usual
+        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced:
+            return usual
+        spare = [replica for replica in found if replica.overflow]
+        return [replica for replica in spare if self.accounts.affords(exchange, replica)] or usual
+
+    def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
+        """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
+        queue, ttft_s = self.objective.queue, self.objective.ttft_s
+        if queue is not None and min(len(replica.unanswered) for replica in replicas) > queue:
+            return True
+        if ttft_s is None:
+            return False
+        predicted = [replica.predicted_ttft_s(tokens) for replica in replicas]
+        return all(seconds is not None and seconds > ttft_s for seconds in predicted)
 
     async def _ask(
         self, exchange: Exchange, attempt: Attempt, answered: list[int] | None = None
@@ -78,10 +106,10 @@ class Dispatcher:
         )
         first = await attempt.read()
         if answered is None:
-            exchange.answer = self._answer(exchange, head) if continuable else None
+            exchange.answer = self._answer(exchange, replica, head, continuable)
         if exchange.answer is None:
             attempt.note_token()
-        attempt.note_begun(self.timeouts.idle, movable=exchange.answer is not None)
+        attempt.note_begun(self.timeouts.idle, movable=continuable and exchange.answer is not None)
         return head, first
 
     def _is_continuable(self, exchange: Exchange, replica: Replica) -> bool:
@@ -100,22 +128,35 @@ class Dispatcher:
             changes["model"] = own_name
         if continuable and exchange.completion is not None:
             changes |= exchange.completion.token_fields(answered)
+        if exchange.completion is not None and self.accounts.ledger is not None:
+            changes |= exchange.completion.usage_fields()
+            if replica.overflow and exchange.completion.max_tokens is None:
+                changes["max_tokens"] = DEFAULT_ANSWER  # what was reserved
         return with_fields(exchange.body, changes) if changes else exchange.body
 
-    @staticmethod
-    def _answer(exchange: Exchange, head: ResponseHead) -> StreamedAnswer | None:
-        """The stream that a response begins; None if the gateway does not read it."""
+    def _answer(
+        self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
+    ) -> StreamedAnswer | WholeAnswer | None:
+        """What reads a response on its way; None if the gateway need not read it."""
         completion = exchange.completion
-        if completion is None or head.status != 200 or not head.is_event_stream:
+        alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
+        if completion is None or head.status != 200 or head.header(b"content-encoding"):
             return None
+        if not continuable and alias is None and self.accounts.ledger is None:
+            return None
+        if not head.is_event_stream:
+            return WholeAnswer(alias)
         return StreamedAnswer(
-            continuable=True, keeps_ids=completion.keeps_ids, keeps_usage=completion.keeps_usage, begun=completion.begun
+            continuable=continuable,
+            keeps_ids=completion.keeps_ids,
+            keeps_usage=completion.keeps_usage,
+            model=alias,
+            begun=completion.begun,
         )
 
     def _may_retry(self, exchange: Exchange, reason: str) -> bool:
         """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
-        others = self.fleet.candidates(exchange.model, exchange.tried)
-        return bool(others) and (reason != "5xx" or self._budget.spend())
+        return bool(self._candidates(exchange)) and (reason != "5xx" or self._budget.spend())
 
     def _judge(self, attempt: Attempt, head: ResponseHead) -> None:
         """Tell the breaker of a response that has begun. A replica that is full is not ill."""
@@ -160,7 +201,9 @@ class Dispatcher:
             if exchange.gone:
                 raise client_gone()
             candidates = [
-                replica for replica in self.fleet.candidates(exchange.model, exchange.tried) if replica.is_weft
+                replica
+                for replica in self.fleet.candidates(exchange.model, exchange.tried)
+                if replica.is_weft and not replica.overflow
             ]
             if not candidates:
                 if self.fleet.clock() > began + SECOND_CHANCE_S:

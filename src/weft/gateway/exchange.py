@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.types import Scope
 
-from weft.gateway.answer import StreamedAnswer
-from weft.gateway.completion import Completion
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.completion import PATHS, Completion
 from weft.gateway.keys import Client
+from weft.gateway.ledger import Reservation
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
@@ -31,6 +32,7 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     b"x-forwarded-proto",
     HOP_HEADER,
 }
+ENCODING = frozenset((b"accept-encoding",))  # the gateway reads the answers of these paths
 KEYS = frozenset((b"authorization", b"x-api-key"))
 
 Headers = list[tuple[bytes, bytes]]
@@ -61,9 +63,12 @@ class Exchange:
         self.attempt: Attempt | None = None
         self.gone = False
         self.completion: Completion | None = None
-        self.answer: StreamedAnswer | None = None
+        self.answer: StreamedAnswer | WholeAnswer | None = None
         self.tried: list[Replica] = []
         self.tries = 0
+        self.entered = False  # counted by the rates of its key
+        self.reservation: Reservation | None = None
+        self.reserved_at: Replica | None = None
         self.status = self.bytes_out = 0
         self.began_s, self.first_byte_s = time.monotonic(), 0.0
         self.outcome = "internal-error"  # unless something else is noted
@@ -90,7 +95,7 @@ class Exchange:
         peer = self.scope.get("client")
         forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
         hops = [value for name, value in headers if name == HOP_HEADER]
-        sent = without(headers, WRITTEN_ANEW | KEYS)
+        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in PATHS else frozenset()))
         sent += [
             (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
             (b"x-forwarded-proto", self.scope["scheme"].encode()),
@@ -102,8 +107,13 @@ class Exchange:
         """Note the next try."""
         self.tried.append(replica)
         self.tries += 1
-        self.attempt = Attempt(replica)
+        self.attempt = Attempt(replica, tokens=self.prompt_tokens)
         return self.attempt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Likely number of tokens of the prompt: English text and its JSON have about 4 bytes per token."""
+        return self.bytes_in // 4
 
     @property
     def upstream(self) -> str:

@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.gateway.access_log import AccessLog
-from weft.gateway.answer import StreamedAnswer
+from weft.gateway.accounts import Accounts
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import FileWatch
+from weft.gateway.checks import DnsWatch, FileWatch
 from weft.gateway.completion import PATHS, Completion
-from weft.gateway.config import Timeouts
+from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
 from weft.gateway.fingerprint import fingerprint, model_of, read_fields
@@ -29,6 +30,8 @@ from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_frame, error_response
 from weft.serving.sse import DONE, encode_event
+
+LENGTH = frozenset((b"content-length",))
 
 
 class Proxy:
@@ -41,9 +44,11 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: FileWatch | None = None,
+        watch: FileWatch | DnsWatch | None = None,
         *,
         bodies: BodyPool,
+        accounts: Accounts,
+        objective: Objective,
     ) -> None:
         self.fleet, self.keys, self.timeouts = fleet, keys, timeouts
         self.metrics, self.access_log, self.watch = metrics, access_log, watch
@@ -53,7 +58,8 @@ class Proxy:
         self.draining = False
         self._name = secrets.token_hex(8).encode()
         self.bodies = bodies
-        self._dispatcher = Dispatcher(fleet, timeouts, metrics)
+        self.accounts = accounts
+        self._dispatcher = Dispatcher(fleet, timeouts, metrics, accounts, objective)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, self._name)
@@ -82,6 +88,7 @@ class Proxy:
     def _note_end(self, exchange: Exchange) -> None:
         """Release what a request holds; count and log it."""
         self._release_body(exchange)
+        self.accounts.leave(exchange)
         self.metrics.count(exchange)
         if self.access_log is not None:
             self.access_log.write(exchange.log_row())
@@ -92,8 +99,10 @@ class Proxy:
         exchange.body = b""
 
     def close(self) -> None:
-        """Close the idle connections and the log."""
+        """Close the idle connections, the log and the ledger."""
         self.fleet.close()
+        if self.accounts.ledger is not None:
+            self.accounts.ledger.close()
         if self.access_log is not None:
             self.access_log.close()
 
@@ -109,7 +118,7 @@ class Proxy:
         exchange.bytes_in = len(exchange.body)
         fields = read_fields(exchange.body)
         if scope["method"] == "POST" and scope["path"] in PATHS:
-            exchange.completion = Completion(fields)
+            exchange.completion = Completion(fields, exchange.body)
             self._check_begun(exchange)
         exchange.model = model_of(fields)
         exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
@@ -126,6 +135,7 @@ class Proxy:
                 code="model-not-found",
                 param="model",
             )
+        self.accounts.enter(exchange)
 
     def _check_begun(self, exchange: Exchange) -> None:
         """Raise HttpError 403 for a client that must not say what a model has said.
@@ -148,7 +158,7 @@ class Proxy:
             await error_response(error)(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
-            if exchange.answer is None:
+            if not isinstance(exchange.answer, StreamedAnswer) or not exchange.answer.continuable:
                 self._release_body(exchange)  # else another replica may need it
             await self._pass_on(exchange, head, first, send)
 
@@ -158,6 +168,8 @@ class Proxy:
         """Send a response to the client as it comes, no faster than the client reads it."""
         exchange.status = head.status
         headers = without(head.headers, HOP_BY_HOP)
+        if isinstance(exchange.answer, WholeAnswer):
+            headers = without(headers, LENGTH)  # it may change
         await send({"type": "http.response.start", "status": head.status, "headers": headers})
         ending = EventEnding(head)
         try:
@@ -185,10 +197,21 @@ class Proxy:
     async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
         """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
         answer, piece = exchange.answer, first
-        while answer is None and piece:
-            yield piece
+        if isinstance(answer, StreamedAnswer):
+            async for shown in self._stream(exchange, answer, first):
+                yield shown
+            return
+        while piece:
+            if shown := piece if answer is None else answer.push(piece):
+                yield shown
             piece = await self._last(exchange).read()
-        while answer is not None:
+        if answer is not None:
+            yield answer.finish()
+
+    async def _stream(self, exchange: Exchange, answer: StreamedAnswer, first: bytes) -> AsyncGenerator[bytes, None]:
+        """The events for the client, from one replica after another. Raises UpstreamError if none can go on."""
+        piece = first
+        while True:
             try:
                 while piece:
                     if shown := answer.push(piece):
@@ -231,7 +254,7 @@ class Proxy:
 
 def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     """The last event of a broken stream: the replica's own, if it sent one."""
-    if exchange.answer is not None and exchange.answer.error_event:
+    if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
         return exchange.answer.error_event
     broken = HttpError(502, f"upstream {exchange.upstream}: {error}", code=error.code)
     return encode_event(error_frame(broken))

@@ -38,6 +38,8 @@ class Replica:
         self.unanswered: set[Attempt] = set()
         self.movable: set[Attempt] = set()
         self.draining = False
+        self.overflow = config.overflow
+        self.prefill_tok_s: float | None = None  # by the planner, as the replica reports, else as observed
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
         self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
@@ -55,6 +57,15 @@ class Replica:
     @property
     def is_weft(self) -> bool:
         return any(row.get("owned_by") == "weft" for row in (self.listed or {}).values())
+
+    def predicted_ttft_s(self, tokens: int) -> float | None:
+        """Predicted seconds to the first token of a prompt of `tokens` tokens, behind those that wait.
+
+        None before anything is known of the replica's speed.
+        """
+        if self.prefill_tok_s is None:
+            return None
+        return (tokens + sum(attempt.tokens for attempt in self.unanswered)) / self.prefill_tok_s
 
     def serves(self, model: str) -> bool:
         """Return True if the model is served here, or may be. Every replica serves "", a request without a model."""
@@ -113,8 +124,8 @@ class Replica:
 class Attempt:
     """One request at one replica, from here until `close`. If not `counted` it is the gateway's own, not a client's."""
 
-    def __init__(self, replica: Replica, *, counted: bool = True) -> None:
-        self.replica = replica
+    def __init__(self, replica: Replica, *, counted: bool = True, tokens: int = 0) -> None:
+        self.replica, self.tokens = replica, tokens
         self._probe = replica.breaker.begin()
         self._connection: UpstreamConnection | None = None
         self._failure: UpstreamError | None = None
