@@ -79,6 +79,7 @@ class LiveGateway:
     def __init__(self, proxy: Proxy, server: GatewayServer, address: tuple[str, int]) -> None:
         self.proxy, self.server = proxy, server
         self.address = address
+        self.stubs: list[Upstream] = []
         self.client = httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=PATIENCE_S)
 
     async def chat(self, **fields: Any) -> httpx.Response:
@@ -92,17 +93,18 @@ class LiveGateway:
 
     def assert_idle(self) -> None:
         """Nothing counts as running."""
-        assert not self.proxy.running
+        assert not self.proxy.running and not self.proxy.bodies.held
         for replica in self.proxy.fleet.replicas.values():
-            assert not replica.connections and not replica.unanswered
+            assert not replica.connections and not replica.unanswered and not replica.movable
 
 
 @asynccontextmanager
 async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> AsyncIterator[LiveGateway]:
     """A gateway in front of these URLs, or of the `upstreams` in `config`."""
     values = {"upstreams": [{"url": url} for url in urls], "timeouts": {"connect": 1, "first_byte": 5, "idle": 5}}
-    proxy = create_proxy(make_config({**values, **config}), admin_key)
-    options = ServeOptions(port=0)
+    made = make_config({**values, **config})
+    proxy = create_proxy(made, admin_key)
+    options = ServeOptions(port=0, ssl_certfile=made.ssl_certfile, ssl_keyfile=made.ssl_keyfile)
     with listen.bind(options) as listener:
         server = GatewayServer(proxy, listener, ConnectionLimits(), options, 1.0)
         listen.start_listening(listener, options)

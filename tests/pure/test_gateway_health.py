@@ -15,6 +15,7 @@ import pytest
 from tests.pure.gateways import answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
+from weft.gateway import checks
 from weft.gateway.breaker import FAILURES, LONGEST_S, SHORTEST_S, SLOW_START_S, Breaker, RetryBudget
 from weft.gateway.checks import FileWatch, check_health, read_models
 from weft.gateway.replica import Attempt
@@ -362,3 +363,42 @@ async def test_figures_and_the_access_log(tmp_path: Path) -> None:
         assert {"client", "key", "model", "upstream", "tries", "status", "outcome", "total_s"} <= rows[0].keys()
         assert rows[0]["model"] == "m" and rows[0]["upstream"] == two.url and max(row["tries"] for row in rows) == 2
         assert "hello" not in path.read_text() and "somebody" not in path.read_text()
+
+
+async def test_refusals_are_counted_and_logged(tmp_path: Path) -> None:
+    path, keys = tmp_path / "access.log", tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one, models: [m]}]")
+    async with gateway("http://127.0.0.1:9", keys=str(keys), access_log=str(path), max_body_bytes=1000) as live:
+        refused(await live.chat(), 401, code="invalid_api_key")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        refused(await live.chat(model="other"), 403, code="model_not_allowed")
+        refused(await live.chat(user="u" * 1000), 413, code="body_too_large")
+        page = (await live.client.get("/metrics")).text
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        expected = [(401, "invalid-api-key"), (403, "model-not-allowed"), (413, "body-too-large")]
+        assert [(row["status"], row["outcome"]) for row in rows] == expected
+        assert [row["key"] for row in rows] == [None, "a", "a"]
+        for status, outcome in expected:
+            assert f'weft:gateway_requests_total{{outcome="{outcome}",status="{status}",upstream=""}} 1.0' in page
+        live.assert_idle()
+
+
+async def test_a_fault_in_a_check_does_not_end_the_checks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rounds = 0
+
+    async def broken(*given: Any) -> None:
+        nonlocal rounds
+        rounds += 1
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(checks, "check_health", broken)
+    monkeypatch.setattr(checks, "CHECK_EVERY_S", 0.0)
+    async with gateway("http://127.0.0.1:9") as live:
+        checking = asyncio.create_task(checks.check_forever(live.proxy.fleet, live.proxy.timeouts, None))
+        async with asyncio.timeout(PATIENCE_S):
+            while rounds < 3:
+                await asyncio.sleep(0)
+        checking.cancel()
+    assert [record.message for record in caplog.records].count("a check failed; checks go on") == 1

@@ -145,6 +145,15 @@ async def test_the_last_refusal_passes_if_all_are_full() -> None:
         assert live.replica(one).breaker.closed and live.replica(two).breaker.closed
 
 
+async def test_a_refusal_is_the_answer_if_all_others_are_dead() -> None:
+    async with upstream() as full, upstream() as dead, gateway(full.url, dead.url) as live:
+        full.answer, dead.answer = answer_status("429 X", "Retry-After: 7"), hang_up
+        for _ in range(2):  # either of them may come first
+            answer = await live.chat()
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "7"
+        live.assert_idle()
+
+
 async def test_a_dead_replica_loses_none_of_its_requests() -> None:
     dying, alive = asyncio.Event(), 0
 
@@ -379,6 +388,38 @@ async def test_a_body_over_the_limit_reaches_no_upstream() -> None:
         assert (await live.chat()).status_code == 200
         refused(await live.chat(user="u" * 1000), 413, code="body_too_large")
         assert len(one.seen) == 1
+        live.assert_idle()
+
+
+async def test_bodies_are_held_until_no_other_replica_can_need_them() -> None:
+    go_on = asyncio.Event()
+
+    async def begin(exchange: Exchange) -> None:
+        exchange.stream()
+        exchange.event({"number": 0})
+        await go_on.wait()
+        exchange.end()
+
+    async with upstream() as one, gateway(one.url, max_held_bytes=5000) as live:
+        one.answer = never
+        asking = [asyncio.create_task(live.chat(user="u" * 2000)) for _ in range(2)]
+        await until(lambda: len(one.seen) == 2)
+        held = live.proxy.bodies.held
+        assert 4000 < held <= 5000
+        refused(await live.chat(user="u" * 2000), 503, code="overloaded")
+        refused(await live.chat(user="u" * 6000), 413, code="body_too_large")
+        assert live.proxy.bodies.held == held
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await until(lambda: not live.proxy.running)
+        one.answer = begin
+        asking = []
+        for number in range(4):  # more than fit at once
+            asking.append(asyncio.create_task(live.chat(user="u" * 2000)))
+            await until(lambda number=number: len(one.seen) == number + 3 and not live.proxy.bodies.held)
+        go_on.set()
+        assert {(await task).status_code for task in asking} == {200}
         live.assert_idle()
 
 

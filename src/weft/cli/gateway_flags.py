@@ -30,6 +30,12 @@ GATEWAY_FLAGS = (
         help="maximum size of a request body",
         config_default="64 MiB",
     ),
+    Flag(
+        name="max-held-bytes",
+        parse=values.at_least(1),
+        help="maximum size of all request bodies that are held together",
+        config_default="512 MiB",
+    ),
     Flag(name="ssl-keyfile", metavar="FILE", help="key for HTTPS"),
     Flag(name="ssl-certfile", metavar="FILE", help="certificate for HTTPS"),
     Flag(

@@ -10,6 +10,7 @@ from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutpu
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
+from weft.errors import RequestError
 from weft.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Choice:
 class Collector:
     """The answer to one prompt: `requests` go to the core, and the core's Outputs come to `add`.
 
+    If an answer has begun elsewhere (`Request.answered`), `output` has its tokens and text from the first, and no delta
+    has them; the text is that which a stream would have shown until then.
+
     `output` is the answer so far. `error` says why the engine could not go on with a choice, whose finish_reason is
     "error" then.
     """
@@ -63,7 +67,7 @@ class Collector:
         first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt))
         for index, request in enumerate(requests):
             stream = first.fork() if first is not None and index else first
-            self._choices[request.id] = Choice(CompletionOutput(index), stream)
+            self._choices[request.id] = Choice(_begun(index, request, stream), stream)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))
 
@@ -141,3 +145,18 @@ class Collector:
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token)
+
+
+def _begun(index: int, request: Request, stream: TextStream | None) -> CompletionOutput:
+    """A choice that has what is answered already. Raises RequestError if that has a stop string."""
+    output = CompletionOutput(index)
+    if request.answered:
+        output.token_ids += request.answered
+        output.text = "" if stream is None else stream.push(output.token_ids)
+    if stream is not None and stream.stopped is not None:
+        raise RequestError(
+            f"continue_token_ids ends with the stop string {stream.stopped!r:.60}",
+            param="continue_token_ids",
+            code="nothing-to-continue",
+        )
+    return output

@@ -19,7 +19,7 @@ from weft.config import EngineConfig
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request
-from weft.core.token_ids import TokenIds
+from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
@@ -36,12 +36,14 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 class Prompt:
     """A prompt as token ids, and as text if the caller gave text.
 
-    Prompts share cached KV only with prompts of the same `cache_salt`.
+    Prompts share cached KV only with prompts of the same `cache_salt`. `answered` are the token ids of an answer that
+    has begun elsewhere, and goes on here.
     """
 
     ids: TokenIds
     text: str | None = None
     cache_salt: str | None = None
+    answered: TokenIds = NO_IDS
 
 
 def sampling_defaults(generation: Mapping[str, Any], policy: str) -> dict[str, Any]:
@@ -272,6 +274,9 @@ class Frontend:
         check_priority(priority)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
+        stop_ids = (() if params.ignore_eos else self._eos) + params.stop_token_ids
+        if prompt.answered:
+            self._check_answered(list(prompt.answered), choice, params.n, stop_ids)
         name = str(next(self._names))
         check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
@@ -283,13 +288,30 @@ class Frontend:
                 prompt=prompt.ids,
                 params=choice,
                 key=stream_key(*origin, index),
-                stop_ids=(() if params.ignore_eos else self._eos) + params.stop_token_ids,
+                stop_ids=stop_ids,
                 priority=priority,
                 identity=identity,
+                answered=prompt.answered,
             )
             for index in range(params.n)
         ]
         return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s)
+
+    def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:
+        """Raise RequestError for the beginning of an answer that cannot go on."""
+        param = "continue_token_ids"
+        self._check_ids(answered, param)
+        if n > 1 or choice.prompt_logprobs is not None:
+            raise RequestError(
+                "continue_token_ids needs n = 1, and no prompt_logprobs", param=param, code="continuation-not-possible"
+            )
+        ended = answered[-1] in stop_ids and len(answered) > choice.min_tokens
+        if ended or len(answered) >= (choice.max_tokens or 0):
+            raise RequestError(
+                f"continue_token_ids holds {len(answered)} tokens, and the answer ends there",
+                param=param,
+                code="nothing-to-continue",
+            )
 
     def _choice_params(self, prompt: Prompt, params: SamplingParams) -> SamplingParams:
         """Return the parameters of one choice: limited to the model's length, and with the ids of bad words."""

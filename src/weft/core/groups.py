@@ -47,7 +47,7 @@ class GroupedScheduler:
         else:
             waiting = sum(group.waiting for group in self.groups)
             raise queue_full_error(waiting, sum(group.max_num_queued for group in self.groups))
-        tokens = len(request.prompt) + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
+        tokens = request.length + min(MOST_ANSWER, request.params.max_tokens or MOST_ANSWER)
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
 

@@ -9,7 +9,7 @@ import msgspec
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.step import SlotFailure, TokenLogprobs
-from weft.core.token_ids import TokenIds
+from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import QueueFullError, RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -20,7 +20,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `key` is the 64-bit key of the request's random stream, made from the seed and the choice's index. `stop_ids` are
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
-    "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks.
+    "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks. `answered` is the
+    beginning of an answer that another engine gave: the request goes on behind it as after a preemption, and its limits
+    count these tokens. It has no prompt logprobs then.
     """
 
     id: str
@@ -30,6 +32,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     priority: int = 0
     identity: RequestIdentity = PLAIN
+    answered: TokenIds = NO_IDS
+
+    @property
+    def length(self) -> int:
+        """Number of tokens to prefill."""
+        return len(self.prompt) + len(self.answered)
 
 
 class Output(msgspec.Struct, array_like=True):

@@ -76,7 +76,7 @@ class RequestSets:
         A request that is not `prepared` needs something that is still being loaded or compiled, such as an adapter. It
         waits until `mark_prepared`, and requests behind it go first. Its place in the queue is that of its arrival.
         """
-        length = len(request.prompt)
+        length = request.length
         if request.id in self._unfinished:
             raise duplicate_id_error(request.id)
         check_prompt_length(length, self.max_model_len, self.kv.layout.blocks(length + 1), self.kv.num_blocks)

@@ -152,7 +152,7 @@ class Scheduler(RequestSets):
         sequence.prompt_logprobs = []
         if sequence.cached is None:
             self.started.append(request.id)
-            sequence.cached = sequence.computed
+            sequence.cached = min(sequence.computed, sequence.prompt_length)
             if self.kv.may_reuse(sequence):
                 self._counters.prefix_queries += sequence.prompt_length
                 self._counters.prefix_hits += sequence.cached
@@ -244,7 +244,7 @@ class Scheduler(RequestSets):
         return outputs
 
     def _extend(self, sequence: Sequence, samples: list[Sample]) -> Output:
-        if len(sequence.tokens) == sequence.prompt_length:
+        if len(sequence.tokens) == sequence.first:
             self._counters.prompt_tokens += sequence.prompt_length
         output = sequence.append_samples(samples)
         if output.finish_reason:

@@ -24,6 +24,7 @@ class Sequence:
         "cached",
         "computed",
         "done",
+        "first",
         "freed",
         "frees_at",
         "limit",
@@ -54,6 +55,7 @@ class Sequence:
         self.order = order  # a lower order is admitted sooner and preempted later
         self.tokens: list[int] = []  # prompt, then answer; empty before `unpack_prompt`
         self.prompt_length = len(request.prompt)
+        self.first = request.length  # position of the first token that is sampled here
         # Lengths of prompt and answer together: the maximum, and the one after which an end token ends the sequence.
         self.limit = longest if params.max_tokens is None else min(longest, self.prompt_length + params.max_tokens)
         self.stops_after = self.prompt_length + params.min_tokens
@@ -81,9 +83,10 @@ class Sequence:
         self._digests: list[bytes] = []
 
     def unpack_prompt(self) -> None:
-        """Fill `tokens` with the prompt, unless that was done already. Waiting sequences keep it packed."""
+        """Fill `tokens` with the prompt and `Request.answered`, once: waiting sequences keep them packed."""
         if not self.tokens:
             self.tokens += self.request.prompt
+            self.tokens += self.request.answered
 
     def digests(self, count: int, block_size: int) -> list[bytes]:
         """Chained digests of the first `count` full blocks, each computed once; they begin from the identity's."""

@@ -38,7 +38,7 @@ def rounds_before_end(running: Collection[RequestSequence], most: int) -> int:
     for sequence in running:
         length = len(sequence.tokens)
         # The only token of each request that is not computed is the input of its next step, and no prompt token.
-        if sequence.computed - sequence.pending + 1 != length or length == sequence.prompt_length:
+        if sequence.computed - sequence.pending + 1 != length or length == sequence.first:
             return 0
         if sequence.tokens[-1] in sequence.stop_ids:
             return 0

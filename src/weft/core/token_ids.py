@@ -27,3 +27,6 @@ class TokenIds(msgspec.Struct, frozen=True, array_like=True):
 
     def __iter__(self) -> Iterator[int]:
         return iter(memoryview(self.packed).cast("i"))
+
+
+NO_IDS = TokenIds(b"")

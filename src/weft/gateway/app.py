@@ -76,7 +76,14 @@ async def status(proxy: Proxy, request: Request) -> Response:
     proxy.keys.check_admin(request.scope)
     now = proxy.fleet.clock()
     rows = [describe_replica(replica, now) for replica in proxy.fleet.replicas.values()]
-    return JsonResponse({"running": len(proxy.running), "draining": proxy.draining, "upstreams": rows})
+    content = {
+        "running": len(proxy.running),
+        "draining": proxy.draining,
+        "held_bytes": proxy.bodies.held,
+        "upstreams": rows,
+        "spending": proxy.accounts.describe(),
+    }
+    return JsonResponse(content)
 
 
 def describe_replica(replica: Replica, now: float) -> dict[str, Any]:
@@ -87,6 +94,10 @@ def describe_replica(replica: Replica, now: float) -> dict[str, Any]:
         "weight": replica.weight,
         "share": round(replica.breaker.share(now), 3),
         "connections": replica.connections,
+        "unanswered": len(replica.unanswered),
+        "predicted_ttft_s": replica.predicted_ttft_s(0),
+        "overflow": replica.overflow,
+        "is_weft": replica.is_weft,
         "draining": replica.draining,
         "breaker": replica.breaker.state(now),
         "failures": replica.breaker.failures,
@@ -112,6 +123,8 @@ async def remove(proxy: Proxy, request: Request) -> Response:
 async def add(proxy: Proxy, request: Request) -> Response:
     """/gateway/add: a new upstream, or one that is being drained."""
     upstream: UpstreamConfig = convert_upstream(await read_admin_body(proxy, request))
+    if upstream.overflow:
+        raise HttpError(400, "an overflow upstream is added in the gateway's file only", code="overflow-not-allowed")
     if upstream.key_env is not None or upstream.key_file is not None:
         # Else whoever may add upstreams could have the gateway send its secrets to them.
         raise HttpError(400, "an upstream with a key is added in the gateway's files only", code="key-not-allowed")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from weft.errors import ConfigError
-from weft.gateway.config import Timeouts, parse_url, read_upstreams, upstream_key
+from weft.errors import ConfigError, error_reason
+from weft.gateway.config import Timeouts, UpstreamConfig, parse_url, read_upstreams, upstream_key
 from weft.gateway.fleet import Fleet
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
@@ -29,16 +31,44 @@ class ModelList(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-async def check_forever(fleet: Fleet, timeouts: Timeouts, watch: FileWatch | None) -> None:
-    """Check the replicas and the watched file every CHECK_EVERY_S seconds, until it is cancelled."""
+class Load(msgspec.Struct):
+    prefill_tok_s: float | None = None
+
+
+async def check_forever(
+    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | DnsWatch | None, also: Callable[[], None] = lambda: None
+) -> None:
+    """Check the replicas and what is watched every CHECK_EVERY_S seconds, and call `also`, until it is cancelled."""
     due: dict[Replica, float] = {}
+    logged = ""
     while True:
-        if watch is not None:
-            watch.look()
-        replicas = tuple(fleet.replicas.values())
-        await asyncio.gather(*(_check(replica, fleet, timeouts, due) for replica in replicas))
-        due = {replica: due[replica] for replica in replicas if replica in due}
+        try:
+            also()
+            await _check_all(fleet, timeouts, watch, due)
+        except Exception as error:  # a fault of ours: without checks no replica would recover
+            if repr(error) != logged:
+                logged = repr(error)
+                log.exception("a check failed; checks go on")
         await asyncio.sleep(CHECK_EVERY_S)
+
+
+async def _check_all(
+    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | DnsWatch | None, due: dict[Replica, float]
+) -> None:
+    """Check every replica once. Raises the first unexpected exception, after the checks of all replicas."""
+    if isinstance(watch, DnsWatch):
+        await watch.look()
+    elif watch is not None:
+        watch.look()
+    replicas = tuple(fleet.replicas.values())
+    found = await asyncio.gather(
+        *(_check(replica, fleet, timeouts, due) for replica in replicas), return_exceptions=True
+    )
+    for replica in [replica for replica in due if replica not in replicas]:
+        del due[replica]
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
 
 
 async def _check(replica: Replica, fleet: Fleet, timeouts: Timeouts, due: dict[Replica, float]) -> None:
@@ -71,7 +101,7 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
         attempt.succeed(fleet.clock())
     attempt.close()
     if fault and not breaker.closed:
-        replica.give_up_unanswered(UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy"))
+        replica.give_up_movable(UpstreamError(f"it is not healthy: {fault}", code="upstream-unhealthy"))
 
 
 async def read_models(replica: Replica, timeouts: Timeouts) -> None:
@@ -82,8 +112,22 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> None:
         if status == 200:
             rows = msgspec.json.decode(body, type=ModelList).data[:MODEL_ROWS]
             replica.listed = {row["id"]: row for row in rows if isinstance(row.get("id"), str)}
+            if replica.is_weft:
+                await _read_speed(replica, timeouts)
     except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         log.debug("no models of %s: %s", replica.name, error)
+    finally:
+        attempt.close()
+
+
+async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
+    """GET /load of a Weft replica: the planner's speed of prompts. Raises UpstreamError and DecodeError."""
+    attempt = Attempt(replica, counted=False)
+    try:
+        status, body = await _get(attempt, "/load", timeouts)
+        speed = msgspec.json.decode(body, type=Load).prefill_tok_s if status == 200 else None
+        if speed is not None and speed > 0:
+            replica.prefill_tok_s = speed
     finally:
         attempt.close()
 
@@ -106,13 +150,36 @@ async def _get(attempt: Attempt, path: str, timeouts: Timeouts) -> tuple[int, by
     return response.status, bytes(body)
 
 
-class FileWatch:
-    """Keeps the fleet as a file of upstreams says. Replicas that do not come from the file stay."""
+class Watch:
+    """Keeps the fleet as a list of upstreams says. Replicas that do not come from the list stay."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._replicas: dict[str, Replica] = {}
+
+    def follow(self, wanted: Iterable[UpstreamConfig]) -> None:
+        """Make the fleet equal to the list. Raises ConfigError before anything is changed."""
+        upstreams = {str(parse_url(upstream.url)): upstream for upstream in wanted}
+        for upstream in upstreams.values():
+            upstream_key(upstream, os.environ)  # raises for a key that is not there
+        for name, replica in tuple(self._replicas.items()):
+            if upstreams.get(name) != replica.config:
+                self._fleet.remove(replica)
+                del self._replicas[name]
+                log.info("upstream %s is removed", name)
+        for name, upstream in upstreams.items():
+            if name not in self._replicas and name not in self._fleet.replicas:
+                self._replicas[name] = self._fleet.add(upstream)
+                log.info("upstream %s is added", name)
+
+
+class FileWatch(Watch):
+    """Keeps the fleet as a file of upstreams says."""
 
     def __init__(self, fleet: Fleet, path: str) -> None:
-        self._fleet, self._path = fleet, path
+        super().__init__(fleet)
+        self._path = path
         self._stamp: tuple[int, int, int] | None = None
-        self._replicas: dict[str, Replica] = {}
 
     def look(self) -> None:
         """Read the file if it has changed. A faulty one is logged once, and changes nothing."""
@@ -131,15 +198,41 @@ class FileWatch:
 
     def apply(self) -> None:
         """Make the fleet equal to the file. Raises ConfigError before anything is changed."""
-        upstreams = {str(parse_url(upstream.url)): upstream for upstream in read_upstreams(self._path)}
-        for upstream in upstreams.values():
-            upstream_key(upstream, os.environ)  # raises for a key that is not there
-        for name, replica in tuple(self._replicas.items()):
-            if upstreams.get(name) != replica.config:
-                self._fleet.remove(replica)
-                del self._replicas[name]
-                log.info("upstream %s is removed", name)
-        for name, upstream in upstreams.items():
-            if name not in self._replicas and name not in self._fleet.replicas:
-                self._replicas[name] = self._fleet.add(upstream)
-                log.info("upstream %s is added", name)
+        upstreams = read_upstreams(self._path)
+        marked = next((upstream.url for upstream in upstreams if upstream.overflow), None)
+        if marked is not None:
+            raise ConfigError(
+                f"upstream {marked} is marked overflow; only the file of --config may have such ones",
+                code="overflow-in-discovery",
+            )
+        self.follow(upstreams)
+
+
+class DnsWatch(Watch):
+    """Keeps the fleet as the addresses of a host: each is an upstream, with the port and path of `url`."""
+
+    def __init__(self, fleet: Fleet, url: str) -> None:
+        super().__init__(fleet)
+        self._url = parse_url(url)
+        self._failed = False
+        if self._url.scheme != "http":
+            raise ConfigError(
+                f"discover.dns is {url}; it must be an http:// URL, since a certificate names no address",
+                code="dns-not-http",
+            )
+
+    async def look(self) -> None:
+        """Ask for the addresses. If there is no answer, that is logged once, and changes nothing."""
+        url, loop = self._url, asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CHECK_S):
+                found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            if not self._failed:
+                log.error("the upstreams stay as they are: no addresses of %s: %s", url.host, error_reason(error))
+            self._failed = True
+            return
+        self._failed = False
+        addresses = sorted({str(row[4][0]) for row in found})
+        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
+        self.follow([UpstreamConfig(url=f"http://{host}:{url.port}{url.path}") for host in hosts])

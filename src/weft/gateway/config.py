@@ -35,11 +35,36 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"{name} must be seconds, 0 or more")
 
 
+class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Dollars per million tokens."""
+
+    input: Annotated[float, msgspec.Meta(ge=0)]
+    output: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The load up to which requests stay with upstreams that are not marked `overflow`.
+
+    `ttft_s`: predicted seconds to the first token. `queue`: requests that wait for it at the least loaded upstream.
+    """
+
+    ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    queue: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most in the current hour, and in the last 24 hours with it: dollars of a gateway, or tokens of a key."""
+
+    hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    day: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One server behind the gateway.
 
     `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
-    what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants.
+    what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants. `overflow`: it gets requests only
+    if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of weft[cost].
     """
 
     url: str
@@ -47,6 +72,8 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     models: list[str] | dict[str, str] | None = None
     key_env: str | None = None
     key_file: str | None = None
+    overflow: bool = False
+    price: Price | None = None
 
     @property
     def aliases(self) -> dict[str, str] | None:
@@ -56,15 +83,23 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`file`: a YAML list of upstreams that is read again when it changes."""
+    """`file`: a YAML list of upstreams that is read again when it changes. `dns`: the URL of a host that has several
+    addresses, each of them an upstream. One of the two is given.
+    """
 
-    file: str
+    file: str | None = None
+    dns: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (self.dns is None):
+            raise ValueError("discover needs file or dns")
 
 
 class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A key that clients send. Either `key` or `sha256`, its hash in hexadecimal, is given.
 
-    `models`: the only models that it may ask for; None for all. `admin`: it may change the gateway.
+    `models`: the only models that it may ask for; None for all. `admin`: it may change the gateway. `rpm`, `tpm`:
+    requests and tokens per minute. `concurrent`: requests at once. `quota`: tokens per hour and day.
     """
 
     name: str
@@ -72,6 +107,10 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sha256: str | None = None
     admin: bool = False
     models: list[str] | None = None
+    rpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    quota: Budget | None = None
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.sha256 is None):
@@ -83,7 +122,9 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of a gateway.
 
-    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output.
+    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output. `max_body_bytes`: of a request;
+    `max_held_bytes`: of all requests that another replica may still be sent. `ledger`: the SQLite file of what keys
+    took and overflow upstreams cost.
     """
 
     upstreams: list[UpstreamConfig] = []
@@ -92,9 +133,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     port: int = 8080
     discover: Discovery | None = None
     keys: str | None = None
+    objective: Objective = Objective()
+    budget: Budget | None = None
+    ledger: str | None = None
     timeouts: Timeouts = Timeouts()
     access_log: str | None = None
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**26  # conversations with pictures are large
+    max_held_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**29
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
 
@@ -157,7 +202,26 @@ def make_config(values: Mapping[str, Any], source: str = "the flags") -> Gateway
     if not config.upstreams and config.discover is None:
         raise ConfigError("there is no upstream; give --upstream URL, or upstreams in --config", code="no-upstream")
     check_upstreams(config.upstreams)
+    _check_overflow(config)
     return config
+
+
+def _check_overflow(config: GatewayConfig) -> None:
+    """Raise ConfigError for overflow upstreams whose cost would have no bounds."""
+    overflow = [upstream for upstream in config.upstreams if upstream.overflow]
+    if overflow and (config.budget is None or config.ledger is None):
+        raise ConfigError(
+            f"upstream {overflow[0].url} is marked overflow; give a budget, as in budget: {{hour: 1, day: 10}}, and a "
+            "file as ledger, which remembers it",
+            code="overflow-without-budget",
+        )
+    if config.budget is not None and config.budget.hour is None and config.budget.day is None:
+        raise ConfigError("budget is empty; give hour or day in dollars", code="empty-budget")
+    for upstream in overflow:
+        if not upstream.models:
+            raise ConfigError(
+                f"upstream {upstream.url} is marked overflow; list the models that may go there", code="overflow-models"
+            )
 
 
 def check_upstreams(upstreams: Sequence[UpstreamConfig]) -> None:
@@ -235,7 +299,7 @@ def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
         if unknown:
             fields = {
                 field
-                for struct in (GatewayConfig, UpstreamConfig, Timeouts, ClientKey, Discovery)
+                for struct in (GatewayConfig, UpstreamConfig, Timeouts, ClientKey, Discovery, Price, Objective, Budget)
                 for field in struct.__struct_fields__
             }
             near = nearest_name(unknown[1], fields)

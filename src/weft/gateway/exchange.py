@@ -8,10 +8,14 @@ from typing import Any
 
 from starlette.types import Scope
 
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.completion import PATHS, Completion
 from weft.gateway.keys import Client
+from weft.gateway.ledger import Reservation
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
+from weft.serving.errors import HttpError
 
 HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
 
@@ -28,6 +32,7 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     b"x-forwarded-proto",
     HOP_HEADER,
 }
+ENCODING = frozenset((b"accept-encoding",))  # the gateway reads the answers of these paths
 KEYS = frozenset((b"authorization", b"x-api-key"))
 
 Headers = list[tuple[bytes, bytes]]
@@ -38,20 +43,32 @@ class ClientGoneError(UpstreamError):
 
 
 class Exchange:
-    """One request of a client.
+    """One request of a client, from its head on.
 
-    `model`, `fingerprint`: what routing reads. `attempt`: the try that runs. `gone`: the client has closed its
+    `model`, `fingerprint`: what routing reads. `completion`: what it asks for, if that is a completion. `answer`: its
+    stream, if the gateway reads that. `tried`: replicas that do not get it again. `attempt`: the try that runs.
+    `refusal`: the answer if no replica gives a better one, of a replica that is full. `gone`: the client has closed its
     connection. The other fields are for the access log: `outcome` is "complete" or the code of an error.
     """
 
-    def __init__(self, scope: Scope, body: bytes, client: Client, gateway: bytes) -> None:
-        self.scope, self.body, self.client = scope, body, client
+    def __init__(self, scope: Scope, gateway: bytes) -> None:
+        self.scope = scope
+        self.body = b""
+        self.client = Client()
+        self.bytes_in = 0
+        self.refusal: HttpError | None = None
         self.method: bytes = scope["method"].encode()
         self.model = ""
         self.fingerprint = Fingerprint()
         self.attempt: Attempt | None = None
         self.gone = False
+        self.completion: Completion | None = None
+        self.answer: StreamedAnswer | WholeAnswer | None = None
         self.tried: list[Replica] = []
+        self.tries = 0
+        self.entered = False  # counted by the rates of its key
+        self.reservation: Reservation | None = None
+        self.reserved_at: Replica | None = None
         self.status = self.bytes_out = 0
         self.began_s, self.first_byte_s = time.monotonic(), 0.0
         self.outcome = "internal-error"  # unless something else is noted
@@ -78,7 +95,7 @@ class Exchange:
         peer = self.scope.get("client")
         forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
         hops = [value for name, value in headers if name == HOP_HEADER]
-        sent = without(headers, WRITTEN_ANEW | KEYS)
+        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in PATHS else frozenset()))
         sent += [
             (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
             (b"x-forwarded-proto", self.scope["scheme"].encode()),
@@ -89,8 +106,19 @@ class Exchange:
     def begin_attempt(self, replica: Replica) -> Attempt:
         """Note the next try."""
         self.tried.append(replica)
-        self.attempt = Attempt(replica)
+        self.tries += 1
+        self.attempt = Attempt(replica, tokens=self.prompt_tokens)
         return self.attempt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Likely number of tokens of the prompt: English text and its JSON have about 4 bytes per token."""
+        return self.bytes_in // 4
+
+    @property
+    def upstream(self) -> str:
+        """Name of the last replica; "" if there was none."""
+        return self.tried[-1].name if self.tried else ""
 
     def leave(self) -> None:
         """Cancel what runs: the client has gone."""
@@ -109,11 +137,11 @@ class Exchange:
             "method": self.scope["method"],
             "path": self.scope["path"],
             "model": self.model or None,
-            "upstream": self.tried[-1].name if self.tried else None,
-            "tries": len(self.tried),
+            "upstream": self.upstream or None,
+            "tries": self.tries,
             "status": self.status,
             "outcome": self.outcome,
-            "bytes_in": len(self.body),
+            "bytes_in": self.bytes_in,
             "bytes_out": self.bytes_out,
             "first_byte_s": round(self.first_byte_s - self.began_s, 4) if self.first_byte_s else None,
             "total_s": round(now - self.began_s, 4),

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from weft.gateway.policy import PIECE_TOKENS, Fingerprint
-from weft.serving.errors import HttpError
 
 PIECE_BYTES = 4 * PIECE_TOKENS  # of JSON; English text has about 4 bytes per token
 PIECES = 1024  # of a prompt's beginning that are compared; of a longer one the rest counts as unknown
@@ -20,7 +19,7 @@ NOTHING = msgspec.Raw()
 
 
 class RoutedFields(msgspec.Struct):
-    """The fields that routing reads, of any API: OpenAI's, Anthropic's or Ollama's."""
+    """The fields that the gateway reads, of any API: OpenAI's, Anthropic's or Ollama's."""
 
     model: Any = None
     tools: msgspec.Raw = NOTHING
@@ -31,6 +30,15 @@ class RoutedFields(msgspec.Struct):
     session_id: Any = None
     prompt_cache_key: Any = None
     user: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    n: Any = None
+    best_of: Any = None
+    seed: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    return_token_ids: Any = None
+    continue_token_ids: Any = None
 
 
 DECODER = msgspec.json.Decoder(RoutedFields)
@@ -66,13 +74,3 @@ def fingerprint(fields: RoutedFields, headers: Mapping[str, str], *, reads_prefi
         digest.update(text[end - PIECE_BYTES : end])
         digests.append(int.from_bytes(digest.digest()))
     return Fingerprint(digests, len(text) // 4, session)
-
-
-def with_model(body: bytes, model: str) -> bytes:
-    """The body with another model. Of a field that is there twice, only the last stays. Raises HttpError."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON: {error}", code="not-json") from None
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
-    return msgspec.json.encode(fields)

@@ -61,6 +61,14 @@ class Fleet:
         """The replicas that may get a request for `model` now, without those that were tried."""
         return [replica for replica in self.available() if replica not in tried and replica.serves(model)]
 
+    def continuing(self, model: str) -> list[Replica]:
+        """The replicas that continue answers of `model`, whatever their health."""
+        return [
+            replica
+            for replica in self.replicas.values()
+            if replica.is_weft and not replica.draining and replica.serves(model)
+        ]
+
     def knows_model(self, model: str) -> bool:
         """Return True if a replica serves the model, or may, whatever its health."""
         return any(replica.serves(model) for replica in self.replicas.values())

@@ -38,13 +38,13 @@ class Keys:
         self._clients = [(_digest_of(key), _client_of(key)) for key in keys]
         if admin_key:
             self._clients.append((_digest(admin_key.encode()), Client("admin", True, True)))
-        self._required = bool(keys)
+        self.required = bool(keys)
         self._has_admin = any(client.admin for _, client in self._clients)
 
     def identify(self, scope: Scope) -> Client:
         """The sender of a request. Raises HttpError 401 if keys are required and none of them was sent."""
         client = self._find(scope)
-        if client is None and self._required:
+        if client is None and self.required:
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
         return client or Client()
 

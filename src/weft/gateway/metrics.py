@@ -51,6 +51,12 @@ class GatewayMetrics:
             ("upstream", "reason"),
             registry=self.registry,
         )
+        self._continued = Counter(
+            "weft:gateway_continued",
+            "Broken answers that went on, by the upstream that went on.",
+            ("upstream",),
+            registry=self.registry,
+        )
         self._first_byte = Histogram(
             "weft:gateway_time_to_first_byte_seconds",
             "From a whole request to the first byte of its response's body.",
@@ -66,11 +72,14 @@ class GatewayMetrics:
 
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended."""
-        upstream = exchange.tried[-1].name if exchange.tried else ""
-        self._requests.labels(upstream, str(exchange.status), exchange.outcome).inc()
+        self._requests.labels(exchange.upstream, str(exchange.status), exchange.outcome).inc()
         self._duration.observe(time.monotonic() - exchange.began_s)
         if exchange.first_byte_s:
             self._first_byte.observe(exchange.first_byte_s - exchange.began_s)
+
+    def count_continued(self, replica: Replica) -> None:
+        """Count an answer that goes on at a replica."""
+        self._continued.labels(replica.name).inc()
 
     def count_retry(self, replica: Replica, reason: str) -> None:
         """Count a try whose response was not used."""

@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
-import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.gateway.access_log import AccessLog
-from weft.gateway.breaker import RetryBudget
-from weft.gateway.checks import FileWatch
-from weft.gateway.config import Timeouts
-from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, client_gone, without
-from weft.gateway.fingerprint import fingerprint, model_of, read_fields, with_model
+from weft.gateway.accounts import Accounts
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.bodies import BodyPool
+from weft.gateway.checks import DnsWatch, FileWatch
+from weft.gateway.completion import PATHS, Completion
+from weft.gateway.config import Objective, Timeouts
+from weft.gateway.dispatch import Dispatcher
+from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
+from weft.gateway.fingerprint import fingerprint, model_of, read_fields
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.body import BodyReceiver
 from weft.serving.errors import HttpError, error_frame, error_response
+from weft.serving.sse import DONE, encode_event
+
+LENGTH = frozenset((b"content-length",))
 
 
 class Proxy:
@@ -37,9 +44,11 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: FileWatch | None = None,
+        watch: FileWatch | DnsWatch | None = None,
         *,
-        max_body_bytes: int,
+        bodies: BodyPool,
+        accounts: Accounts,
+        objective: Objective,
     ) -> None:
         self.fleet, self.keys, self.timeouts = fleet, keys, timeouts
         self.metrics, self.access_log, self.watch = metrics, access_log, watch
@@ -48,14 +57,19 @@ class Proxy:
         self.idle.set()
         self.draining = False
         self._name = secrets.token_hex(8).encode()
-        self._bodies = BodyReceiver(max_body_bytes, lambda: None)
-        self._budget = RetryBudget()
+        self.bodies = bodies
+        self.accounts = accounts
+        self._dispatcher = Dispatcher(fleet, timeouts, metrics, accounts, objective)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, self._name)
         try:
-            exchange = await self._receive(scope, receive)
+            await self._receive(exchange, receive)
         except (WeftError, ClientDisconnect) as error:
-            await error_response(error)(scope, receive, send)
+            response = error_response(error)
+            exchange.outcome, exchange.status = getattr(error, "code", "client-gone"), response.status_code
+            self._note_end(exchange)
+            await response(scope, receive, send)
             return
         self.running.add(exchange)
         self.idle.clear()
@@ -69,26 +83,43 @@ class Proxy:
             self.running.discard(exchange)
             if not self.running:
                 self.idle.set()
-            self.metrics.count(exchange)
-            if self.access_log is not None:
-                self.access_log.write(exchange.log_row())
+            self._note_end(exchange)
+
+    def _note_end(self, exchange: Exchange) -> None:
+        """Release what a request holds; count and log it."""
+        self._release_body(exchange)
+        self.accounts.leave(exchange)
+        self.metrics.count(exchange)
+        if self.access_log is not None:
+            self.access_log.write(exchange.log_row())
+
+    def _release_body(self, exchange: Exchange) -> None:
+        """Forget the body of a request that goes to no other replica."""
+        self.bodies.release(len(exchange.body))
+        exchange.body = b""
 
     def close(self) -> None:
-        """Close the idle connections and the log."""
+        """Close the idle connections, the log and the ledger."""
         self.fleet.close()
+        if self.accounts.ledger is not None:
+            self.accounts.ledger.close()
         if self.access_log is not None:
             self.access_log.close()
 
-    async def _receive(self, scope: Scope, receive: Receive) -> Exchange:
-        """The request as a whole, with what routing reads. Raises WeftError."""
-        client = self.keys.identify(scope)
+    async def _receive(self, exchange: Exchange, receive: Receive) -> None:
+        """Receive the request as a whole, with what routing reads. Raises WeftError."""
+        scope = exchange.scope
+        exchange.client = client = self.keys.identify(scope)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        body = await self._bodies.receive(Request(scope, receive))
-        exchange = Exchange(scope, body, client, self._name)
-        fields = read_fields(body)
+        exchange.body = await self.bodies.receive(Request(scope, receive))
+        exchange.bytes_in = len(exchange.body)
+        fields = read_fields(exchange.body)
+        if scope["method"] == "POST" and scope["path"] in PATHS:
+            exchange.completion = Completion(fields, exchange.body)
+            self._check_begun(exchange)
         exchange.model = model_of(fields)
         exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
@@ -104,12 +135,22 @@ class Proxy:
                 code="model-not-found",
                 param="model",
             )
-        return exchange
+        self.accounts.enter(exchange)
+
+    def _check_begun(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for a client that must not say what a model has said.
+
+        Upstreams with keys would let the gateway do it, so it may be done by administrators only.
+        """
+        assert exchange.completion is not None
+        open_to_all = not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
+        if exchange.completion.begun and not open_to_all and not exchange.client.admin:
+            raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Get a response from a replica and pass it on; without one, an error."""
         try:
-            head, first = await self._first_piece(exchange)
+            head, first = await self._dispatcher.begin(exchange)
         except ClientGoneError as error:
             exchange.outcome = error.code
         except HttpError as error:
@@ -117,137 +158,113 @@ class Proxy:
             await error_response(error)(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
+            if not isinstance(exchange.answer, StreamedAnswer) or not exchange.answer.continuable:
+                self._release_body(exchange)  # else another replica may need it
             await self._pass_on(exchange, head, first, send)
-
-    # Before the first byte
-
-    async def _first_piece(self, exchange: Exchange) -> tuple[ResponseHead, bytes]:
-        """Head and first piece of the response of the first replica that gives one.
-
-        Each replica is tried once. Raises HttpError if none is left, and ClientGoneError.
-        """
-        self._budget.earn()
-        failure: UpstreamError | None = None
-        while candidates := self.fleet.candidates(exchange.model, exchange.tried):
-            if exchange.gone:
-                raise client_gone()
-            replica = self.fleet.choose(exchange.fingerprint, candidates)
-            attempt = exchange.begin_attempt(replica)
-            try:
-                head, first = await self._ask(exchange, attempt)
-            except ClientGoneError:
-                raise
-            except UpstreamError as error:
-                failure = error
-                self._blame(attempt, error)
-                if error.stalled and not self._budget.spend():
-                    break
-                continue
-            reason = self._reason_to_retry(head)
-            self._judge(attempt, head)
-            if not reason or not self._may_retry(exchange, reason):
-                return head, first
-            attempt.close()
-            self.metrics.count_retry(replica, reason)
-        raise self._no_replica(exchange, failure)
-
-    async def _ask(self, exchange: Exchange, attempt: Attempt) -> tuple[ResponseHead, bytes]:
-        """Head and first piece of one replica's response. Raises UpstreamError."""
-        replica, body, timeouts = attempt.replica, exchange.body, self.timeouts
-        own_name = replica.own_name(exchange.model)
-        # Two readers of a body that names two models would not agree: a key for one model gets a body with one.
-        if own_name != exchange.model or (exchange.model and exchange.client.models is not None):
-            body = with_model(body, own_name)
-        head = await attempt.request(
-            exchange.method,
-            exchange.head(replica, len(body)),
-            body,
-            connect_s=timeouts.connect,
-            first_byte_s=timeouts.first_byte,
-        )
-        first = await attempt.read()
-        attempt.note_answered(timeouts.idle)
-        return head, first
-
-    def _may_retry(self, exchange: Exchange, reason: str) -> bool:
-        """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
-        others = self.fleet.candidates(exchange.model, exchange.tried)
-        return bool(others) and (reason != "5xx" or self._budget.spend())
-
-    @staticmethod
-    def _reason_to_retry(head: ResponseHead) -> str:
-        """Why another replica may give a better response: it is full, or 5xx; "" if there is no reason."""
-        full = head.status == 429 or (head.status == 503 and head.header(b"retry-after"))
-        if full:
-            return "full"
-        return "5xx" if head.status >= 500 else ""
-
-    def _judge(self, attempt: Attempt, head: ResponseHead) -> None:
-        """Tell the breaker of a response that has begun. A replica that is full is not ill."""
-        now = self.fleet.clock()
-        if self._reason_to_retry(head) == "5xx":
-            attempt.fail(now, f"status {head.status}")
-        elif not attempt.replica.breaker.closed:
-            attempt.succeed(now)  # of a response of hours, the end would be too late
-
-    def _blame(self, attempt: Attempt, error: UpstreamError) -> None:
-        """Count a failure of a replica and end the attempt."""
-        attempt.fail(self.fleet.clock(), str(error))
-        attempt.close()
-        self.metrics.count_retry(attempt.replica, error.code)
-
-    def _no_replica(self, exchange: Exchange, failure: UpstreamError | None) -> HttpError:
-        """The error for a request that no replica answered."""
-        if failure is None:
-            return HttpError(
-                503, "no upstream can take requests now; try again later", code="no-upstream", retry_after_s=1
-            )
-        name = exchange.tried[-1].name
-        status = 504 if failure.stalled else 502
-        return HttpError(status, f"upstream {name}: {failure}", code=failure.code)
 
     # After the first byte
 
     async def _pass_on(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
         """Send a response to the client as it comes, no faster than the client reads it."""
-        attempt = exchange.attempt
-        assert attempt is not None
         exchange.status = head.status
         headers = without(head.headers, HOP_BY_HOP)
+        if isinstance(exchange.answer, WholeAnswer):
+            headers = without(headers, LENGTH)  # it may change
         await send({"type": "http.response.start", "status": head.status, "headers": headers})
         ending = EventEnding(head)
-        piece = first
         try:
-            while piece:
-                exchange.bytes_out += len(piece)
-                ending.push(piece)
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-                piece = await attempt.read()
+            async with aclosing(self._pieces(exchange, first)) as pieces:
+                async for piece in pieces:
+                    exchange.bytes_out += len(piece)
+                    ending.push(piece)
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
         except ClientGoneError as error:
             exchange.outcome = error.code
         except UpstreamError as error:
             exchange.outcome = error.code
-            attempt.fail(self.fleet.clock(), str(error))
+            self._last(exchange).fail(self.fleet.clock(), str(error))
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
-            broken = HttpError(502, f"upstream {attempt.replica.name}: {error}", code=error.code)
-            event = b"data: " + msgspec.json.encode(error_frame(broken)) + b"\n\n"
-            await send({"type": "http.response.body", "body": event})
+            await send({"type": "http.response.body", "body": _error_event(exchange, error)})
         else:
+            attempt = self._last(exchange)
             if head.status < 500:
                 attempt.succeed(self.fleet.clock())
             attempt.close()  # before the client knows: its next request must find this one ended
             exchange.outcome = "complete"
             await send({"type": "http.response.body", "body": b""})
 
+    async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
+        """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
+        answer, piece = exchange.answer, first
+        if isinstance(answer, StreamedAnswer):
+            async for shown in self._stream(exchange, answer, first):
+                yield shown
+            return
+        while piece:
+            if shown := piece if answer is None else answer.push(piece):
+                yield shown
+            piece = await self._last(exchange).read()
+        if answer is not None:
+            yield answer.finish()
+
+    async def _stream(self, exchange: Exchange, answer: StreamedAnswer, first: bytes) -> AsyncGenerator[bytes, None]:
+        """The events for the client, from one replica after another. Raises UpstreamError if none can go on."""
+        piece = first
+        while True:
+            try:
+                while piece:
+                    if shown := answer.push(piece):
+                        yield shown
+                    answer.check()
+                    if answer.progressed or not answer.continuable:
+                        self._last(exchange).note_token()
+                    piece = await self._last(exchange).read()
+                answer.check_complete()
+                return
+            except UpstreamError as error:
+                found = await self._go_on(exchange, answer, error)
+                if found is None:
+                    return
+                piece = found
+            if piece == DONE:
+                yield DONE
+                return
+
+    async def _go_on(self, exchange: Exchange, answer: StreamedAnswer, error: UpstreamError) -> bytes | None:
+        """The next piece of an answer that has broken: another replica's, or the end mark. None if nothing is missing.
+
+        Raises `error` if nobody can go on, and ClientGoneError.
+        """
+        if isinstance(error, ClientGoneError) or not answer.continuable:
+            raise error
+        if answer.done:
+            return None
+        if answer.finished and not answer.lacks_usage:
+            return DONE
+        if not answer.may_resume:
+            raise error
+        return await self._dispatcher.resume(exchange, answer, error)
+
+    @staticmethod
+    def _last(exchange: Exchange) -> Attempt:
+        assert exchange.attempt is not None
+        return exchange.attempt
+
+
+def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
+    """The last event of a broken stream: the replica's own, if it sent one."""
+    if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
+        return exchange.answer.error_event
+    broken = HttpError(502, f"upstream {exchange.upstream}: {error}", code=error.code)
+    return encode_event(error_frame(broken))
+
 
 class EventEnding:
     """Knows of a response if it is a stream of events of unknown length, and if the bytes so far end an event."""
 
     def __init__(self, head: ResponseHead) -> None:
-        kind = head.header(b"content-type").partition(b";")[0].strip().lower()
-        plain = not head.header(b"content-encoding") and not head.header(b"content-length")
-        self._events = plain and kind == b"text/event-stream"
+        self._events = head.is_event_stream
         self._tail = b"\n\n"
 
     def push(self, piece: bytes) -> None:

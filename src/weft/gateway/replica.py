@@ -21,9 +21,10 @@ IDLE_CONNECTIONS = 256  # kept open for later requests
 class Replica:
     """One upstream.
 
-    `connections`: number of unfinished requests. `unanswered`: those without a byte of their response. `draining`: it
-    gets no new ones. `listed`: the rows of its
-    /v1/models by name; None before they are known.
+    `connections`: number of unfinished requests. `unanswered`: those without a token of their response, or without a
+    byte if tokens are not told apart. `movable`: those that another replica can take over. `draining`: it gets no new
+    ones. `listed`: the rows of its /v1/models by name; None before they are known. `is_weft`: it sends token ids and
+    continues answers.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -35,7 +36,10 @@ class Replica:
         self.breaker = Breaker()
         self.connections = 0
         self.unanswered: set[Attempt] = set()
+        self.movable: set[Attempt] = set()
         self.draining = False
+        self.overflow = config.overflow
+        self.prefill_tok_s: float | None = None  # by the planner, as the replica reports, else as observed
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
         self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
@@ -49,6 +53,19 @@ class Replica:
         if self._aliases is not None:
             return self._aliases
         return None if self.listed is None else {name: name for name in self.listed}
+
+    @property
+    def is_weft(self) -> bool:
+        return any(row.get("owned_by") == "weft" for row in (self.listed or {}).values())
+
+    def predicted_ttft_s(self, tokens: int) -> float | None:
+        """Predicted seconds to the first token of a prompt of `tokens` tokens, behind those that wait.
+
+        None before anything is known of the replica's speed.
+        """
+        if self.prefill_tok_s is None:
+            return None
+        return (tokens + sum(attempt.tokens for attempt in self.unanswered)) / self.prefill_tok_s
 
     def serves(self, model: str) -> bool:
         """Return True if the model is served here, or may be. Every replica serves "", a request without a model."""
@@ -93,9 +110,9 @@ class Replica:
         else:
             connection.close()
 
-    def give_up_unanswered(self, error: UpstreamError) -> None:
-        """Let the requests that wait for this replica go to others."""
-        for attempt in tuple(self.unanswered):
+    def give_up_movable(self, error: UpstreamError) -> None:
+        """Let requests go to other replicas, as far as these can take them over."""
+        for attempt in tuple(self.movable):
             attempt.cancel(error)
 
     def close(self) -> None:
@@ -107,8 +124,8 @@ class Replica:
 class Attempt:
     """One request at one replica, from here until `close`. If not `counted` it is the gateway's own, not a client's."""
 
-    def __init__(self, replica: Replica, *, counted: bool = True) -> None:
-        self.replica = replica
+    def __init__(self, replica: Replica, *, counted: bool = True, tokens: int = 0) -> None:
+        self.replica, self.tokens = replica, tokens
         self._probe = replica.breaker.begin()
         self._connection: UpstreamConnection | None = None
         self._failure: UpstreamError | None = None
@@ -117,6 +134,7 @@ class Attempt:
         if counted:
             replica.connections += 1
             replica.unanswered.add(self)
+            replica.movable.add(self)
 
     async def request(
         self, method: bytes, head: bytes, body: bytes, *, connect_s: float, first_byte_s: float
@@ -145,11 +163,16 @@ class Attempt:
         assert self._connection is not None
         return await self._connection.read()
 
-    def note_answered(self, limit_s: float) -> None:
+    def note_begun(self, limit_s: float, *, movable: bool) -> None:
         """Note that the response has begun; from here on at most `limit_s` seconds may pass without a byte."""
         assert self._connection is not None
-        self.replica.unanswered.discard(self)
+        if not movable:
+            self.replica.movable.discard(self)
         self._connection.limit_gaps(limit_s)
+
+    def note_token(self) -> None:
+        """Note that the replica has begun to answer."""
+        self.replica.unanswered.discard(self)
 
     def fail(self, now: float, reason: str) -> None:
         """Count the attempt as a failure of its replica, once."""
@@ -193,6 +216,7 @@ class Attempt:
         if self._counted:
             self.replica.connections -= 1
             self.replica.unanswered.discard(self)
+            self.replica.movable.discard(self)
         self._end_probe()
         if self._connection is not None:
             self.replica.give_back(self._connection)

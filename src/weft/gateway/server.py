@@ -12,16 +12,20 @@ from ipaddress import ip_address
 
 from weft.errors import ConfigError, error_reason
 from weft.gateway.access_log import AccessLog
+from weft.gateway.accounts import Accounts, price_of
 from weft.gateway.app import create_app
-from weft.gateway.checks import FileWatch, check_forever
-from weft.gateway.config import GatewayConfig, UpstreamConfig, parse_url, read_keys
+from weft.gateway.bodies import BodyPool
+from weft.gateway.checks import DnsWatch, FileWatch, check_forever
+from weft.gateway.config import ClientKey, GatewayConfig, UpstreamConfig, parse_url, read_keys
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
+from weft.gateway.ledger import Ledger
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.policy import POLICIES
 from weft.gateway.proxy import Proxy
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.certificate import CertificateFiles
 from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.options import ServeOptions
 from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
@@ -49,16 +53,42 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
 def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     """The proxy of a configuration, without a server. Raises ConfigError. Call it in the event loop."""
     fleet = Fleet(config.upstreams, POLICIES[config.policy](), time.monotonic)
-    watch = None
-    if config.discover is not None:
+    watch: FileWatch | DnsWatch | None = None
+    if config.discover is not None and config.discover.dns is not None:
+        watch = DnsWatch(fleet, config.discover.dns)
+    elif config.discover is not None and config.discover.file is not None:
         watch = FileWatch(fleet, config.discover.file)
         watch.apply()
         if not fleet.replicas:
             log.warning("%s has no upstreams yet", config.discover.file)
-    keys = Keys(read_keys(config.keys) if config.keys is not None else (), admin_key)
+    client_keys = read_keys(config.keys) if config.keys is not None else []
+    keys = Keys(client_keys, admin_key)
+    accounts = create_accounts(config, client_keys)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
     metrics = GatewayMetrics(fleet)
-    return Proxy(fleet, keys, config.timeouts, metrics, access_log, watch, max_body_bytes=config.max_body_bytes)
+    bodies = BodyPool(config.max_body_bytes, config.max_held_bytes)
+    return Proxy(
+        fleet,
+        keys,
+        config.timeouts,
+        metrics,
+        access_log,
+        watch,
+        bodies=bodies,
+        accounts=accounts,
+        objective=config.objective,
+    )
+
+
+def create_accounts(config: GatewayConfig, keys: Sequence[ClientKey]) -> Accounts:
+    """The accounts of a configuration. Raises ConfigError for quotas without a ledger, and for an unknown price."""
+    if config.ledger is None and any(key.quota is not None for key in keys):
+        raise ConfigError("quota of a key needs a file as ledger, which remembers it", code="quota-without-ledger")
+    for upstream in config.upstreams:
+        for model in (upstream.aliases or {}).values():
+            price_of(upstream, model, 1000, 1000)
+    ledger = Ledger(config.ledger) if config.ledger is not None else None
+    return Accounts(keys, ledger, config.budget)
 
 
 def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:
@@ -96,7 +126,7 @@ async def _run(
         raise_file_limit() // 2,
     )
     server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
-    checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch))
+    checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch, server.reload_certificate))
     listen.start_listening(listener, options)
     log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
     try:
@@ -123,6 +153,18 @@ class GatewayServer(HttpServer):
         )
         self._proxy, self._shutdown_timeout = proxy, shutdown_timeout
         self._ending: asyncio.Task[None] | None = None
+        certfile = options.ssl_certfile
+        self._certificate = CertificateFiles(certfile, options.ssl_keyfile) if certfile is not None else None
+
+    def reload_certificate(self) -> None:
+        """Use a certificate that has been replaced for new connections. A faulty one is logged once."""
+        if self._certificate is None or self.config.ssl is None:
+            return
+        try:
+            if self._certificate.reload(self.config.ssl):
+                log.info("a new certificate is in use")
+        except ValueError as error:
+            log.error("the old certificate stays in use: %s", error)
 
     def on_signal(self, number: signal.Signals, at_s: float) -> None:
         """Begin to shut down, or hasten it."""

@@ -35,6 +35,13 @@ class ResponseHead(NamedTuple):
         """Value of a header; empty if it is not there."""
         return next((value for found, value in self.headers if found == name), b"")
 
+    @property
+    def is_event_stream(self) -> bool:
+        """True for events that can be read: of unknown length, and not compressed."""
+        kind = self.header(b"content-type").partition(b";")[0].strip().lower()
+        plain = not self.header(b"content-encoding") and not self.header(b"content-length")
+        return plain and kind == b"text/event-stream"
+
 
 class UpstreamConnection(asyncio.Protocol):
     """One connection with at most one request in flight.

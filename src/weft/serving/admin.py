@@ -73,20 +73,25 @@ def integer_query(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
+def check_admin_key(request: Request) -> None:
+    """Raise HttpError 401 for a request without the admin key, and 403 if there is no such key."""
+    service: Service = request.app.state.service
+    key = service.options.admin_key
+    if not key:
+        raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
+
+
 def with_admin_key(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     """Let only requests with the admin key reach an endpoint, and none if there is no such key."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:
-        service: Service = request.app.state.service
-        key = service.options.admin_key
-        if not key:
-            raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), key.encode()):
-            raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
-        return await endpoint(service, request)
+        check_admin_key(request)
+        return await endpoint(request.app.state.service, request)
 
     return checked
 

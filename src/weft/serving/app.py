@@ -54,7 +54,9 @@ def create_app(service: Service) -> Starlette:
     if options.enable_request_id_headers:
         middleware.append(Middleware(RequestIdHeader))
     if options.api_key:
-        middleware.append(Middleware(RequireKey, keys=options.api_key))
+        # Whoever has the admin key may do what clients may, and continue answers.
+        keys = (*options.api_key, *((options.admin_key,) if options.admin_key else ()))
+        middleware.append(Middleware(RequireKey, keys=keys))
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     application.state.service = service

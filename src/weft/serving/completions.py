@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,6 +14,7 @@ from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.outputs import CompletionOutput, Logprob
 from weft.errors import RequestError
+from weft.serving.continuation import answered_ids, check_continuation_key
 from weft.serving.logprobs import completion_logprobs
 from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
@@ -34,6 +36,7 @@ async def completions(request: Request) -> Response:
     """Answer a completion request."""
     service: Service = request.app.state.service
     prepared = await service.prepare(request, prepare_completion)
+    check_continuation_key(request, prepared.body)
     stream = service.open_stream(prepared.collectors)
     return await CompletionStream(service, stream, prepared).reply(request)
 
@@ -57,7 +60,8 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     sampling_params = service.frontend.sampling_params(fields)
     parts = split_prompts(body.prompt)
     service.check_capacity(len(parts), sampling_params)
-    prompts = (tokenize_prompt(service.frontend, part, body) for part in parts)
+    answered = answered_ids(body, service.frontend.vocab, len(parts))
+    prompts = (replace(tokenize_prompt(service.frontend, part, body), answered=answered) for part in parts)
     collectors = service.create_collectors(prompts, sampling_params, priority=body.priority)
     return PreparedCompletion(body, model, collectors, scoring)
 
@@ -96,7 +100,18 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         self._echo = bool(prepared.body.echo)
         self._scoring = prepared.scoring
         self._top_logprobs = prepared.body.logprobs
+        self._sends_ids = bool(prepared.body.return_token_ids)
+        self._sends_prompt_ids = self._sends_ids and prepared.body.continue_token_ids is None
         self._sent_characters: dict[int, int] = {}  # by choice, while streaming
+        self._continue_offsets()
+
+    def _continue_offsets(self) -> None:
+        """Count the characters of an answer that began elsewhere as sent."""
+        collector = self._stream.collectors[0]
+        if collector.requests[0].answered:
+            sent = len(collector.output.outputs[0].text)
+            self._sent_characters[0] = sent + (len(self._prompt_text(collector)) if self._echo else 0)
+            self._echo = False
 
     def _whole(self) -> Completion:
         choices = [
@@ -114,7 +129,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         async for number, delta in self._stream:
             if self._scoring:
                 delta = Delta(delta.index, "", [], finish_reason="length")
-            if delta.text or delta.finish_reason or self._top_logprobs is not None:
+            if delta.text or delta.finish_reason or self._top_logprobs is not None or self._sends_ids:
                 yield self._chunk_choice(number, delta)
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
@@ -143,12 +158,15 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
             logprobs=self._logprobs(ids, positions, 0),
             finish_reason=reason,
             stop_reason=stop_reason,
+            token_ids=[*output.token_ids] if self._sends_ids else UNSET,
+            prompt_token_ids=collector.output.prompt_token_ids if self._sends_prompt_ids else UNSET,
         )
 
     def _chunk_choice(self, number: int, delta: Delta) -> CompletionChoice:
         """A chunk's choice of prompt `number`."""
         index = self._choice_index(number, delta.index)
         offset = self._sent_characters.get(index, 0)
+        begins = self._sends_prompt_ids and index not in self._sent_characters
         self._sent_characters[index] = offset + len(delta.text)
         return CompletionChoice(
             index=index,
@@ -156,6 +174,8 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
             logprobs=self._logprobs(delta.token_ids, delta.logprobs or [], offset) if delta.token_ids else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self._sends_ids else UNSET,
+            prompt_token_ids=self._stream.collectors[number].output.prompt_token_ids if begins else UNSET,
         )
 
     def _logprobs(

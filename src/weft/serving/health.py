@@ -33,9 +33,12 @@ async def health(request: Request) -> Response:
 
 
 async def server_load(request: Request) -> Response:
-    """/load: number of HTTP requests that are being answered by the engine."""
+    """/load: number of HTTP requests that are being answered by the engine, and the planner's speed of prompts.
+
+    `prefill_tok_s` is in tokens per second, None on a machine that the planner does not know.
+    """
     service: Service = request.app.state.service
-    return JsonResponse({"server_load": len(service.streams)})
+    return JsonResponse({"server_load": len(service.streams), "prefill_tok_s": service.prefill_tok_s})
 
 
 async def metrics(request: Request) -> Response:

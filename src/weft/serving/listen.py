@@ -7,11 +7,11 @@ import errno
 import fcntl
 import os
 import socket
-import ssl
 import stat
 from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
+from weft.serving.certificate import validity_fault
 from weft.serving.options import ServeOptions
 
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
@@ -64,11 +64,16 @@ def check_tls(options: ServeOptions) -> None:
     if options.ssl_certfile is None:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile", code="ssl-certificate-missing")
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+        fault = validity_fault(options.ssl_certfile, options.ssl_keyfile)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
             f"--ssl-certfile {options.ssl_certfile} cannot be used: {error}", code="ssl-certificate-unusable"
         ) from None
+    if fault:
+        raise ConfigError(
+            f"--ssl-certfile {options.ssl_certfile} {fault}; renew it, or set this machine's clock",
+            code="ssl-certificate-dates",
+        )
 
 
 def public_url(listener: socket.socket, options: ServeOptions) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 
 class StreamOptions(Struct):
@@ -13,7 +13,12 @@ class StreamOptions(Struct):
 
 
 class SamplingRequest(Struct, kw_only=True):
-    """Fields that both completion endpoints accept. None counts as absent: OpenAI's clients send it."""
+    """Fields that both completion endpoints accept. None counts as absent: OpenAI's clients send it.
+
+    `return_token_ids`: send the token ids of the answer, and with its beginning those of the prompt.
+    `continue_token_ids`: the beginning of a streamed answer that another server gave; this one streams the rest. Even
+    an empty list says that the prompt's ids are not wanted.
+    """
 
     model: str | None = None
     temperature: float | None = None
@@ -39,6 +44,8 @@ class SamplingRequest(Struct, kw_only=True):
     bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    continue_token_ids: list[int] | None = None
 
 
 class TemplateRequest(Protocol):
@@ -134,6 +141,7 @@ class ChatChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -143,6 +151,7 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(Struct, kw_only=True, omit_defaults=True):
@@ -156,6 +165,7 @@ class ChatChunkChoice(Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, kw_only=True):
@@ -165,6 +175,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChoice(Struct, kw_only=True):
@@ -173,6 +184,8 @@ class CompletionChoice(Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):

@@ -84,6 +84,7 @@ def check_lengths(raw: Mapping[str, Any], *, vocab: int, max_model_len: int) -> 
     """Raise RequestError for a field with more items or more text than any use of the field needs."""
     model_lengths = {
         "allowed_token_ids": (vocab, None),
+        "continue_token_ids": (max_model_len, None),
         "tokens": (max(LIMITS.detokenize_ids, max_model_len), None),
     }
     for name, (items, characters) in {**MAX_LENGTHS, **model_lengths}.items():

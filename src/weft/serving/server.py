@@ -89,6 +89,7 @@ async def _serve(
         capacity = engine.plan.max_running + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         service.prediction_check = PredictionCheck(expected) if expected else None
+        service.prefill_tok_s = _prefill_speed(expected) if expected else None
         # Room for a few bodies of the maximum size at once.
         held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
         limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
@@ -222,6 +223,12 @@ def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
     except (ConfigError, PlanError) as error:  # an unknown GPU
         log.info("no predictions: %s", error)
         return None
+
+
+def _prefill_speed(expected: Forecast) -> float:
+    """Predicted tokens per second of a prompt that fills a step."""
+    tokens = min(expected.plan.max_num_batched_tokens, expected.plan.max_model_len // 2)
+    return tokens / expected.speed(tokens, 1).ttft_s
 
 
 def _compare_start(expected: Forecast, ready: Ready) -> str:

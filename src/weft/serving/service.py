@@ -85,6 +85,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.prediction_check: PredictionCheck | None = None
+        self.prefill_tok_s: float | None = None  # by the planner
         self._progress = Progress(options.progress_timeout, time.monotonic)
         default_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or default_bytes  # longer bodies are refused

@@ -1,0 +1,199 @@
+"""StreamedAnswer: a streamed completion on its way to a client, and what another replica needs to go on with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
+from weft.gateway.upstream import UpstreamError
+
+FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
+WHOLE_BYTES = 2**24  # of a JSON object that is read
+HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those of the first
+
+
+class StreamedAnswer:
+    """The chunks of one completion, from one replica after another.
+
+    `continuable`: the replica sends token ids, so that another one can go on. `keeps_ids`: the client asked for them.
+    `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in every chunk; None for the
+    upstream's. `begun` are token ids that the client itself gave as the beginning of the answer.
+
+    `done`: the end mark was passed on. `finished`: the last token was. `usage` is that of the upstream.
+    """
+
+    def __init__(
+        self,
+        *,
+        continuable: bool,
+        keeps_ids: bool = False,
+        keeps_usage: bool = True,
+        model: str | None = None,
+        begun: list[int] | None = None,
+    ) -> None:
+        self.continuable = continuable
+        self.done = self.finished = False
+        self.usage: dict[str, Any] | None = None
+        self.error_event = b""  # of the last replica
+        self.token_ids = list(begun or ())
+        self._keeps_ids, self._keeps_usage, self._model = keeps_ids, keeps_usage, model
+        self._splitter = EventSplitter()
+        self._broken: UpstreamError | None = None
+        self._head: dict[str, Any] | None = None
+        self._preamble = 0  # chunks without tokens that came first: the role, the echo of the prompt
+        self._skipped = 0  # of these, the ones that a replica sends again
+        self._resumed_at = len(self.token_ids)
+        self._fruitless = 0
+
+    @property
+    def may_resume(self) -> bool:
+        """True if another replica can go on, and not too many have tried in vain."""
+        return self.continuable and (self.progressed or self._fruitless < FRUITLESS)
+
+    @property
+    def progressed(self) -> bool:
+        """True if tokens have come since the last `resume`."""
+        return len(self.token_ids) > self._resumed_at
+
+    @property
+    def lacks_usage(self) -> bool:
+        """True if the client still expects the usage."""
+        return self._keeps_usage and self.usage is None
+
+    def resume(self) -> list[int]:
+        """Forget an event that is not complete. Returns the token ids that the next replica has to go on behind.
+
+        If the last token was passed on already, it samples that one again, so that there is an end to come to.
+        """
+        self._splitter, self._broken = EventSplitter(), None
+        self._fruitless = 0 if self.progressed else self._fruitless + 1
+        ids = self.token_ids[:-1] if self.finished else self.token_ids
+        self._skipped = 0 if ids else self._preamble
+        self._resumed_at = len(self.token_ids)
+        return ids
+
+    def push(self, piece: bytes) -> bytes:
+        """The bytes for the client. To be followed by `check`."""
+        shown = []
+        for event in self._splitter.push(piece):
+            shown.append(self._pass_event(event))
+            if self._broken is not None:
+                break
+        return b"".join(shown)
+
+    def check(self) -> None:
+        """Raise UpstreamError for an event that is too long, and for an error event if another replica can go on."""
+        if self._broken is not None:
+            raise self._broken
+        if self._splitter.is_over_limit:
+            raise UpstreamError(f"it sent an event of more than {EVENT_BYTES} bytes", code="event-too-large")
+
+    def check_complete(self) -> None:
+        """Raise UpstreamError if the stream ended without its end mark."""
+        if self.continuable and not self.done:
+            raise UpstreamError("it ended the stream without its end mark", code="closed-in-response")
+
+    def _pass_event(self, event: bytes) -> bytes:
+        data = event_data(event)
+        if data is None:
+            return event
+        if data == DONE:
+            self.done = True
+            return event
+        try:
+            chunk = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            chunk = None
+        if not isinstance(chunk, dict):
+            self.continuable = False
+            return event
+        if "error" in chunk and self.continuable:
+            self.error_event = event
+            self._broken = UpstreamError(f"it reports: {_message(chunk)}", code="upstream-error")
+            return b""
+        if not self._keep(chunk):
+            return b""
+        self._unify_head(chunk)
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def _keep(self, chunk: dict[str, Any]) -> bool:
+        """Read a chunk and take out what the client did not ask for. Returns True if something is left."""
+        usage, choices = chunk.get("usage"), chunk.get("choices")
+        if isinstance(usage, dict):
+            self.usage = usage
+        if not choices:
+            return self._keeps_usage or not isinstance(usage, dict)
+        if not self.continuable or not isinstance(choices, list) or not isinstance(choices[0], dict):
+            return True
+        return self._keep_choice(choices[0])
+
+    def _keep_choice(self, choice: dict[str, Any]) -> bool:
+        ids = choice.get("token_ids") if self._keeps_ids else choice.pop("token_ids", None)
+        if self.finished:  # another replica repeats the end
+            return False
+        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        if not ids and not choice.get("finish_reason"):
+            self.continuable = ids is not None or not text  # else this server does not know of token ids
+            if self._skipped:
+                self._skipped -= 1
+                return False
+            self._preamble += 1
+            return True
+        self.token_ids += ids or ()
+        self.finished = bool(choice.get("finish_reason"))
+        return bool(text or self.finished or choice.get("logprobs") or self._keeps_ids)
+
+    def _unify_head(self, chunk: dict[str, Any]) -> None:
+        """Give every chunk the id, time and model of the first one."""
+        if self._head is None:
+            self._head = {name: chunk[name] for name in HEAD_FIELDS if name in chunk}
+            if self._model is not None:
+                self._head["model"] = self._model
+        chunk.update(self._head)
+
+
+class WholeAnswer:
+    """A response that is one JSON object, whose usage is read and whose model may get another name.
+
+    Of one that is too long, only the bytes are passed on.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        self.usage: dict[str, Any] | None = None
+        self._model = model
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def push(self, piece: bytes) -> bytes:
+        """The bytes for the client."""
+        self._pieces.append(piece)
+        self._size += len(piece)
+        return self._flush() if self._size > WHOLE_BYTES else b""
+
+    def finish(self) -> bytes:
+        """The bytes for the client at the end of the response."""
+        body = self._flush()
+        try:
+            content = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return body
+        if not isinstance(content, dict):
+            return body
+        usage = content.get("usage")
+        self.usage = usage if isinstance(usage, dict) else None
+        if self._model is None or "model" not in content:
+            return body
+        content["model"] = self._model
+        return msgspec.json.encode(content)
+
+    def _flush(self) -> bytes:
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        return body
+
+
+def _message(chunk: dict[str, Any]) -> str:
+    error = chunk["error"]
+    return str(error.get("message") if isinstance(error, dict) else error)[:200]

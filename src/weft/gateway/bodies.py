@@ -1,0 +1,76 @@
+"""BodyPool: the bodies of requests, in bounded memory until no replica can need them again."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from weft.serving.errors import HttpError
+
+
+class BodyPool:
+    """Receives bodies of at most `limit` bytes each, of which all that are held take at most `total` bytes.
+
+    `held`: bytes that are received and not released.
+    """
+
+    def __init__(self, limit: int, total: int) -> None:
+        self._limit, self._total = limit, total
+        self.held = 0
+
+    async def receive(self, request: Request) -> bytes:
+        """Receive a body, which counts as held until `release`.
+
+        Raises HttpError 413 for one over the limit, and 503 if it does not fit beside the others.
+        """
+        self._check_announced(request.headers)
+        pieces, size = [], 0
+        try:
+            async for piece in request.stream():
+                size += len(piece)
+                self.held += len(piece)
+                if size > min(self._limit, self._total):
+                    raise self._too_long()
+                if self.held > self._total:
+                    raise self._no_room()
+                pieces.append(piece)
+            return b"".join(pieces)
+        except BaseException:
+            self.held -= size
+            raise
+
+    def release(self, size: int) -> None:
+        """Count `size` bytes as free."""
+        self.held -= size
+
+    def _check_announced(self, headers: Headers) -> None:
+        """Raise HttpError before the first byte if the body's length is known, and too large."""
+        length = headers.get("content-length", "")
+        if not length.isdecimal():
+            return
+        if int(length) > min(self._limit, self._total):
+            raise self._too_long()
+        if self.held + int(length) > self._total:
+            raise self._no_room()
+
+    def _too_long(self) -> HttpError:
+        if self._total < self._limit:
+            return HttpError(
+                413,
+                f"the body is longer than the {self._total} bytes for all bodies together; send less, or raise "
+                "--max-held-bytes",
+                code="body-too-large",
+            )
+        return HttpError(
+            413,
+            f"the body is longer than {self._limit} bytes; send less, or raise --max-body-bytes",
+            code="body-too-large",
+        )
+
+    def _no_room(self) -> HttpError:
+        return HttpError(
+            503,
+            f"the requests that wait hold more than {self._total} bytes; try again later, or raise --max-held-bytes",
+            code="overloaded",
+            retry_after_s=1,
+        )

@@ -1,0 +1,248 @@
+"""Dispatcher: sends a request to replicas until one answers, and lets another one go on with a broken answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from weft.gateway.accounts import DEFAULT_ANSWER, Accounts
+from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.breaker import RetryBudget
+from weft.gateway.completion import with_fields
+from weft.gateway.config import Objective, Timeouts
+from weft.gateway.exchange import ClientGoneError, Exchange, client_gone
+from weft.gateway.fleet import Fleet
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.replica import Attempt, Replica
+from weft.gateway.upstream import ResponseHead, UpstreamError
+from weft.serving.errors import HttpError
+
+RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
+RESUME_POLL_S = 0.1
+SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
+
+
+class Dispatcher:
+    """Chooses replicas for requests, and tells breakers and metrics of the outcomes."""
+
+    def __init__(
+        self, fleet: Fleet, timeouts: Timeouts, metrics: GatewayMetrics, accounts: Accounts, objective: Objective
+    ) -> None:
+        self.fleet, self.timeouts, self.metrics = fleet, timeouts, metrics
+        self.accounts, self.objective = accounts, objective
+        self._budget = RetryBudget()
+
+    # Before the first byte
+
+    async def begin(self, exchange: Exchange) -> tuple[ResponseHead, bytes]:
+        """Head and first piece of the response of the first replica that gives one.
+
+        Each replica is tried once. Raises HttpError if none is left, and ClientGoneError.
+        """
+        self._budget.earn()
+        failure: UpstreamError | None = None
+        while candidates := self._candidates(exchange):
+            if exchange.gone:
+                raise client_gone()
+            replica = self.fleet.choose(exchange.fingerprint, candidates)
+            attempt = exchange.begin_attempt(replica)
+            self.accounts.reserve(exchange, replica)
+            try:
+                head, first = await self._ask(exchange, attempt)
+            except ClientGoneError:
+                raise
+            except UpstreamError as error:
+                failure = error
+                self.accounts.cancel(exchange, billed=error.sent)
+                self._blame(attempt, error)
+                if error.stalled and not self._budget.spend():
+                    break
+                continue
+            reason = reason_to_retry(head)
+            self._judge(attempt, head)
+            if not reason or not self._may_retry(exchange, reason):
+                return head, first
+            if reason == "full":
+                exchange.refusal = refusal_of(replica, head)
+            self.accounts.cancel(exchange, billed=False)
+            attempt.close()
+            self.metrics.count_retry(replica, reason)
+        raise self._no_replica(exchange, failure)
+
+    def _candidates(self, exchange: Exchange) -> list[Replica]:
+        """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
+        found = self.fleet.candidates(exchange.model, exchange.tried)
+        usual = [replica for replica in found if not replica.overflow]
+        if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
+            return usual
+        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced:
+            return usual
+        spare = [replica for replica in found if replica.overflow]
+        return [replica for replica in spare if self.accounts.affords(exchange, replica)] or usual
+
+    def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
+        """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
+        queue, ttft_s = self.objective.queue, self.objective.ttft_s
+        if queue is not None and min(len(replica.unanswered) for replica in replicas) > queue:
+            return True
+        if ttft_s is None:
+            return False
+        predicted = [replica.predicted_ttft_s(tokens) for replica in replicas]
+        return all(seconds is not None and seconds > ttft_s for seconds in predicted)
+
+    async def _ask(
+        self, exchange: Exchange, attempt: Attempt, answered: list[int] | None = None
+    ) -> tuple[ResponseHead, bytes]:
+        """Head and first piece of one replica's response. Raises UpstreamError."""
+        replica = attempt.replica
+        continuable = answered is not None or self._is_continuable(exchange, replica)
+        body = self._body(exchange, replica, continuable, answered)
+        head = await attempt.request(
+            exchange.method,
+            exchange.head(replica, len(body)),
+            body,
+            connect_s=self.timeouts.connect,
+            first_byte_s=self.timeouts.first_byte,
+        )
+        first = await attempt.read()
+        if answered is None:
+            exchange.answer = self._answer(exchange, replica, head, continuable)
+        if exchange.answer is None:
+            attempt.note_token()
+        attempt.note_begun(self.timeouts.idle, movable=continuable and exchange.answer is not None)
+        return head, first
+
+    def _is_continuable(self, exchange: Exchange, replica: Replica) -> bool:
+        """Return True if another replica could go on with this one's answer."""
+        completion = exchange.completion
+        if completion is None or not completion.streams or not completion.single or not replica.is_weft:
+            return False
+        return any(other is not replica for other in self.fleet.continuing(exchange.model))
+
+    def _body(self, exchange: Exchange, replica: Replica, continuable: bool, answered: list[int] | None) -> bytes:
+        """The request's body for a replica."""
+        changes: dict[str, Any] = {}
+        own_name = replica.own_name(exchange.model)
+        # Two readers of a body that names two models would not agree: a key for one model gets a body with one.
+        if own_name != exchange.model or (exchange.model and exchange.client.models is not None):
+            changes["model"] = own_name
+        if continuable and exchange.completion is not None:
+            changes |= exchange.completion.token_fields(answered)
+        if exchange.completion is not None and self.accounts.ledger is not None:
+            changes |= exchange.completion.usage_fields()
+            if replica.overflow and exchange.completion.max_tokens is None:
+                changes["max_tokens"] = DEFAULT_ANSWER  # what was reserved
+        return with_fields(exchange.body, changes) if changes else exchange.body
+
+    def _answer(
+        self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
+    ) -> StreamedAnswer | WholeAnswer | None:
+        """What reads a response on its way; None if the gateway need not read it."""
+        completion = exchange.completion
+        alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
+        if completion is None or head.status != 200 or head.header(b"content-encoding"):
+            return None
+        if not continuable and alias is None and self.accounts.ledger is None:
+            return None
+        if not head.is_event_stream:
+            return WholeAnswer(alias)
+        return StreamedAnswer(
+            continuable=continuable,
+            keeps_ids=completion.keeps_ids,
+            keeps_usage=completion.keeps_usage,
+            model=alias,
+            begun=completion.begun,
+        )
+
+    def _may_retry(self, exchange: Exchange, reason: str) -> bool:
+        """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
+        return bool(self._candidates(exchange)) and (reason != "5xx" or self._budget.spend())
+
+    def _judge(self, attempt: Attempt, head: ResponseHead) -> None:
+        """Tell the breaker of a response that has begun. A replica that is full is not ill."""
+        now = self.fleet.clock()
+        if reason_to_retry(head) == "5xx":
+            attempt.fail(now, f"status {head.status}")
+        elif not attempt.replica.breaker.closed:
+            attempt.succeed(now)  # of a response of hours, the end would be too late
+
+    def _blame(self, attempt: Attempt, error: UpstreamError) -> None:
+        """Count a failure of a replica and end the attempt."""
+        attempt.fail(self.fleet.clock(), str(error))
+        attempt.close()
+        self.metrics.count_retry(attempt.replica, error.code)
+
+    @staticmethod
+    def _no_replica(exchange: Exchange, failure: UpstreamError | None) -> HttpError:
+        """The error for a request that no replica answered: the refusal of one that is full comes first."""
+        if exchange.refusal is not None:
+            return exchange.refusal
+        if failure is None:
+            return HttpError(
+                503, "no upstream can take requests now; try again later", code="no-upstream", retry_after_s=1
+            )
+        status = 504 if failure.stalled else 502
+        return HttpError(status, f"upstream {exchange.upstream}: {failure}", code=failure.code)
+
+    # After it
+
+    async def resume(self, exchange: Exchange, answer: StreamedAnswer, broken: UpstreamError) -> bytes:
+        """First piece of another replica's continuation of an answer that has broken.
+
+        Raises `broken` if there is none within RESUME_S, and ClientGoneError.
+        """
+        assert exchange.attempt is not None
+        self._blame(exchange.attempt, broken)
+        if answer.progressed:
+            del exchange.tried[:-1]
+        answered = answer.resume()
+        began = self.fleet.clock()
+        while self.fleet.clock() < began + RESUME_S:
+            if exchange.gone:
+                raise client_gone()
+            candidates = [
+                replica
+                for replica in self.fleet.candidates(exchange.model, exchange.tried)
+                if replica.is_weft and not replica.overflow
+            ]
+            if not candidates:
+                if self.fleet.clock() > began + SECOND_CHANCE_S:
+                    exchange.tried.clear()
+                await asyncio.sleep(RESUME_POLL_S)
+                continue
+            attempt = exchange.begin_attempt(self.fleet.choose(exchange.fingerprint, candidates))
+            try:
+                head, first = await self._ask(exchange, attempt, answered)
+            except ClientGoneError:
+                raise
+            except UpstreamError as error:
+                self._blame(attempt, error)
+                continue
+            self._judge(attempt, head)
+            if head.status == 200 and head.is_event_stream:
+                self.metrics.count_continued(attempt.replica)
+                return first
+            attempt.close()
+            self.metrics.count_retry(attempt.replica, reason_to_retry(head) or "refused")
+            if head.status < 500 and head.status != 429:
+                break  # another replica would refuse it too
+        raise broken
+
+
+def reason_to_retry(head: ResponseHead) -> str:
+    """Why another replica may give a better response: it is full, or 5xx; "" if there is no reason."""
+    full = head.status == 429 or (head.status == 503 and head.header(b"retry-after"))
+    if full:
+        return "full"
+    return "5xx" if head.status >= 500 else ""
+
+
+def refusal_of(replica: Replica, head: ResponseHead) -> HttpError:
+    """The answer of a replica that is full, if all others fail."""
+    after = head.header(b"retry-after").decode("latin-1")
+    return HttpError(
+        head.status,
+        f"upstream {replica.name} is full, and no other one answers; try again later",
+        code="upstream-full",
+        retry_after_s=int(after) if after.isdecimal() and len(after) < 7 else 1,
+    )

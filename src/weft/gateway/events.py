@@ -1,0 +1,40 @@
+"""EventSplitter: cuts a stream of bytes into server-sent events, in bounded memory."""
+
+from __future__ import annotations
+
+import re
+
+EVENT_BYTES = 2**22  # of one event; log probabilities of many tokens at once are long
+BLANK_LINE = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+DONE = b"[DONE]"
+
+
+class EventSplitter:
+    """Whole events of a stream; a line ends with LF, CRLF or CR."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    @property
+    def is_over_limit(self) -> bool:
+        """True if the event that has begun is too long."""
+        return len(self._rest) > EVENT_BYTES
+
+    def push(self, piece: bytes) -> list[bytes]:
+        """The events that `piece` completes, each with its blank line."""
+        data, start = self._rest + piece, 0
+        searched = max(0, len(self._rest) - 3)  # a blank line may begin in the rest
+        events = []
+        for blank in BLANK_LINE.finditer(data, searched):
+            events.append(data[start : blank.end()])
+            start = blank.end()
+        self._rest = data[start:]
+        return events
+
+
+def event_data(event: bytes) -> bytes | None:
+    """The data of an event that has one line of data and nothing else; None for comments and other events."""
+    line = event.strip()
+    if not line.startswith(b"data:") or b"\n" in line or b"\r" in line:
+        return None
+    return line[5:].strip()

@@ -1,0 +1,93 @@
+"""Rates: requests and tokens per minute, and requests at once, that each key may have."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from weft.errors import ConfigError
+from weft.gateway.config import ClientKey
+from weft.serving.errors import HttpError
+
+if TYPE_CHECKING:
+    from limits import RateLimitItem
+    from limits.strategies import RateLimiter
+
+
+class Rates:
+    """The limits `rpm`, `tpm` and `concurrent` of keys, by their names.
+
+    Minutes slide; the counts are in memory and begin anew with the gateway.
+    """
+
+    def __init__(self, keys: Sequence[ClientKey]) -> None:
+        self._keys = {key.name: key for key in keys if key.rpm or key.tpm or key.concurrent}
+        self._running: Counter[str] = Counter()
+        self._limiter: RateLimiter | None = None
+        self._items: dict[tuple[str, str], RateLimitItem] = {}
+        if any(key.rpm or key.tpm for key in keys):
+            self._create_limiter()
+
+    def _create_limiter(self) -> None:
+        try:
+            from limits import RateLimitItemPerMinute
+            from limits.storage import MemoryStorage
+            from limits.strategies import SlidingWindowCounterRateLimiter
+        except ModuleNotFoundError:
+            raise ConfigError(
+                'rpm and tpm of keys need the package limits: pip install "weft[gateway]"', code="limits-not-installed"
+            ) from None
+        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
+        for name, key in self._keys.items():
+            for unit, most in (("requests", key.rpm), ("tokens", key.tpm)):
+                if most:
+                    self._items[name, unit] = RateLimitItemPerMinute(most)
+
+    def enter(self, name: str | None, tokens: int) -> None:
+        """Count a request whose prompt has about `tokens` tokens. Raises HttpError 429 if a limit forbids it."""
+        key = self._keys.get(name or "")
+        if key is None or name is None:
+            return
+        if key.concurrent and self._running[name] >= key.concurrent:
+            raise HttpError(
+                429,
+                f"the key {name!r} has {key.concurrent} requests running, the most that it may have",
+                code="too-many-at-once",
+                retry_after_s=1,
+            )
+        for unit, cost in (("tokens", tokens), ("requests", 1)):
+            self._hit(name, unit, cost)
+        self._running[name] += 1
+
+    def leave(self, name: str | None, tokens: int) -> None:
+        """Note the end of a request that `enter` counted; it took `tokens` more tokens than were counted then."""
+        if name is None or name not in self._keys:
+            return
+        self._running[name] -= 1
+        item = self._items.get((name, "tokens"))
+        if item is not None and self._limiter is not None and tokens > 0:
+            left = self._limiter.get_window_stats(item, name, "tokens").remaining
+            if left > 0:
+                self._limiter.hit(item, name, "tokens", cost=min(tokens, left))
+
+    def _hit(self, name: str, unit: str, cost: int) -> None:
+        item, limiter = self._items.get((name, unit)), self._limiter
+        if item is None or limiter is None:
+            return
+        if cost > item.amount:
+            raise HttpError(
+                429,
+                f"about {cost} {unit} in one request; the key {name!r} has {item.amount} a minute",
+                code="rate-limit",
+            )
+        if not limiter.hit(item, name, unit, cost=max(cost, 1)):
+            reset = limiter.get_window_stats(item, name, unit).reset_time
+            raise HttpError(
+                429,
+                f"the key {name!r} may send {item.amount} {unit} a minute; try again later",
+                code="rate-limit",
+                retry_after_s=max(1, math.ceil(reset - time.time())),
+            )

@@ -1,0 +1,39 @@
+"""Answers that began elsewhere: checks of `continue_token_ids`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from weft.core.token_ids import NO_IDS, TokenIds
+from weft.errors import RequestError
+from weft.serving.admin import check_admin_key
+from weft.serving.openai_types import SamplingRequest
+from weft.serving.service import Service
+
+PARAM = "continue_token_ids"
+
+
+def answered_ids(body: SamplingRequest, vocab: int, prompts: int = 1) -> TokenIds:
+    """The token ids of the answer so far; none for a request from its beginning. Raises RequestError."""
+    ids = body.continue_token_ids
+    if not ids:
+        return NO_IDS
+    if not body.stream or prompts > 1:
+        raise RequestError(f"{PARAM} needs stream: true, and one prompt", param=PARAM, code="continuation-not-possible")
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise RequestError(
+            f"{PARAM} has a token id outside the vocabulary, 0 to {vocab - 1}",
+            param=PARAM,
+            code="token-id-out-of-range",
+        )
+    return TokenIds.pack(ids)
+
+
+def check_continuation_key(request: Request, body: SamplingRequest) -> None:
+    """Let only the admin key continue answers on a server with API keys. Raises HttpError.
+
+    Who continues an answer says what the model has said: an administrator of the server may, its other clients not.
+    """
+    service: Service = request.app.state.service
+    if body.continue_token_ids and service.options.api_key:
+        check_admin_key(request)

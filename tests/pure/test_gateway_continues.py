@@ -1,0 +1,260 @@
+"""Answers that a replica begins and another one ends: the client sees those of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.pure.gateways import CHAT, LiveGateway, gateway, hang_up, never, upstream
+from tests.pure.servers import Exchange
+from tests.pure.test_continued_answers import world
+from weft.gateway import dispatch
+from weft.gateway.answer import FRUITLESS
+from weft.gateway.checks import check_health, read_models
+from weft.gateway.events import EVENT_BYTES
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+KEYS = {"id", "created"}
+
+
+def weft(*breaks: int | None, **options: Any) -> Callable[[Exchange], Awaitable[None]]:
+    """A replica with the code of `weft serve`. Its n-th stream breaks after so many events, or never if None."""
+    served, left = world(**options), list(breaks)
+
+    async def answer(exchange: Exchange) -> None:
+        method = "GET" if exchange.json is None else "POST"
+        headers = {"authorization": exchange.headers.get("authorization", "")}
+        made = await served.client.request(method, exchange.path, json=exchange.json, headers=headers)
+        kind = made.headers["content-type"]
+        if not kind.startswith("text/event-stream"):
+            exchange.head(f"{made.status_code} X", f"Content-Length: {len(made.content)}", f"Content-Type: {kind}")
+            exchange.writer.write(made.content)
+            return
+        most = left.pop(0) if left else None
+        events = [event + b"\n\n" for event in made.content.split(b"\n\n") if event]
+        exchange.stream()
+        for event in events[:most]:
+            exchange.chunk(event[:9])  # an event may come in pieces
+            exchange.chunk(event[9:])
+        if most is None:
+            exchange.end()
+        else:
+            exchange.chunk(b'data: {"ha')
+            exchange.hang_up()
+
+    return answer
+
+
+@asynccontextmanager
+async def replicas(*answers: Callable[[Exchange], Awaitable[None]], **config: Any) -> AsyncIterator[LiveGateway]:
+    """A gateway in front of these replicas, whose models it knows."""
+    async with AsyncExitStack() as stack:
+        stubs = [await stack.enter_async_context(upstream()) for _ in answers]
+        for stub, answer in zip(stubs, answers, strict=True):
+            stub.answer = answer
+        live = await stack.enter_async_context(gateway(*(stub.url for stub in stubs), **config))
+        for stub in stubs:
+            await read_models(live.replica(stub), live.proxy.timeouts)
+        live.stubs = stubs
+        yield live
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    given = {"prompt": "ab"} if path == "/v1/completions" else {"messages": CHAT["messages"]}
+    return {"model": "tiny", "stream": True, **given, **fields}
+
+
+def chunks(answer: httpx.Response) -> list[Any]:
+    """The events of an answer; ids and times, which must be the same in all of them, left out."""
+    assert answer.status_code == 200
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    found = [json.loads(line[6:]) if line != "data: [DONE]" else line for line in lines]
+    assert len({(chunk["id"], chunk["created"]) for chunk in found if isinstance(chunk, dict)}) == 1
+    for chunk in found:
+        if isinstance(chunk, dict):
+            del chunk["id"], chunk["created"]
+            (chunk["usage"] or {}).pop("prompt_tokens_details", None)
+    return found
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stream_options": {"include_usage": True}},
+        {"logprobs": True, "stream_options": {"include_usage": True}},
+        {"return_token_ids": True},
+        {"echo": True},
+    ],
+    ids=str,
+)
+async def test_the_client_sees_an_undisturbed_answer(path: str, fields: dict[str, Any]) -> None:
+    if path == "/v1/completions" and "logprobs" in fields:
+        fields = {**fields, "logprobs": 1}
+    asked = body(path, **fields)
+    async with upstream() as plain, gateway(plain.url) as live:
+        plain.answer = weft()
+        alone = chunks(await live.client.post(path, json=asked))
+        assert alone[-1] == "data: [DONE]" and plain.seen[-1].json == asked
+    for count in range(len(alone) + 1):
+        async with replicas(weft(count), weft(count)) as live:  # whichever comes first breaks, and so does the other
+            answer = await live.client.post(path, json=asked)
+            assert chunks(answer) == alone, count
+            asked_of = [seen.json for stub in live.stubs for seen in stub.seen if seen.json]
+            assert all(one["return_token_ids"] for one in asked_of)
+            assert len({one["seed"] for one in asked_of}) == 1
+            live.assert_idle()
+
+
+async def test_a_seed_of_the_client_stays() -> None:
+    async with replicas(weft(3), weft()) as live:
+        await live.client.post(PATHS[1], json=body(PATHS[1], seed=5))
+        assert {seen.json["seed"] for stub in live.stubs for seen in stub.seen if seen.json} == {5}
+
+
+async def test_a_replica_that_reports_an_error_is_left() -> None:
+    async def reports(exchange: Exchange) -> None:
+        if exchange.json is None:
+            await weft()(exchange)
+            return
+        exchange.stream()
+        if not exchange.json["continue_token_ids"]:
+            exchange.event({"id": "1", "created": 1, "choices": [{"index": 0, "text": "h", "token_ids": [104]}]})
+        exchange.event({"error": {"message": "shutting down", "type": "overloaded_error"}})
+        exchange.hang_up()
+
+    async with replicas(reports, weft()) as live:
+        for _ in range(2):
+            text = (await live.client.post(PATHS[1], json=body(PATHS[1]))).text
+            assert "error" not in text and text.endswith("data: [DONE]\n\n")
+            shown = [json.loads(line[6:])["choices"][0]["text"] for line in text.split("\n\n")[:-2]]
+            assert "".join(shown) == "hello"
+        live.assert_idle()
+    async with replicas(reports, reports) as live:
+        text = (await live.client.post(PATHS[1], json=body(PATHS[1]))).text
+        assert text.count("error") == 2 and "shutting down" in text and "[DONE]" not in text
+        tries = sum(len([seen for seen in stub.seen if seen.json]) for stub in live.stubs)
+        assert tries > 2
+        live.assert_idle()
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[65], [66]]}], ids=str)
+async def test_what_cannot_be_continued_ends_visibly(fields: dict[str, Any]) -> None:
+    async with replicas(weft(1), weft(1)) as live:
+        with pytest.raises(httpx.RemoteProtocolError):  # within an event
+            await live.client.post(PATHS[1], json=body(PATHS[1], **fields))
+        assert sum(len([seen for seen in stub.seen if seen.json]) for stub in live.stubs) == 1
+        live.assert_idle()
+
+
+async def test_other_servers_are_asked_for_no_token_ids() -> None:
+    async def other(exchange: Exchange) -> None:
+        if exchange.json is None:
+            exchange.head("200 OK", "Content-Length: 24")
+            exchange.writer.write(b'{"data": [{"id": "m"}] }')
+        else:
+            exchange.stream()
+            exchange.event({"choices": [{"text": "a"}]})
+            await exchange.writer.drain()
+            exchange.hang_up()
+
+    async with replicas(other, other) as live:
+        asked = body(PATHS[1], model="m")
+        text = (await live.client.post(PATHS[1], json=asked)).text
+        assert "error" in text and "[DONE]" not in text
+        assert [seen.json for stub in live.stubs for seen in stub.seen if seen.json] == [asked]
+        live.assert_idle()
+
+
+async def test_a_replica_that_does_not_continue_ends_the_answer_visibly() -> None:
+    """It has keys, and that of the gateway is not the admin's."""
+    closed = {"api_key": ("k",), "admin_key": "other"}
+    async with replicas(weft(3, **closed), weft(3, **closed)) as live:
+        live.client.headers = httpx.Headers({"Authorization": "Bearer k"})
+        for stub in live.stubs:
+            live.replica(stub).listed = {"tiny": {"id": "tiny", "owned_by": "weft"}}
+        text = (await live.client.post(PATHS[0], json=body(PATHS[0]))).text
+        assert "closed_in_response" in text and "[DONE]" not in text
+        live.assert_idle()
+
+
+async def test_only_administrators_say_what_a_model_has_said(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one}, {name: b, key: two, admin: true}]")
+    async with replicas(weft(), weft(), keys=str(keys)) as live:
+        asked = body(PATHS[1], continue_token_ids=[*b"he"])
+        for key, status in (("one", 403), ("two", 200)):
+            live.client.headers = httpx.Headers({"Authorization": f"Bearer {key}"})
+            assert (await live.client.post(PATHS[1], json=asked)).status_code == status
+
+
+async def test_an_answer_that_began_elsewhere_goes_on_twice() -> None:
+    asked = body(PATHS[1], continue_token_ids=[*b"he"], return_token_ids=True)
+    async with replicas(weft(1), weft(1)) as live:
+        found = chunks(await live.client.post(PATHS[1], json=asked))
+        assert [id for chunk in found[:-1] for id in chunk["choices"][0]["token_ids"]][:3] == [*b"llo"]
+
+
+async def test_streams_leave_a_replica_that_checks_find_stopped() -> None:
+    began = asyncio.Event()
+
+    async def stops(exchange: Exchange) -> None:
+        if exchange.json is None:
+            await weft()(exchange)
+            return
+        exchange.stream()
+        exchange.event({"id": "1", "created": 1, "choices": [{"index": 0, "text": "h", "token_ids": [104]}]})
+        await exchange.writer.drain()
+        began.set()
+        await never(exchange)
+
+    async with replicas(stops, weft()) as live:
+        live.replica(live.stubs[1]).connections += 1  # so that the other one comes first
+        asking = asyncio.create_task(live.client.post(PATHS[1], json=body(PATHS[1])))
+        await began.wait()
+        live.stubs[0].answer = hang_up
+        for _ in range(3):
+            await check_health(live.replica(live.stubs[0]), live.proxy.fleet, live.proxy.timeouts)
+        text = (await asking).text
+        live.replica(live.stubs[1]).connections -= 1
+        assert text.endswith("data: [DONE]\n\n") and "error" not in text
+        live.assert_idle()
+
+
+async def test_an_event_that_never_ends_takes_bounded_memory() -> None:
+    async def endless(exchange: Exchange) -> None:
+        if exchange.json is None:
+            await weft()(exchange)
+            return
+        exchange.stream()
+        for _ in range(2 * EVENT_BYTES // 65536):
+            exchange.chunk(b"x" * 65536)
+            await exchange.writer.drain()
+        exchange.end()
+
+    async with replicas(endless, weft()) as live:
+        for _ in range(2):
+            text = (await live.client.post(PATHS[1], json=body(PATHS[1]))).text
+            assert text.endswith("data: [DONE]\n\n") and "xx" not in text
+        live.assert_idle()
+
+
+async def test_replicas_that_break_an_answer_in_vain_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "SECOND_CHANCE_S", 0.0)
+    monkeypatch.setattr(dispatch, "RESUME_POLL_S", 0.0)
+    async with replicas(weft(*[1] * 50), weft(*[1] * 50)) as live:
+        for stub in live.stubs:
+            live.replica(stub).breaker.fail = lambda *given, **named: None  # type: ignore[method-assign]
+        assert "closed_in_response" in (await live.client.post(PATHS[0], json=body(PATHS[0]))).text
+        tries = sum(len([seen for seen in stub.seen if seen.json]) for stub in live.stubs)
+        assert tries == FRUITLESS + 1
+        live.assert_idle()
