@@ -160,8 +160,9 @@ def gc_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
-        gc.unfreeze()
+        if not gc.get_freeze_count():  # a fork shares the pages of what was frozen
+            gc.freeze()
+            gc.unfreeze()
         if collecting:
             gc.enable()
 
