@@ -18,6 +18,8 @@ import psutil
 import pytest
 from fake_worker import HERE
 
+from tests.cpu.families import SERVER
+
 ROOT = Path(__file__).parents[2]
 DEATH_S = 5  # the promise: so long may the last process live once one has died
 WAIT_S = 60
@@ -115,6 +117,21 @@ def test_sigkill(programs: list[Program], victim: int, failed: str | None, tenso
     if failed:
         assert re.search(rf"^failed: process-killed: .*\b{failed} .*\bstep\b.*\bSIGKILL", programs[0].until("failed:"))
     assert left(family) == []
+
+
+def test_a_killed_fork_server_ends_nobody(programs: list[Program]) -> None:
+    """The ranks go on without it. Whatever dies afterwards, all of it goes."""
+    programs.append(Program("engine", "hang 0 step"))
+    programs[0].until("rank 0 hangs in step")
+    family = programs[0].family()
+    server = next(member for member in family if SERVER in member.cmdline())
+    server.kill()
+    assert left([server]) == []
+    others = [member for member in family if member != server]
+    assert all(map(lives, others))
+    max(others, key=lambda member: member.pid).kill()
+    assert re.search(r"^failed: .*\brank 1 .*\bstep\b", programs[0].until("failed:"))
+    assert left(others) == []
 
 
 def seldom(*values: object) -> Any:

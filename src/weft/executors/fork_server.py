@@ -23,6 +23,8 @@ from pathlib import Path
 import msgspec
 
 from weft.executors.lifeline import die_with
+from weft.executors.rank import Fork
+from weft.hardware import malloc
 
 # By name, since the modules import torch: all that a rank runs.
 MODULES = ("weft.worker.process", "weft.comm.connect", "weft.worker.worker")
@@ -180,11 +182,14 @@ def become_child(request: ForkRequest, files: Sequence[int]) -> None:
     os.environ.update(request.environment)
     os.chdir(request.folder)
     os.sched_setaffinity(0, request.cores)
+    # The standard library's generator is seeded anew by the fork itself.
+    sys.modules["torch"].default_generator.seed()
     if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()  # the standard library's generator is seeded by the fork, torch's by whoever uses it
+        numpy_random.seed()
     words = [str(argument) for argument in request.arguments]
     sys.argv = [request.module, *words]
     rename_process([sys.executable, "-P", "-m", request.module, *words])
+    Fork.child = True
     gc.enable()
     import_module(request.module).main(*request.arguments)
 
@@ -200,6 +205,7 @@ def main(descriptor: int, lifeline: int) -> None:
     gc.disable()  # what the import creates stays
     for module in MODULES:
         import_module(module)
+    malloc.release()  # or a child that trims its memory would write to pages that it shares
     gc.freeze()  # a collection in a child would write to every page
     control = socket.socket(fileno=descriptor)
     server = ForkServer(control, open_descriptors() - {0, 1, 2, descriptor, lifeline})

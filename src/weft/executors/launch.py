@@ -36,6 +36,7 @@ FAMILY_EXIT_S = 3  # and for a child that has children of its own to end
 REAP_S = 10.0  # seconds for the system to take a killed process's memory back
 EXIT_GAP_S = 1.0  # the socket may close this many seconds before its process exits
 
+
 class Child(Generic[M]):
     """A process that we started. `channel` connects to it, and its stdout and stderr are copied to our stderr."""
 

@@ -42,8 +42,9 @@ class ProcessExecutor(RankExecutor):
         self._server: Server | None = None
 
     def _launch(self, plan: Plan) -> None:
-        environment = child_environment(rank_environment(plan.threads(0), plan.peer_to_peer))
-        self._server = pool.acquire(environment, len(plan.places))
+        if plan.on_cpu:  # forks that use a GPU are not tried yet
+            environment = child_environment(rank_environment(plan.threads(0), plan.peer_to_peer))
+            self._server = pool.acquire(environment, len(plan.places))
         if self._network:
             self._launch_on_network(plan)
         else:
