@@ -8,6 +8,23 @@ import pytest
 import torch
 
 from tests.cpu.shared_threads import threads_share_memory
+from weft.executors import forks
+from weft.executors.forks import MIN_FORKS, pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_fork_server() -> Iterator[None]:
+    """Ranks of all tests come from one fork server, also those that are alone in their engine: 2 s less for each."""
+    pool.min_forks, pool.keep = 1, True
+    yield
+    pool.min_forks, pool.keep = MIN_FORKS, False
+    pool.close()
+
+
+@pytest.fixture
+def direct_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process is started as a new interpreter."""
+    monkeypatch.setattr(forks, "can_fork", lambda environment: False)
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.cpu import tiny
+from tests.cpu.families import family
 from tests.refusals import refuses
 from weft import AsyncLLM, RequestOutput, SamplingParams
 from weft.errors import ConfigError, EngineError, ModelError, RequestError
@@ -69,7 +69,7 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
         many = [last(llm.generate("a", SamplingParams(max_tokens=1))) for _ in range(1500)]
         assert all(output.finished for output in await asyncio.gather(*many))  # more than a server's queue holds
         assert (llm.stats.running, llm.stats.waiting, llm.stats.blocks_used) == (0, 0, 0)
-    assert psutil.Process().children(recursive=True) == []
+    assert family() == []
     await llm.shutdown()
     with refuses(RequestError, "engine-closed"):
         await last(llm.generate("a"))
@@ -128,7 +128,7 @@ async def test_shutdown_from_another_thread_ends_everybody(folder: Path) -> None
         with refuses(EngineError, "engine-closed"):
             await last(stream)
     await asyncio.to_thread(thread.join, WAIT_S)
-    assert not thread.is_alive() and psutil.Process().children(recursive=True) == []
+    assert not thread.is_alive() and family() == []
     assert repr(llm) == f"<AsyncLLM {str(folder)!r}: shut down>"
 
 
@@ -137,7 +137,7 @@ async def test_an_engine_that_dies_gives_everybody_the_cause(folder: Path) -> No
         streams = [llm.generate(letter, LONG) for letter in "abc"]
         for stream in streams:
             await anext(stream)
-        for child in psutil.Process().children(recursive=True)[1:]:
+        for child in family()[1:]:
             child.kill()
         for stream in [*streams, llm.generate("d")]:
             with refuses(EngineError, "process-killed"):
@@ -156,4 +156,4 @@ async def test_a_start_that_fails_or_is_ended(folder: Path, tmp_path: Path) -> N
     await llm.shutdown()
     with refuses(RequestError, "engine-closed"):
         await waiting
-    assert psutil.Process().children(recursive=True) == []
+    assert family() == []

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cpu import checkpoints
+from tests.cpu.families import family
 from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.errors import EngineError, RequestError
@@ -177,7 +178,7 @@ def test_sleep_gives_memory_back(large: Path, executor: str, level: int) -> None
     assert weights > 200 << 20
     how = {**ENGINE, "kv_cache_memory_bytes": 64 << 20, "executor": executor, "max_num_batched_tokens": 64}
     with LLM(str(large), **how) as llm:
-        pid = psutil.Process().children()[0].pid if executor == "processes" else os.getpid()
+        pid = family()[0].pid if executor == "processes" else os.getpid()
         want, awake = answers(llm), private_bytes(pid)
         (row,) = llm.layout()
         llm.sleep(level)
@@ -358,7 +359,7 @@ def test_impossible_commands_are_refused_in_one_line_and_change_nothing(
 def test_a_command_to_a_rank_that_is_gone(path: Path, layout: dict[str, Any]) -> None:
     with LLM(str(path), **ENGINE, **layout) as llm:
         llm.sleep()
-        psutil.Process().children()[1].send_signal(signal.SIGKILL)
+        family()[1].send_signal(signal.SIGKILL)
         with pytest.raises(EngineError, match=r"rank 1 failed during (step|wake-up): killed by SIGKILL"):
             llm.wake_up()
         with pytest.raises(EngineError, match="killed by SIGKILL"):

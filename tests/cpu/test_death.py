@@ -18,6 +18,8 @@ import psutil
 import pytest
 from fake_worker import HERE
 
+from tests.cpu.families import SERVER
+
 ROOT = Path(__file__).parents[2]
 DEATH_S = 5  # the promise: so long may the last process live once one has died
 WAIT_S = 60
@@ -57,7 +59,7 @@ class Program:
         return line
 
     def family(self) -> list[psutil.Process]:
-        """This process and all below it: the core, if there is one, before the ranks."""
+        """This process and all below it: the core, if there is one, the fork server, the ranks."""
         me = psutil.Process(self.process.pid)
         self.members = [me, *me.children(recursive=True)]
         return self.members
@@ -101,7 +103,7 @@ def lives(member: psutil.Process) -> bool:
 )
 @pytest.mark.parametrize(
     ("victim", "failed"),
-    [(0, None), (1, "core"), (2, "rank 0"), (3, "rank 1")],
+    [(0, None), (1, "core"), (3, "rank 0"), (4, "rank 1")],
     ids=["parent", "core", "rank 0", "rank 1"],
 )
 def test_sigkill(programs: list[Program], victim: int, failed: str | None, tensor: int, stages: int) -> None:
@@ -109,12 +111,27 @@ def test_sigkill(programs: list[Program], victim: int, failed: str | None, tenso
     programs.append(Program("engine", "hang 0 step", tensor=tensor, stages=stages))
     programs[0].until("rank 0 hangs in step")
     family = programs[0].family()
-    assert len(family) == 4
+    assert len(family) == 5
     by_age = [*family[:2], *sorted(family[2:], key=lambda member: member.pid)]
     by_age[victim].kill()
     if failed:
         assert re.search(rf"^failed: process-killed: .*\b{failed} .*\bstep\b.*\bSIGKILL", programs[0].until("failed:"))
     assert left(family) == []
+
+
+def test_a_killed_fork_server_ends_nobody(programs: list[Program]) -> None:
+    """The ranks go on without it. Whatever dies afterwards, all of it goes."""
+    programs.append(Program("engine", "hang 0 step"))
+    programs[0].until("rank 0 hangs in step")
+    family = programs[0].family()
+    server = next(member for member in family if SERVER in member.cmdline())
+    server.kill()
+    assert left([server]) == []
+    others = [member for member in family if member != server]
+    assert all(map(lives, others))
+    max(others, key=lambda member: member.pid).kill()
+    assert re.search(r"^failed: .*\brank 1 .*\bstep\b", programs[0].until("failed:"))
+    assert left(others) == []
 
 
 def seldom(*values: object) -> Any:
@@ -125,14 +142,14 @@ def seldom(*values: object) -> Any:
 @pytest.mark.parametrize(
     ("kind", "members", "phase", "blow"),
     [
-        ("executor", 3, "import", signal.SIGKILL),
-        ("executor", 3, "load", signal.SIGINT),
-        ("engine", 4, "step", signal.SIGINT),
-        ("engine", 4, "start", signal.SIGKILL),
-        *(seldom("executor", 3, phase, signal.SIGINT) for phase in ("import", "start", "allocate", "step")),
-        seldom("executor", 3, "load", signal.SIGKILL),
-        *(seldom("engine", 4, phase, signal.SIGINT) for phase in ("import", "allocate")),
-        seldom("engine", 4, "load", signal.SIGKILL),
+        ("executor", 4, "import", signal.SIGKILL),
+        ("executor", 4, "load", signal.SIGINT),
+        ("engine", 5, "step", signal.SIGINT),
+        ("engine", 5, "start", signal.SIGKILL),
+        *(seldom("executor", 4, phase, signal.SIGINT) for phase in ("import", "start", "allocate", "step")),
+        seldom("executor", 4, "load", signal.SIGKILL),
+        *(seldom("engine", 5, phase, signal.SIGINT) for phase in ("import", "allocate")),
+        seldom("engine", 5, "load", signal.SIGKILL),
     ],
 )
 def test_the_parent_is_ended(
@@ -165,7 +182,7 @@ def test_a_fork_of_the_parent_keeps_nobody_alive(programs: list[Program]) -> Non
     programs.append(Program("forker", "fine"))
     fork = psutil.Process(int(programs[0].until("fork").split()[1]))
     family = [member for member in programs[0].family() if member != fork]
-    assert len(family) == 3
+    assert len(family) == 4
     try:
         programs[0].process.kill()
         assert left(family) == []

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_worker import HERE, make_lock_step, make_plan, make_step, total
 
+from tests.cpu.families import family
 from tests.refusals import refuses
 from weft.core.commands import RankReport, RankStats
 from weft.core.step import StepResult
@@ -42,7 +42,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     for executor in made:
         executor.close()
         executor.close()
-    assert psutil.Process().children() == []
+    assert family() == []
     assert set(threading.enumerate()) - before == set()
 
 
@@ -254,7 +254,7 @@ def test_a_rank_that_is_killed_in_a_command_is_the_cause(make: Make) -> None:
 def test_a_rank_that_dies_idle_is_noticed(make: Make) -> None:
     executor = make()
     executor.start(make_plan(tensor=2))
-    victim = psutil.Process().children()[1]
+    victim = family()[1]
     victim.kill()
     cause = executor.failure.result(WAIT_S)
     assert cause.code == "process-killed" and "SIGKILL" in cause.cause

@@ -15,6 +15,7 @@ import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
 from tests.cpu import tiny
+from tests.cpu.families import family
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, EngineError
@@ -66,7 +67,7 @@ def test_ranks_on_the_network_share_no_file(start: Callable[..., ProcessExecutor
     for number in range(5):
         step = make_step(number, [number, 2])
         assert executor.submit(step).result(WAIT_S).tokens == [total(plan, step.tokens)]
-    files = [open_files(process) for process in psutil.Process().children()]
+    files = [open_files(process) for process in family()]
     assert len(files) == 4
     shared = set().union(*(one & other for one, other in itertools.combinations(files, 2)))
     assert bool(shared) == (not network), shared

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from fake_worker import HERE, make_plan
 
+from tests.cpu.families import family
 from tests.refusals import refuses
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
@@ -28,7 +29,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fakes are found, and no process is left."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert family() == []
 
 
 async def start(
@@ -61,7 +62,7 @@ async def test_many_streams_at_once() -> None:
     try:
         assert engine.alive
         assert len(engine.ready.ranks) == 2
-        core, *ranks = psutil.Process().children(recursive=True)
+        core, *ranks = family()
         assert not has_torch(core)
         assert all(map(has_torch, ranks))
         streams = [engine.submit([ask(f"{n}-{choice}", 1 + n % 7) for choice in range(2)]) for n in range(40)]
@@ -178,7 +179,7 @@ async def test_every_stream_fails_with_the_cause() -> None:
 async def test_an_idle_engine_notices_a_dead_rank() -> None:
     engine = await start(tensor=2)
     try:
-        _, *ranks = psutil.Process().children(recursive=True)
+        _, *ranks = family()
         ranks[0].kill()
         await asyncio.wait_for(engine.died(), WAIT_S)
         assert engine.failure is not None
@@ -225,11 +226,11 @@ async def test_idle_means_idle() -> None:
     engine = await start()
     try:
         await collect(engine.submit([ask("0")]))
-        family = psutil.Process().children(recursive=True)
+        members = family()
         await asyncio.sleep(0.2)  # what the last step started, ends
-        before = [sum(member.num_ctx_switches()) for member in family]
+        before = [sum(member.num_ctx_switches()) for member in members]
         await asyncio.sleep(1.0)
-        after = [sum(member.num_ctx_switches()) for member in family]
+        after = [sum(member.num_ctx_switches()) for member in members]
         assert [b - a for a, b in zip(before, after, strict=True)] == [0, 0]
     finally:
         await engine.close()

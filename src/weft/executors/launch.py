@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,7 +24,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 import msgspec
 
 from weft.executors.causes import ExitReason, describe_exit
+from weft.executors.forks import Server, open_sockets, start_process
 from weft.executors.framing import Channel, FrameError
+from weft.executors.lifeline import die_with
 
 M = TypeVar("M")
 
@@ -37,18 +36,6 @@ EXIT_S = 1.0  # seconds for a child to exit by itself once its socket has closed
 FAMILY_EXIT_S = 3  # and for a child that has children of its own to end
 REAP_S = 10.0  # seconds for the system to take a killed process's memory back
 EXIT_GAP_S = 1.0  # the socket may close this many seconds before its process exits
-
-# Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
-# the end of the stream.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for end in _sockets:
-        end.close()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Child(Generic[M]):
@@ -61,27 +48,18 @@ class Child(Generic[M]):
         *,
         env: Mapping[str, str] | None = None,
         files: Iterable[int] = (),
+        server: Server | None = None,
     ) -> None:
         """Run `python -m module FD LIFELINE`.
 
         `messages` is the union of the messages that the child sends. `env` is added to our environment. `files` are
-        descriptors that the child inherits under the same numbers.
+        descriptors that the child inherits under the same numbers. `server` forks the process if it can.
         """
         (ours, theirs), (self._lifeline, child_lifeline) = socket.socketpair(), socket.socketpair()
-        _sockets.update((ours, self._lifeline))
+        open_sockets.update((ours, self._lifeline))
         inherited = (theirs.fileno(), child_lifeline.fileno())
         try:
-            self.process = subprocess.Popen(
-                # -P: a user's random.py in the current folder must not shadow the standard library's.
-                [sys.executable, "-P", "-m", module, *map(str, inherited)],
-                env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
-                pass_fds=(*inherited, *files),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C in a terminal reaches the parent alone, and the parent ends its children.
-                start_new_session=True,
-            )
+            self.process = start_process(module, inherited, (*inherited, *files), child_environment(env), server)
         except BaseException:
             ours.close()
             self._lifeline.close()
@@ -163,6 +141,11 @@ def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None
         child.drain_output()
 
 
+def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return our environment, in which a child finds this very package, with `env` added."""
+    return {**os.environ, "PYTHONPATH": _python_path(), **(env or {})}
+
+
 def _python_path() -> str:
     """PYTHONPATH with which the child imports this very package, and whatever else the user has set."""
     home, users = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
@@ -180,9 +163,9 @@ class Parent(Generic[M]):
     def __init__(self, descriptor: int, messages: Any, lifeline: int | None = None) -> None:
         os.set_inheritable(descriptor, False)
         end = socket.socket(fileno=descriptor)
-        _sockets.add(end)
+        open_sockets.add(end)
         if lifeline is not None:
-            _die_with(lifeline)
+            die_with(lifeline)
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.before_exit: Callable[[], None] = lambda: None
         self._channel: Channel[M] = Channel(end, messages)
@@ -212,15 +195,3 @@ class Parent(Generic[M]):
             os.write(2, f"{error}\n".encode())
         finally:
             self.exit()
-
-
-def _die_with(lifeline: int) -> None:
-    """Have the system kill this process when the other end of `lifeline` closes.
-
-    That also ends a process that is stopped, or in a library that lets no other thread run.
-    """
-    os.set_inheritable(lifeline, False)
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the listening thread must suffice
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from weft.errors import EngineError
 from weft.executors.causes import cause_of
+from weft.executors.forks import Server, pool
 from weft.executors.framing import FrameError, encode_frame
-from weft.executors.launch import Child, end_children
+from weft.executors.launch import Child, child_environment, end_children
 from weft.executors.messages import Failed, FromRank, Launch, Listening, ToRank
 from weft.executors.rank import SPIN_COUNT, SPIN_VARIABLE, WORKER
 from weft.executors.ranks import RankExecutor
@@ -37,8 +39,12 @@ class ProcessExecutor(RankExecutor):
         self._children: list[Child[FromRank]] = []
         self._listeners: list[threading.Thread] = []
         self._folder: str | None = None
+        self._server: Server | None = None
 
     def _launch(self, plan: Plan) -> None:
+        if plan.on_cpu:  # forks that use a GPU are not tried yet
+            environment = child_environment(rank_environment(plan.threads(0), plan.peer_to_peer))
+            self._server = pool.acquire(environment, len(plan.places))
         if self._network:
             self._launch_on_network(plan)
         else:
@@ -68,8 +74,12 @@ class ProcessExecutor(RankExecutor):
 
     def _start_rank(self, plan: Plan, rank: int, files: Sequence[int] = ()) -> None:
         """Start the process of a rank, which inherits `files`, and listen to it."""
+        if self._ended:  # meanwhile, in another thread
+            raise EngineError(self._ended)
         environment = rank_environment(plan.threads(rank), plan.peer_to_peer)
-        child: Child[FromRank] = Child("weft.worker.process", FromRank, env=environment, files=files)
+        child: Child[FromRank] = Child(
+            "weft.worker.process", FromRank, env=environment, files=files, server=self._server
+        )
         self._children.append(child)
         listener = threading.Thread(target=self._listen, args=(rank, child), name=f"weft-rank-{rank}", daemon=True)
         self._listeners.append(listener)
@@ -116,6 +126,10 @@ class ProcessExecutor(RankExecutor):
                 listener.join()
         for child in self._children:
             child.close()
+        with self._lock:
+            server, self._server = self._server, None
+        if server:
+            pool.release(server)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

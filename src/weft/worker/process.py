@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import sys
 
@@ -11,7 +10,7 @@ import msgspec
 from weft import logs
 from weft.executors.launch import Parent
 from weft.executors.messages import Allocated, CommandDone, ToRank
-from weft.executors.rank import RankWorker, bind_to_cores, gc_paused, run_rank, worker_class
+from weft.executors.rank import RankWorker, bind_to_cores, freeze_start, gc_paused, run_rank, worker_class
 from weft.executors.rendezvous import join_rendezvous
 
 
@@ -35,7 +34,7 @@ def main(descriptor: int, lifeline: int) -> None:
 
     def send(message: msgspec.Struct) -> None:
         if isinstance(message, Allocated | CommandDone):
-            gc.freeze()  # what a start or a wake-up creates stays: to look through torch's objects takes 80 ms
+            freeze_start()  # what a start or a wake-up creates stays
         parent.send(message)
 
     run_rank(launch.rank, parent.inbox, send, create_worker)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from weft.core.commands import (
 )
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan, StepResult
+from weft.executors.rank import unfreeze_start
 from weft.hardware import malloc
 from weft.kernels.capture import release_cached_memory
 from weft.kernels.streams import NOT_FINITE
@@ -164,7 +164,7 @@ class Worker:
             self._release(slot)
         for runner in self.runners:
             runner.sleep(level)
-        gc.unfreeze()  # what a start creates is frozen, and parts of a model may form cycles
+        unfreeze_start()
         malloc.release()
         if self.runner.device.type == "cuda":
             release_cached_memory()

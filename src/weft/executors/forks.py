@@ -1,0 +1,339 @@
+"""Starts of child processes: directly, or by a fork of a process that has imported torch already."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import IO, Protocol
+
+import msgspec
+
+from weft.executors.fork_server import (
+    MAX_FILES,
+    MAX_REQUEST,
+    Exited,
+    Forked,
+    ForkRefused,
+    ForkRequest,
+    FromServer,
+    ServerReady,
+)
+
+# With one of these, OpenMP binds the very process that loads it to a core.
+BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+# No library reads it, and it differs from test to test.
+UNREAD_VARIABLES = ("PYTEST_CURRENT_TEST",)
+MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
+END_S = 1.0  # seconds for a server to end by itself
+
+# Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
+# the end of the stream.
+open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for end in open_sockets:
+        end.close()
+    pool.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+class ForkError(Exception):
+    """The server cannot start a process; a direct start may."""
+
+
+class ChildProcess(Protocol):
+    """Protocol of a started process: the part of subprocess.Popen that its parent uses."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end. Raises subprocess.TimeoutExpired. Returns None if nobody knows the status."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(
+    module: str, arguments: Sequence[int], files: Sequence[int], environment: Mapping[str, str], server: Server | None
+) -> ChildProcess:
+    """Run `python -m module ARGUMENTS`, with its output in a pipe, through a server if there is one that can.
+
+    `files` are descriptors that the process inherits under the same numbers.
+    """
+    if server:
+        with contextlib.suppress(ForkError):
+            return server.fork(module, arguments, files, environment)
+    return subprocess.Popen(
+        # -P: a user's random.py in the current folder must not shadow the standard library's.
+        [sys.executable, "-P", "-m", module, *map(str, arguments)],
+        env=environment,
+        pass_fds=files,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        # Ctrl-C in a terminal reaches the parent alone, and the parent ends its children.
+        start_new_session=True,
+    )
+
+
+class Server:
+    """The parent's side of a fork server. Any thread may call its methods."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Start a server, which imports its modules with these variables. It is not waited for."""
+        self.environment = read_variables(environment)
+        self.users = 0  # guarded by the pool's lock
+        self._lock = threading.Lock()  # guards the conversation and the statuses
+        self._statuses: dict[int, int] = {}  # of processes that have ended, by pid
+        self._ready = False
+        self._messages = msgspec.msgpack.Decoder[FromServer](FromServer)
+        (self._socket, theirs) = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lifeline, their_lifeline = socket.socketpair()
+        open_sockets.update((self._socket, self._lifeline))
+        inherited = (theirs.fileno(), their_lifeline.fileno())
+        with theirs, their_lifeline:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "weft.executors.fork_server", *map(str, inherited)],
+                # numpy's library of matrices would start threads at its import; ranks multiply with torch's.
+                env={**environment, "OPENBLAS_NUM_THREADS": "1"},
+                pass_fds=inherited,
+                # If an import fails, a direct start fails too, and says why.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._socket.fileno() >= 0 and self.process.poll() is None
+
+    def fork(
+        self, module: str, arguments: Sequence[int], files: Sequence[int], environment: Mapping[str, str]
+    ) -> ForkedProcess:
+        """Fork a process, with the arguments of `start_process`. Raises ForkError."""
+        if read_variables(environment) != self.environment:
+            raise ForkError("its environment differs from the server's")
+        if len(files) + 2 > MAX_FILES:
+            raise ForkError(f"{len(files)} descriptors are too many")
+        reading, writing = os.pipe()
+        try:
+            request = ForkRequest(
+                module=module,
+                arguments=list(arguments),
+                environment=dict(environment),
+                folder=os.getcwd(),
+                cores=sorted(os.sched_getaffinity(0)),
+                numbers=[1, 2, *files],
+            )
+            with self._lock:
+                pid, pidfd = self._converse(request, [writing, writing, *files])
+        except OSError as error:
+            os.close(reading)
+            raise ForkError(str(error)) from error
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        return ForkedProcess(self, pid, pidfd, os.fdopen(reading, "rb", buffering=0))
+
+    def _converse(self, request: ForkRequest, files: Sequence[int]) -> tuple[int, int]:
+        """Send a request; return the pid and the pidfd of its process. Raises ForkError and OSError."""
+        try:
+            if not self._ready:
+                self._await_ready()
+            socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], files)
+            message, received = self._receive()
+        except BaseException:  # a later answer would be taken for that to another request
+            self._hang_up()
+            raise
+        if isinstance(message, Forked):
+            return message.pid, received[0]
+        assert isinstance(message, ForkRefused)
+        raise ForkError(message.reason)
+
+    def _await_ready(self) -> None:
+        message, _ = self._receive()
+        assert isinstance(message, ServerReady)
+        if message.problem:
+            raise ForkError(message.problem)
+        self._ready = True
+
+    def _receive(self) -> tuple[FromServer, list[int]]:
+        """Wait for a message that is not the end of a process; note those that are. Raises ForkError."""
+        while True:
+            message, files = self._receive_any()
+            if not isinstance(message, Exited):
+                return message, files
+            self._statuses[message.pid] = message.returncode
+
+    def _receive_any(self) -> tuple[FromServer, list[int]]:
+        data, files, _, _ = socket.recv_fds(self._socket, MAX_REQUEST, 1)
+        if not data:
+            raise ForkError("the server has ended")
+        return self._messages.decode(data), files
+
+    def wait_status(self, pid: int, deadline: float) -> int | None:
+        """Return the status of a process that has ended; None if it does not come until `deadline`, a monotonic time,
+        or if the server is gone."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return None
+        try:
+            while pid not in self._statuses:
+                if not wait_readable(self._socket.fileno(), deadline):
+                    return None
+                message, _ = self._receive_any()
+                assert isinstance(message, Exited)
+                self._statuses[message.pid] = message.returncode
+            return self._statuses.pop(pid)
+        except (ForkError, OSError):
+            return None
+        finally:
+            self._lock.release()
+
+    def end(self) -> None:
+        """End the server, also while it imports. May be called twice."""
+        self._hang_up()
+        try:
+            self.process.wait(END_S if self._ready else 0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with self._lock:
+            self._socket.close()
+            self._lifeline.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class ForkedProcess:
+    """A `ChildProcess` that a server has forked."""
+
+    def __init__(self, server: Server, pid: int, pidfd: int, stdout: IO[bytes]) -> None:
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+        self._server = server
+        self._lock = threading.Lock()  # guards the next attribute: the number may soon be another file's
+        self._pidfd: int | None = pidfd
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout is None else timeout)
+        with self._lock:
+            if self._pidfd is None:
+                return self.returncode
+            watched = os.dup(self._pidfd)  # without the lock, so that another thread may kill the process
+        try:
+            if not wait_readable(watched, deadline):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        finally:
+            os.close(watched)
+        with self._lock:
+            if self._pidfd is not None:
+                # The server reports the end at once, unless it is gone.
+                self.returncode = self._server.wait_status(self.pid, max(deadline, time.monotonic() + END_S))
+                os.close(self._pidfd)
+                self._pidfd = None
+        return self.returncode
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._pidfd is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class ServerPool:
+    """The fork server of this process, shared by its engines."""
+
+    def __init__(self) -> None:
+        self.min_forks = MIN_FORKS
+        self.keep = False  # a server that nobody uses is kept for the next engine
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+
+    def acquire(self, environment: Mapping[str, str], count: int) -> Server | None:
+        """Return a server for `count` processes with these variables; None if a direct start is better.
+
+        To be released.
+        """
+        if not can_fork(environment):
+            return None
+        with self._lock:
+            server = self._server
+            if not server or not server.alive or server.environment != read_variables(environment):
+                if count < self.min_forks:
+                    return None
+                if server and not server.users:
+                    server.end()
+                server = self._server = Server(environment)
+            server.users += 1
+            return server
+
+    def release(self, server: Server) -> None:
+        with self._lock:
+            server.users -= 1
+            if server.users or (self.keep and server is self._server):
+                return
+            if server is self._server:
+                self._server = None
+        server.end()
+
+    def close(self) -> None:
+        """End a server that was kept."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server:
+            server.end()
+
+    def forget(self) -> None:
+        """Forget the server, in a fork of this process."""
+        self._lock = threading.Lock()
+        self._server = None
+
+
+pool = ServerPool()
+atexit.register(pool.close)
+
+
+def can_fork(environment: Mapping[str, str]) -> bool:
+    """Return True if this system, and libraries with these variables, allow a fork server."""
+    return (
+        sys.platform == "linux"
+        and hasattr(os, "pidfd_open")
+        and not any(name in environment for name in BINDING_VARIABLES)
+    )
+
+
+def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a library may read when it is imported."""
+    return {name: value for name, value in environment.items() if name not in UNREAD_VARIABLES}
+
+
+def wait_readable(descriptor: int, deadline: float) -> bool:
+    """Wait until a descriptor can be read, at most until `deadline`, a monotonic time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(min(max(0.0, deadline - time.monotonic()), 1e6) * 1000))
