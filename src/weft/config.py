@@ -104,6 +104,12 @@ class ModelOptions(Options):
         help="format of the checkpoint; dummy: random weights in the model's shape, read from no file; sharded_state: "
         "a file per rank, as weft shard writes them",
     )
+    model_impl: str = option(
+        "auto",
+        choices=("auto", "weft", "transformers"),
+        help="weft: Weft's own models; transformers: Transformers' class for the model, with Weft's products and "
+        "attention; auto: that class for architectures that Weft has no model of",
+    )
     dtype: str = option(
         "auto",
         choices=("auto", "bfloat16", "float16", "half", "float32", "float"),

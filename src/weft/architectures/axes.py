@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+import msgspec
+
 from weft.architectures.place import Place, Span
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import ModelShape
@@ -31,6 +33,13 @@ class Axis(Enum):
     LATENT = "latent"  # the cached vector: compressed keys and values, and the rotary part
     KV_UP = "kv_up"  # per query head: its key without the rotary part, and its value
     VALUE = "value"  # per query head: its value
+
+
+class Extent(msgspec.Struct, frozen=True, cache_hash=True):
+    """A dimension of `length` elements of a model that no table describes; `cut`: the ranks divide it evenly."""
+
+    length: int
+    cut: bool = False
 
 
 # The span of a Place that cuts an axis. An axis that is missing here is whole on every rank.
@@ -80,15 +89,20 @@ def per_unit(shape: ModelShape, axis: Axis) -> int:
     return 1
 
 
-def axis_length(shape: ModelShape, axis: Axis) -> int:
+def axis_length(shape: ModelShape, axis: Axis | Extent) -> int:
     """Length of an axis in the whole model, in elements; 0 if the model has no experts or latent attention for it."""
+    if isinstance(axis, Extent):
+        return axis.length
     if axis in CUT_BY:
         return _SPAN_LENGTHS[CUT_BY[axis]](shape) * per_unit(shape, axis)
     return _WHOLE_LENGTHS[axis](shape)
 
 
-def owned(shape: ModelShape, place: Place, axis: Axis) -> Span:
+def owned(shape: ModelShape, place: Place, axis: Axis | Extent) -> Span:
     """Range of an axis that the rank holds, in elements."""
+    if isinstance(axis, Extent):
+        rank, size = (place.tp_rank, place.tp_size) if axis.cut else (0, 1)
+        return Span(axis.length * rank // size, axis.length * (rank + 1) // size)
     if axis not in CUT_BY:
         return Span(0, axis_length(shape, axis))
     span: Span = getattr(place, CUT_BY[axis])

@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from weft.architectures.architecture import Names
-from weft.architectures.axes import Axis, axis_length, owned
+from weft.architectures.axes import Axis, Extent, axis_length, owned
+from weft.architectures.library import LibraryModel, LibraryTensor
 from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
@@ -32,8 +33,8 @@ class Part(msgspec.Struct, frozen=True, cache_hash=True):
     """
 
     source: str
-    rows: Axis
-    cols: Axis | None = None
+    rows: Axis | Extent
+    cols: Axis | Extent | None = None
     after: tuple[Axis, ...] = ()
 
 
@@ -66,6 +67,8 @@ def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]
 @lru_cache(maxsize=64)
 def outer_parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """Parameters outside the layers: those of the embedding, then the final norm, and the head as the last."""
+    if shape.library is not None:
+        return _library_outer(shape.library, tied=shape.tied)
     names = find_architecture(shape.architecture).names
     width = Axis.HIDDEN if shape.embedding_dim is None else Axis.EMBEDDING
     embed = Part(names.embed + ".weight", Axis.VOCAB, width)
@@ -95,6 +98,8 @@ def _final_norm(names: Names, shape: ModelShape) -> list[Parameter]:
 
 def layer_parameters(shape: ModelShape, layer: int) -> tuple[Parameter, ...]:
     """Parameters of one layer, in the order of the forward pass, with `{layer}` in their names."""
+    if shape.library is not None:
+        return _library_layer(shape.library, shape.library.layers[layer])
     return _layer_parameters(
         find_architecture(shape.architecture).names, shape.layers[layer], shape.norm.kind == "layer"
     )
@@ -103,6 +108,35 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[Parameter, ...]:
 @lru_cache(maxsize=256)
 def _layer_parameters(names: Names, spec: LayerSpec, norm_bias: bool) -> tuple[Parameter, ...]:
     return tuple(_LayerTable(names, norm_bias).layer(spec))
+
+
+def _library_outer(model: LibraryModel, *, tied: bool) -> tuple[Parameter, ...]:
+    """The parameters outside the layers of a model that runs through Transformers' class."""
+    embed = Part(model.embedding, Axis.VOCAB, Extent(model.width))
+    weight, *biases = model.head
+    head = embed if tied else Part(weight, Axis.VOCAB, Extent(model.width))
+    return (
+        Parameter("embed.weight", "embed", (embed,), "embedding"),
+        *(_library_parameter(tensor, "embed", "") for tensor in model.before),
+        *(_library_parameter(tensor, "head", "") for tensor in model.after),
+        *(Parameter("head.bias", "head", (Part(bias, Axis.VOCAB),), "vector") for bias in biases),
+        Parameter("head.weight", "head", (head,), "head"),
+    )
+
+
+@lru_cache(maxsize=256)
+def _library_layer(model: LibraryModel, kind: int) -> tuple[Parameter, ...]:
+    return tuple(_library_parameter(tensor, "layer", model.layer) for tensor in model.kinds[kind])
+
+
+def _library_parameter(tensor: LibraryTensor, where: Literal["embed", "layer", "head"], prefix: str) -> Parameter:
+    """A tensor under its own name; `prefix` is that of the layer in the checkpoint."""
+    rows = Extent(tensor.dims[0], tensor.cut == "rows")
+    cols = Extent(tensor.dims[1], tensor.cut == "cols") if len(tensor.dims) > 1 else None
+    name = f"layers.{{layer}}.{tensor.name}" if prefix else tensor.name
+    part = Part(prefix + tensor.name, rows, cols)
+    # Like a router's, other matrices are never quantised.
+    return Parameter(name, where, (part,), "linear" if tensor.linear else "vector" if cols is None else "router")
 
 
 class _LayerTable:
@@ -219,7 +253,7 @@ def parameter_count(shape: ModelShape) -> int:
     return total
 
 
-def part_axes(part: Part) -> tuple[Axis, ...]:
+def part_axes(part: Part) -> tuple[Axis | Extent, ...]:
     """Axes of a part: (rows,) or (rows, cols)."""
     return (part.rows,) if part.cols is None else (part.rows, part.cols)
 

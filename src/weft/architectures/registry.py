@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from weft.architectures.architecture import Architecture
+from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.families import deepseek, gemma, gpt, llama, mixtral, qwen
+from weft.architectures.library import PREFIX
 from weft.errors import ModelError
 
 _FAMILIES = (llama, qwen, mixtral, deepseek, gemma, gpt)
@@ -12,7 +13,12 @@ RUNNABLE = tuple(name for name, entry in ARCHITECTURES.items() if entry.runs)
 
 
 def find_architecture(name: str) -> Architecture:
-    """The architecture with this class name. Raises ModelError for an unknown one."""
+    """The architecture with this class name. Raises ModelError for an unknown one.
+
+    One that runs through Transformers' class has no names: its shape has those of its tensors.
+    """
+    if name.startswith(PREFIX):
+        return Architecture(name=name, config=ConfigFields(model_type="", max_positions=0), runs=True)
     if name not in ARCHITECTURES:
         raise ModelError(
             f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}", code="unknown-architecture"

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from weft.architectures.library import LibraryModel
 from weft.architectures.published import PublishedQuantization
 
 DType = Literal["bfloat16", "float16", "float32"]
@@ -223,6 +224,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     - `bos`: token id that starts a text, if any. `eos`: all token ids that end an answer, from config and
       generation_config together.
     - `published`: storage format of the weights, if GPTQ, AWQ or compressed-tensors quantised them.
+    - `library`: the model runs through Transformers' class, and its tensors are those listed there.
     """
 
     architecture: str
@@ -237,6 +239,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     tied: bool = False
     dtype: DType = "bfloat16"
     published: PublishedQuantization | None = None
+    library: LibraryModel | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 

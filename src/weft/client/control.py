@@ -32,7 +32,7 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
     Raises ModelError as `formats.checkpoint.resolve` does, and RequestError for a checkpoint of other shapes.
     """
     name = os.fspath(model)
-    checkpoint = resolve(name, hf_token=config.hf_token, download_dir=config.download_dir)
+    checkpoint = resolve(name, hf_token=config.hf_token, download_dir=config.download_dir, model_impl=config.model_impl)
     difference = shape_difference(checkpoint.shape, plan.shape)
     # Tensors that are quantised as they are loaded, or not at all, may be stored in any type.
     stored = plan.schemes and plan.quantization not in ONLINE_QUANTIZATIONS

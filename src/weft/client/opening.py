@@ -28,6 +28,7 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
         hf_token=config.hf_token,
         download_dir=config.download_dir,
         load_format=config.load_format,
+        model_impl=config.model_impl,
     )
     tools = TextTools.load(config, checkpoint)
     if tools.tokenizer is not None:

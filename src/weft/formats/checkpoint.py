@@ -67,12 +67,13 @@ def resolve(
     hf_token: str | None = None,
     download_dir: str | None = None,
     load_format: str = "auto",
+    model_impl: str = "auto",
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
     The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, or a nickname of one. With
     `load_format` "dummy" a config.json is enough. Raises ModelError, in one line with the ways out, for a model that is
-    missing, damaged, incomplete, or of an unknown architecture.
+    missing, damaged, incomplete, or of an unknown architecture. `model_impl` is EngineConfig's.
     """
     try:
         full = model_names.full_name(model, folder=download_dir)
@@ -89,12 +90,18 @@ def resolve(
         )
     dummy = load_format == "dummy"
     if format == "gguf":
+        if model_impl == "transformers":
+            raise ModelError(
+                f"{path} is a GGUF file, and Transformers' classes run safetensors alone; leave --model-impl out",
+                code="gguf-through-transformers",
+            )
         header = gguf.read_gguf(path)
         shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
         index = _translate_names(header, shape)
     else:
         index = {} if dummy else safetensors.read_directory(path)
-        shape, generation = config_json.read_shape(path, main_dtype(index)), config_json.recommended_sampling(path)
+        shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
+        generation = config_json.recommended_sampling(path)
         index = _translate_layout(index, shape)
     _check_shape(shape, str(path))
     if dummy:

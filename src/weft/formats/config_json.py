@@ -11,7 +11,7 @@ from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.registry import ARCHITECTURES, RUNNABLE, find_architecture
 from weft.architectures.shape import DType, ModelShape, Norm
 from weft.errors import ModelError, error_reason
-from weft.formats import limits, packed, quantization_config
+from weft.formats import library, limits, packed, quantization_config
 from weft.formats.config_layers import ACTIVATIONS, read_activation, read_layers, with_defaults
 from weft.formats.fields import Fields
 
@@ -31,16 +31,17 @@ FLAGS = {
 }
 
 
-def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+def read_shape(folder: Path, own: DType = "bfloat16", *, run: bool = True, model_impl: str = "auto") -> ModelShape:
     """Read the shape from a directory's config.json; `own` is the tensors' dtype, the default of the config's.
 
     End tokens are those of config.json and of generation_config.json together. Raises ModelError, in one line, for
     values that are missing, wrong, impossible or unknown; with `run`, also for values that the engine does not compute.
+    `model_impl` is EngineConfig's.
     """
     config = load_config(folder)
     generation = folder / GENERATION
     end_tokens = load_json(generation).token_ids("eos_token_id") if generation.exists() else ()
-    shape = shape_from_config(config, own, run=run)
+    shape = shape_from_config(config, own, run=run, model_impl=model_impl)
     return msgspec.structs.replace(shape, eos=tuple(dict.fromkeys(shape.eos + end_tokens)))
 
 
@@ -125,12 +126,24 @@ def architecture(config: Fields) -> str:
     )
 
 
-def shape_from_config(config: Fields, own: DType = "bfloat16", *, run: bool = True) -> ModelShape:
+def _is_foreign(config: Fields) -> bool:
+    """Return True if Transformers has a class for the model, and Weft has no table of it."""
+    names = config.values.get("architectures")
+    if not isinstance(names, list) or any(name in ARCHITECTURES for name in names):
+        return False
+    return any(isinstance(name, str) and library.knows(name) for name in names)
+
+
+def shape_from_config(
+    config: Fields, own: DType = "bfloat16", *, run: bool = True, model_impl: str = "auto"
+) -> ModelShape:
     """Build the shape that a config describes, with its architecture's defaults.
 
     Raises ModelError as `read_shape` does. If the engine does not run the architecture, only the base of its rotary
     embedding is read.
     """
+    if model_impl == "transformers" or (model_impl == "auto" and _is_foreign(config)):
+        return library.shape_from_library(config, own)
     known = find_architecture(architecture(config))
     if run:
         _check_runnable(config, known)

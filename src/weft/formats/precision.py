@@ -134,10 +134,11 @@ def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
         if number_and_end:
             number, end = number_and_end
             exceptions.setdefault(number, set()).add((end, scheme))
-    first: dict[tuple[LayerSpec, frozenset[tuple[str, str]]], int] = {}
+    kinds = shape.library.layers if shape.library else (0,) * len(shape.layers)
+    first: dict[tuple[LayerSpec, int, frozenset[tuple[str, str]]], int] = {}
     similar = []
     for layer in layers:
-        signature = shape.layers[layer], frozenset(exceptions.get(str(layer), ()))
+        signature = shape.layers[layer], kinds[layer], frozenset(exceptions.get(str(layer), ()))
         similar.append(first.setdefault(signature, layer))
     return tuple(similar)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from weft.architectures.library import PREFIX
 from weft.architectures.parameters import model_parameters, parameter_dims
 from weft.architectures.place import whole
 from weft.architectures.shape import DTYPE_BYTES, DType, ModelShape
@@ -115,13 +116,19 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         gpu_memory_utilization=utilization(config, host, devices, caps),
         max_memory=caps,
         attention_backend=config.attention_backend,
-        graphs=device == "cuda" and not config.enforce_eager,
+        graphs=device == "cuda" and not config.enforce_eager and shape.library is None,
         lookahead=lookahead(config, device, len(stages)),
         seed=config.seed,
     )
     if checkpoint.sharded is not None:
         check_shards(plan, checkpoint.sharded)
     check_weights_fit(plan, host)
+    if shape.library is not None:
+        logger.info(
+            "%s runs through Transformers' class, with Weft's products and attention: no layers are fused, and no CUDA "
+            "graphs are captured",
+            shape.architecture.removeprefix(PREFIX),
+        )
     return plan
 
 

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import Experts, ModelShape
 from weft.formats.precision import scale_columns
-from weft.plan.rules import check_expert_parallel_size, check_pipeline_split, check_tensor_parallel_size
+from weft.plan.rules import (
+    check_expert_parallel_size,
+    check_library_cut,
+    check_pipeline_split,
+    check_tensor_parallel_size,
+)
 from weft.plan.split import split
 
 FFN_UNIT = 32  # columns; the smallest block of the quantised formats, and a full vector of bf16 on every target
@@ -125,6 +130,7 @@ def cut_places(
     Raises PlanError for a cut that the model cannot have.
     """
     check_pipeline_split(stage_layers, len(shape.layers))
+    check_library_cut(shape, tensor_weights, len(stage_layers))
     weights, tp = tuple(tensor_weights), len(tensor_weights)
     heads, ffn, vocab = _cut_layer(shape.q_heads, shape.kv_heads, shape.ffn, shape.vocab, weights, ffn_unit)
     experts = _cut_mixture(shape.experts, weights, data_parallel, expert_parallel, ffn_unit)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import isfinite
 from typing import NamedTuple
 
+from weft.architectures.library import PREFIX
 from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError, PlanError
 from weft.formatting import join_commas
@@ -154,3 +156,40 @@ def check_pipeline_split(stage_layers: Sequence[int], layers: int) -> None:
             f"model's {layers}, with at least one layer per stage",
             code="pipeline-split-of-other-sum",
         )
+
+
+def check_library_cut(shape: ModelShape, weights: Sequence[float], stages: int) -> None:
+    """Raise PlanError for a cut that a model cannot have that runs through Transformers' class: it is cut evenly."""
+    library, ranks = shape.library, len(weights)
+    if library is None:
+        return
+    name = shape.architecture.removeprefix(PREFIX)
+    if stages > 1 and library.one_stage:
+        raise PlanError(
+            f"pipeline_parallel_size is {stages}, and {library.one_stage}; run {name} in one stage",
+            code="library-model-without-pipeline",
+        )
+    if ranks == 1:
+        return
+    if library.whole:
+        raise PlanError(
+            f"tensor_parallel_size is {ranks}, and {library.whole}; use pipeline parallelism, or one rank",
+            code="library-model-without-tensor-plan",
+        )
+    if len(set(weights)) > 1:
+        raise PlanError(
+            f"tensor_split {join_commas(weights)} is uneven, and {name} runs through Transformers' class, which is cut "
+            f"evenly; use --tensor-parallel-size {ranks}",
+            code="library-model-uneven-split",
+        )
+    lengths = {"query heads": shape.q_heads, "KV heads": shape.kv_heads}
+    for tensor in chain(*library.kinds):
+        if tensor.cut:
+            lengths[f"{tensor.cut} of {tensor.name}"] = tensor.dims[tensor.cut == "cols"]
+    for what, length in lengths.items():
+        if length % ranks:
+            raise PlanError(
+                f"tensor_parallel_size is {ranks}, which does not divide the {length} {what} of {name}: Transformers' "
+                "class is cut evenly; use another size, or pipeline parallelism",
+                code="library-model-uneven-split",
+            )

@@ -153,7 +153,7 @@ def _groups_without_graphs(question: Question, layout: CandidateLayout) -> Note 
 def unsupported_reasons(shape: ModelShape, precision: str, *, draft: bool = False) -> list[Note]:
     """Features that Weft's own engine lacks to run this model, as a draft model if `draft`; empty if it runs it."""
     missing = []
-    if shape.architecture not in RUNNABLE:
+    if shape.architecture not in RUNNABLE and shape.library is None:
         missing.append(
             create_note("architecture_not_run", architecture=shape.architecture, known=RUNNABLE, draft=draft)
         )

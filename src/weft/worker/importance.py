@@ -24,7 +24,7 @@ from weft.kernels.base import EmbeddingTable, KVCache, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainMatrices, create_plain_kernels
 from weft.layers.exchange import create_exchange
-from weft.models.decoder import DecoderModel
+from weft.models.create import create_model
 from weft.plan.fills import Fill, rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
@@ -64,7 +64,7 @@ def measure_importance(
         derive_parameters(shape, targets)
         kernels = replace(create_plain_kernels(), matrices=matrices)
         exchange = create_exchange(plan.exchange, links, plan.places, rank, device)
-        model = DecoderModel(shape, plan.places, rank, dict(targets), links.tensor, kernels, exchange=exchange)
+        model = create_model(shape, plan.places, rank, dict(targets), links.tensor, kernels, exchange=exchange)
         model.fill_ropes(tokens, plan.max_model_len, device)
         batch = replace(random_batch(shape.vocab, tokens, device), group_tokens=(tokens,) * plan.data_parallel)
         hidden = model.hidden(incoming, [cache] * len(place.layers), batch)

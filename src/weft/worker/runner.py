@@ -22,7 +22,7 @@ from weft.kernels.capture import synchronize_device
 from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import create_exchange
-from weft.models.decoder import DecoderModel
+from weft.models.create import create_model
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import step_bytes
 from weft.plan.plan import Plan
@@ -89,7 +89,7 @@ class ModelRunner:
         if plan.graphs and not self.kernels.attention.capturable:
             logger.warning("The kernels of torch cannot be captured: decode steps run without CUDA graphs")
         exchange = create_exchange(plan.exchange, self.links, plan.places, self.rank, self.device)
-        self.model = DecoderModel(
+        self.model = create_model(
             shape_within(shape, plan.max_model_len),
             plan.places,
             self.rank,

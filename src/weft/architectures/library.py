@@ -1,0 +1,50 @@
+"""Models of Transformers that Weft has no table of: their tensors and cuts as the library's own class describes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PREFIX = "transformers:"  # of the architecture's name in a shape whose model runs through Transformers' class
+
+
+class LibraryTensor(msgspec.Struct, frozen=True, cache_hash=True):
+    """One tensor of a model: its name in the checkpoint, of a layer's tensor relative to `LibraryModel.layer`.
+
+    - `dims`: one or two lengths.
+    - `linear`: it is the weight of a linear layer.
+    - `cut`: the dimension that tensor parallelism divides evenly: its first, its second, or neither.
+    """
+
+    name: str
+    dims: tuple[int, ...]
+    linear: bool = False
+    cut: Literal["", "rows", "cols"] = ""
+
+
+class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
+    """A model that runs through Transformers' class for it.
+
+    - `config`: its config.json, from which the class is built.
+    - `layer`: prefix of a layer's tensors, with `{layer}` for its number.
+    - `embedding`, `head`: names of the embedding's weight, and of the head's weight and, behind it, bias. With tied
+      weights the head's is the embedding's.
+    - `before`, `after`: the other tensors of the first and of the last stage.
+    - `kinds`: tensors of each kind of layer; `layers` has the kind of each layer.
+    - `joined`: modules of linear layers whose results all ranks gather.
+    - `whole`: a reason not to cut layers among ranks; `one_stage`: a reason not to make a pipeline; "" if there is none.
+    """
+
+    config: str
+    layer: str
+    embedding: str
+    head: tuple[str, ...]
+    width: int
+    before: tuple[LibraryTensor, ...] = ()
+    after: tuple[LibraryTensor, ...] = ()
+    kinds: tuple[tuple[LibraryTensor, ...], ...]
+    layers: tuple[int, ...]
+    joined: tuple[str, ...] = ()
+    whole: str = ""
+    one_stage: str = ""

@@ -1,0 +1,270 @@
+"""Process that describes a model by Transformers' class for it: config.json on stdin, a LibraryReport on stdout.
+
+It is started by `formats.library`. The class is built on torch's meta device, and runs there once for two tokens, so
+that its attention shows what it calls for.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from weft.architectures.library import LibraryModel, LibraryTensor
+from weft.formats.library import LibraryReport
+from weft.models.library.build import ClassError, base_model, build_on_meta, layer_list, read_config
+
+PROBE = "weft_probe"
+POSITIONS = 32768  # length of a model whose config gives none
+LENGTH_BOUND = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest text of a batch
+# What Transformers' plan calls the cuts that Weft makes: the dimension that is cut, and whether results are gathered.
+STYLES: dict[str, tuple[Literal["", "rows", "cols"], bool]] = {
+    "colwise": ("rows", False),
+    "colwise_gather_output": ("rows", True),
+    "rowwise": ("cols", False),
+    "rowwise_split_input": ("cols", False),
+    "replicated_with_grad_allreduce": ("", False),
+}
+
+
+class Call(NamedTuple):
+    """What a layer's attention was called with."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None
+
+
+def main() -> None:
+    """Read a config.json, print the report."""
+    try:
+        report = describe(sys.stdin.read())
+    except ClassError as error:
+        report = LibraryReport(refusal=str(error))
+    print(msgspec.json.encode(report).decode(), flush=True)
+
+
+def describe(text: str) -> LibraryReport:
+    """The report on the model of a config.json. Raises ClassError for one that cannot be run this way."""
+    config = read_config(text)
+    check_config(config)
+    calls: dict[int, Call] = {}
+
+    def probe(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in calls:
+            raise ClassError(f"{type(module).__name__} is not the one attention of a numbered layer")
+        calls[index] = read_call(module, query, key, value, mask, options)
+        return query.transpose(1, 2), None
+
+    model = build_on_meta(config, PROBE, probe)
+    check_class(model)
+    _, layers = layer_list(model)
+    single = run_on_meta(model)
+    if sorted(calls) != list(range(len(layers))):
+        raise ClassError(f"only {len(calls)} of the {len(layers)} layers of {type(model).__name__} attend")
+    shapes = {call._replace(window=None) for call in calls.values()}
+    if len(shapes) > 1:
+        raise ClassError("its layers have different numbers or lengths of heads")
+    call = shapes.pop()
+    if call.head_dim != call.value_dim or call.head_dim % 2 or call.heads % call.kv_heads:
+        raise ClassError(f"its heads, {call.heads} for {call.kv_heads} keys of {call.head_dim}, are not the usual ones")
+    table = describe_tensors(model, text, call.head_dim, single)
+    return LibraryReport(
+        name=type(model).__name__,
+        model=table,
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        head_dim=call.head_dim,
+        scale=call.scale,
+        windows=tuple(calls[layer].window for layer in range(len(layers))),
+        ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        hidden=table.width,
+        vocab=model.get_input_embeddings().weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", None) or POSITIONS,
+        tied=is_tied(model),
+        dtype=own_dtype(text),
+        bos=first_id(config.bos_token_id),
+        eos=token_ids(config.eos_token_id),
+    )
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raise ClassError for a config of a kind of model that Weft does not run through its class."""
+    if getattr(config, "quantization_config", None):
+        raise ClassError("its weights are quantised, and only Weft's own models read such checkpoints")
+    if config.is_encoder_decoder:
+        raise ClassError("it has an encoder beside its decoder")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for fields in (parameters, *parameters.values()):
+        kind = fields.get("rope_type") if isinstance(fields, Mapping) else None
+        if kind in LENGTH_BOUND:
+            raise ClassError(f"its rotary embedding ({kind}) depends on the longest text of a batch")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ClassError(f"it has layers of {kind}, a state or a mask that Weft's cache does not hold")
+    for key in ("attn_logit_softcapping", "alibi"):
+        if getattr(config, key, None):
+            raise ClassError(f"it has {key}, which Weft's attention does not compute")
+
+
+def check_class(model: PreTrainedModel) -> None:
+    """Raise ClassError for a class that Weft does not run."""
+    name = type(model).__name__
+    if model._is_stateful:
+        raise ClassError(f"{name} has recurrent states, which Weft's cache does not hold")
+    if any("experts" in path.split(".") or tensor.dim() > 2 for path, tensor in model.named_parameters()):
+        raise ClassError(f"{name} has experts, and only Weft's own models run them")
+    if not model._supports_attention_backend:
+        raise ClassError(f"{name} does not let its attention be replaced")
+    if type(model.get_input_embeddings()) is not nn.Embedding:
+        raise ClassError(f"{name} has an embedding of its own kind, {type(model.get_input_embeddings()).__name__}")
+    if type(model.get_output_embeddings()) is not nn.Linear:
+        raise ClassError(f"{name} has no linear head")
+    stored = set(model.state_dict()).difference(name for name, _ in model.named_parameters(remove_duplicate=False))
+    if stored:
+        raise ClassError(f"{name} reads {min(stored)}, which is no parameter, from its checkpoint")
+
+
+def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]) -> Call:
+    """One call of an attention function. Raises ClassError for an option that Weft's attention does not have."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ClassError(f"{type(module).__name__} calls for {name}, which Weft's attention does not compute here")
+    if mask is not None or options.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ClassError(f"{type(module).__name__} has a mask of its own")
+    scale, window = options.get("scaling"), options.get("sliding_window")
+    head_dim = query.shape[3]
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    return Call(query.shape[1], key.shape[1], head_dim, value.shape[3], scale, window)
+
+
+@torch.inference_mode()
+def run_on_meta(model: PreTrainedModel) -> bool:
+    """Run the layers for two tokens; return True if each layer hands on its hidden states alone."""
+    alone: list[bool] = []
+    _, layers = layer_list(model)
+    layers[0].register_forward_hook(lambda module, inputs, output: alone.append(isinstance(output, torch.Tensor)))
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        base_model(model)(input_ids=tokens, position_ids=tokens, use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ClassError(f"{type(model).__name__} does not run without its weights: {reason:.160}") from error
+    return all(alone)
+
+
+def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: bool) -> LibraryModel:
+    """The table of a model's tensors. `single`: each layer hands on its hidden states alone."""
+    prefix, (layers_name, layers) = model.base_model_prefix + ".", layer_list(model)
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    joined, reasons = dict[str, None](), list[str]()
+    if not plan:
+        reasons.append(f"{type(model).__name__} has no plan for tensor parallelism")
+    kinds, numbers = list[tuple[LibraryTensor, ...]](), list[int]()
+    for layer in layers:
+        tensors = tuple(layer_tensors(layer, layers_name, plan, joined, reasons))
+        reasons += head_tensors(tensors, joined, head_dim)
+        if tensors not in kinds:
+            kinds.append(tensors)
+        numbers.append(kinds.index(tensors))
+    embedding, head = outer_names(model)
+    stages = list(getattr(model.config, "base_model_pp_plan", None) or {})
+    before, after = list[LibraryTensor](), list[LibraryTensor]()
+    one_stage = "" if stages else f"{type(model).__name__} has no plan for pipelines"
+    if not single:
+        one_stage = one_stage or f"layers of {type(model).__name__} hand on more than hidden states"
+    for name, tensor in model.named_parameters():
+        path = name.removeprefix(prefix)
+        if name in (embedding, *head) or path.startswith(layers_name + "."):
+            continue
+        part = path.partition(".")[0]
+        comes_after = part in stages and stages.index(part) > stages.index(layers_name)
+        if not comes_after:
+            one_stage = one_stage or f"the plan for pipelines of {type(model).__name__} does not place {name}"
+        (after if comes_after else before).append(LibraryTensor(name, tuple(tensor.shape)))
+    return LibraryModel(
+        config=text,
+        layer=f"{prefix}{layers_name}.{{layer}}.",
+        embedding=embedding,
+        head=head,
+        width=model.get_input_embeddings().weight.shape[1],
+        before=tuple(before),
+        after=tuple(after),
+        kinds=tuple(kinds),
+        layers=tuple(numbers),
+        joined=tuple(joined),
+        whole=next(iter(reasons), ""),
+        one_stage=one_stage,
+    )
+
+
+def layer_tensors(
+    layer: nn.Module, layers_name: str, plan: Mapping[str, str], joined: dict[str, None], reasons: list[str]
+) -> Iterator[LibraryTensor]:
+    """Yield the tensors of a layer. Adds to the modules whose results are gathered, and to the reasons not to cut."""
+    for name, tensor in layer.named_parameters():
+        path, _, kind = name.rpartition(".")
+        linear = type(layer.get_submodule(path)) is nn.Linear
+        styles = (plan[key] for key in plan if fnmatchcase(f"{layers_name}.0.{path}", key))
+        style = next(styles, None)
+        cut, gathers = STYLES.get(style or "replicated_with_grad_allreduce", ("", False))
+        if style is not None and (style not in STYLES or (cut and not linear)):
+            reasons.append(f"its plan for tensor parallelism wants {path} {style}")
+        if gathers:
+            joined[path] = None
+        if kind == "bias" and cut == "cols":
+            cut = ""
+        yield LibraryTensor(name, tuple(tensor.shape), linear and kind == "weight", cut)
+
+
+def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], head_dim: int) -> Iterator[str]:
+    """Yield a reason not to cut a layer if a tensor has values for each head beside projections that are cut."""
+    linear = {tensor.name.rpartition(".")[0]: tensor for tensor in tensors if tensor.linear}
+    cut = {path.rpartition(".")[0] for path, tensor in linear.items() if tensor.cut == "rows" and path not in joined}
+    for tensor in tensors:
+        path = tensor.name.rpartition(".")[0]
+        beside = {path, path.rpartition(".")[0]} & cut
+        if beside and path not in linear and tensor.dims not in ((head_dim,), (1,)):
+            yield f"{tensor.name} has values for each head, which its plan for tensor parallelism leaves whole"
+
+
+def outer_names(model: PreTrainedModel) -> tuple[str, tuple[str, ...]]:
+    """Names of the embedding's weight, and of the head's weight and bias."""
+    modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [modules[id(head)] + ".weight"] + [modules[id(head)] + ".bias"] * (head.bias is not None)
+    return modules[id(embedding)] + ".weight", tuple(names)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Return True if the head is the embedding."""
+    return bool(model.config.tie_word_embeddings) and bool(model._tied_weights_keys)
+
+
+def own_dtype(text: str) -> str | None:
+    """The dtype that a config.json names, if it does."""
+    found = re.search(r'"(?:torch_)?dtype":\s*"(?:torch\.)?(\w+)"', text)
+    return found[1] if found else None
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
+
+
+def first_id(value: int | list[int] | None) -> int | None:
+    return next(iter(token_ids(value)), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Modules that take the place of Transformers' own in a model's class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from weft.architectures.place import Span
+from weft.comm import Group
+from weft.kernels.base import Product
+
+
+class CutLinear(nn.Module):
+    """A linear layer with a rank's share of its weight.
+
+    - `cut`: the weight's dimension that is cut, "rows" or "cols"; "" if every rank has all of it.
+    - `columns`: this rank's columns of the input, if `cut` is "cols".
+    - `sizes`: each rank's rows, if all ranks gather the results.
+    """
+
+    def __init__(self, product: Product, comm: Group, cut: str, columns: Span | None, sizes: list[int] | None) -> None:
+        super().__init__()
+        self.product, self.comm, self.cut, self.columns, self.sizes = product, comm, cut, columns, sizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply [..., in] -> [..., out]; with `cut` "rows" and without `sizes`, this rank's columns of the result.
+
+        An input may be whole, or this rank's columns of it.
+        """
+        *lead, width = x.shape
+        if self.columns is not None and width != len(self.columns):
+            x = x[..., self.columns.start : self.columns.stop]
+        y = self.product(x.reshape(-1, x.shape[-1]).contiguous())
+        if self.cut == "cols" and self.comm.size > 1:
+            y = self.comm.sum(y)
+        elif self.sizes is not None and self.comm.size > 1:
+            y = self.comm.all_gather(y.t().contiguous(), self.sizes).t()
+        return y.reshape(*lead, -1)
+
+
+class Passed(nn.Module):
+    """A layer or a norm of another stage: it hands its input on, or the hidden states that were `received`.
+
+    Plain attributes of the layer, which the model may read, stay.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(original).items() if isinstance(value, int | str | float)}
+        vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
+        self.received: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Return the hidden states [1, T, hidden]."""
+        return hidden_states if self.received is None else self.received
+
+
+class Given(nn.Module):
+    """Stands for the base model when the head runs: it returns the hidden states that it was given, [1, S, hidden]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **options: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class GatheredHead(nn.Module):
+    """The head: logits of the whole vocabulary on the group's rank 0, of none on the others.
+
+    `widths` are the rows of the vocabulary of each rank.
+    """
+
+    def __init__(self, product: Product, bias: torch.Tensor | None, widths: list[int], comm: Group) -> None:
+        super().__init__()
+        self.product, self.widths, self.comm = product, widths, comm
+        self._bias = (bias,)  # no parameter of the module: the decoder has it
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, S, hidden] -> [1, S, vocab] or [1, S, 0]."""
+        logits = self.product(hidden[0].contiguous())
+        (bias,) = self._bias
+        gathered = self.comm.gather(logits if bias is None else logits + bias, self.widths)
+        return logits.new_empty(1, len(logits), 0) if gathered is None else gathered[None]
