@@ -15,7 +15,19 @@ from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors, stacks
+from weft.formats import (
+    config_json,
+    demo,
+    fp8,
+    gguf,
+    gguf_names,
+    gguf_shape,
+    hub,
+    model_names,
+    packed,
+    safetensors,
+    stacks,
+)
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
@@ -113,7 +125,8 @@ def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[s
     for pattern, name in find_architecture(shape.architecture).renamed:
         index = {re.sub(pattern, name, own): info for own, info in index.items()}
     if shape.published is not None:
-        index = packed.join_packed(index, shape.published)
+        join = fp8.join_fp8 if shape.published.floating else packed.join_packed
+        index = join(index, shape.published)
     names = find_architecture(shape.architecture).names
     if names.transposed:
         index = _turn_matrices(index, shape)
