@@ -115,8 +115,10 @@ def _log_changed(types: Mapping[str, str], schemes: Mapping[str, str]) -> None:
 
 
 def _log_lost(config: EngineConfig, checkpoint: Checkpoint, dtype: DType, schemes: Mapping[str, str]) -> None:
-    """Log the tensors that are held in `dtype`."""
-    shape, types = checkpoint.shape, checkpoint.quantised
+    """Log the tensors that are held in `dtype`; the first expert stands for all."""
+    shape = checkpoint.shape
+    sources = {name for matrix in _matrices(shape) for name in matrix.sources}
+    types = {name: type for name, type in checkpoint.quantised.items() if name in sources}
     lost = {name: type for name, type in types.items() if name not in schemes}
     on_torch = config.attention_backend == "torch"
     if not on_torch and (schemes or not held_tensors(shape, lost)):
