@@ -10,15 +10,13 @@ import msgspec
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.cpu import fp8_checkpoints
-from tests.cpu.fp8_checkpoints import DEEPSEEK, RECIPES, Recipe
+from tests.cpu.fp8_checkpoints import RECIPES, Recipe
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_published import held
-from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.errors import ModelError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.plan import Plan
@@ -174,8 +172,6 @@ def mixture(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[st
     return path, written(path, RECIPES[request.param], **MIXTURE)
 
 
-
-
 def test_experts_are_computed_in_8_bits(mixture: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, truth = mixture
     want = reference(truth, **MIXTURE)
@@ -194,6 +190,8 @@ def test_attention_groups_share_experts(mixture: tuple[Path, dict[str, torch.Ten
     for cut in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
         options: dict[str, Any] = {"quantization": "fp8", "dtype": "float32", "executor": "inline", **cut}
         with LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, **options) as llm:
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
+            )
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]

@@ -230,9 +230,10 @@ def test_a_search_over_gpus_counts_what_will_be_held(monkeypatch: pytest.MonkeyP
 
 
 def test_impossible_quantizations() -> None:
-    names = "auto, none, int8, int4, q4_0, q4_1, q8_0, gptq, awq, compressed"
+    names = "auto, none, int8, int4, fp8, q4_0, q4_1, q8_0, gptq, awq, compressed"
     cases: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
-        ({"quantization": "fp8"}, "unknown-choice", ("quantization", "'fp8'", names)),
+        ({"quantization": "fp9"}, "unknown-choice", ("quantization", "'fp9'", names)),
+        ({"quantization": "fbgemm_fp8"}, "checkpoint-quantised-already", ("fbgemm_fp8", "none of these")),
         ({"quantization": "awq_marlin"}, "checkpoint-quantised-already", ("awq_marlin", "none of these")),
         (
             {"quantization": "int4", "gpus": 1, "attention_backend": "torch"},

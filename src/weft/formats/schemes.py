@@ -93,9 +93,7 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for so many columns of each row.
 # Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
 # matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
-FP8_SCHEMES = {
-    fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)
-}
+FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
 # Architectures that are published with FP8 in blocks of 128 x 128, and are rounded to such groups too.
 FP8_IN_BLOCKS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 # Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
