@@ -18,7 +18,7 @@ from weft.weights.quantised import quantise
 CPU = torch.device("cpu")
 MXFP4 = "MXFP4"
 # Those that kernels tell apart, but for MXFP4; published ones with zero points of 4 bits, and with rows of one group.
-KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM", "FP8_128", "FP8_ROW")
+KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM", "FP8_128")
 
 
 def random(

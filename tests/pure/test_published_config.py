@@ -38,6 +38,7 @@ CONFIG = {
 }
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 FLOAT = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+WHOLE, PACKED = {"num_bits": 8}, {"format": "pack-quantized"}
 
 
 def compressed(weights: dict[str, Any] | None = None, group: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -192,7 +193,7 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         (
             compressed(
                 format="float-quantized",
-                config_groups={"a": {"weights": WEIGHTS | FLOAT}, "b": {"weights": WEIGHTS | {"num_bits": 8}}},
+                config_groups={"a": {"weights": WEIGHTS | FLOAT}, "b": {"weights": WEIGHTS | WHOLE, **PACKED}},
             ),
             "whole and in floating-point numbers",
         ),
