@@ -24,7 +24,7 @@ from weft.formats.precision import held_precision, sum_by_kind
 from weft.plan.fills import rank_fills
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
-from weft.weights.load import allocate_parameters, load_weights
+from weft.weights.load import allocate_parameters, fill_target, load_weights
 
 CPU = torch.device("cpu")
 CONFIG = {
@@ -75,7 +75,7 @@ def held(plan: Plan, truth: dict[str, torch.Tensor]) -> set[str]:
         for fill in rank_fills(plan.shape, place):
             want = truth[fill.source][fill.rows.start : fill.rows.stop]
             want = want if fill.cols is None else want[:, fill.cols.start : fill.cols.stop]
-            part = room[fill.param].narrow(0, fill.at, len(fill.rows))
+            part = fill_target(room, fill)
             if isinstance(part, QuantisedWeight):
                 found.add(fill.source)
                 assert torch.equal(part.dequantise(), want), fill.source

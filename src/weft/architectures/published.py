@@ -1,4 +1,4 @@
-"""Published quantisation: the storage format of a GPTQ, AWQ, compressed-tensors or MXFP4 checkpoint."""
+"""Published quantisation: the storage format of a GPTQ, AWQ, compressed-tensors, MXFP4 or FP8 checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4"]
+Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4", "fp8", "fbgemm_fp8"]
 
 ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
 ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
@@ -21,6 +21,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     - `group`: columns that share a scale; ROW for one scale per row.
     - `ordered`: columns were quantised in the order of their activations (desc_act), so a group's columns lie apart.
     - `zero_offset`: added to each stored zero point.
+    - `floating`: numbers are FP8 (E4M3), of `bits` 8.
+    - `rows`: rows that share a scale, if numbers are FP8; ROW for one scale per matrix.
     - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
     """
 
@@ -30,6 +32,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     symmetric: bool
     ordered: bool = False
     zero_offset: int = 0
+    floating: bool = False
+    rows: int = 1
     exceptions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -37,11 +41,15 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
         """Name of the scheme of the matrices; a key of `formats.schemes` if there are kernels for it."""
         if self.method == "mxfp4":
             return "MXFP4"
+        if self.floating:
+            return fp8_scheme_name(self.group)
         return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
 
     @property
     def precision(self) -> str:
-        """Name in `formats.precision`: int4, int8 or mxfp4."""
+        """Name in `formats.precision`: int4, int8, fp8 or mxfp4."""
+        if self.floating:
+            return "fp8"
         return "mxfp4" if self.method == "mxfp4" else f"int{self.bits}"
 
     def stored_as(self, tensor: str, role: str) -> str:
@@ -53,6 +61,11 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 def scheme_name(bits: int, group: int, symmetric: bool) -> str:
     """Name of a published scheme, as in "INT4_128" or "INT8_ROW_SYM"."""
     return f"INT{bits}_{'ROW' if group == ROW else group}{'_SYM' * symmetric}"
+
+
+def fp8_scheme_name(group: int) -> str:
+    """Name of the scheme of FP8 numbers of which `group` columns share a scale, as in "FP8_128" or "FP8_ROW"."""
+    return f"FP8_{'ROW' if group == ROW else group}"
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from weft.errors import ModelError, error_reason
 from weft.formats import (
     config_json,
     demo,
+    fp8,
     gguf,
     gguf_names,
     gguf_shape,
@@ -150,7 +151,8 @@ def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[s
     for pattern, name in find_architecture(shape.architecture).renamed:
         index = {re.sub(pattern, name, own): info for own, info in index.items()}
     if shape.published is not None:
-        index = packed.join_packed(index, shape.published)
+        join = fp8.join_fp8 if shape.published.floating else packed.join_packed
+        index = join(index, shape.published)
     names = find_architecture(shape.architecture).names
     if names.transposed:
         index = _turn_matrices(index, shape)

@@ -51,6 +51,7 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
 
     - `dims`: [rows, cols] of numbers of `bits` bits each. `type`: a scheme's name; no kernel multiplies with some.
     - `group`: columns that share a scale, unless `order` gives each column's group.
+    - `rows`: rows that share a scale, of FP8 numbers.
     - `symmetric`: zero is in the middle of the range, even if there are `zeros` that say so.
     """
 
@@ -62,6 +63,7 @@ class Packed(TensorInfo, frozen=True, kw_only=True):
     scales: TensorInfo
     zeros: TensorInfo | None
     order: TensorInfo | None
+    rows: int = 1
 
 
 class _Layout(NamedTuple):

@@ -2,7 +2,8 @@
 
 - `int8`, `int4`: GPTQ's and AWQ's layout, groups of 128 inputs with a 16-bit scale and a zero point each; or the layout
   of the model's own checkpoint, if that is quantised to this precision (`ModelShape.published`).
-- `fp8`: 8-bit matrices; for architectures that are published so, in blocks of 128 x 128 with 32-bit scales.
+- `fp8`: 8-bit matrices; for architectures that are published so, in blocks of 128 x 128 with 32-bit scales. The engine
+  repeats the scales for each row (`formats.schemes.FP8_SCHEMES`).
 - `mxfp4`, `nvfp4`: 4-bit matrices with a scale byte per 32 or 16 numbers.
 
 In all of these the embedding, head, router, norms and biases stay in 16 bits. A single scale for a whole tensor is not
@@ -25,7 +26,7 @@ from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, LayerSpec, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL_SCHEMES, UNIT, scheme_for_parameter
+from weft.formats.schemes import ALL_SCHEMES, FP8_IN_BLOCKS, UNIT, scheme_for_parameter
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +92,6 @@ ALIASES = gguf_types.ALIASES | {
 DEEPSEEK = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 ATTENTION_KEPT = {("mxfp4", "GptOssForCausalLM"), *(("nvfp4", name) for name in DEEPSEEK)}
 LAYER = re.compile(r"\.(\d+)\.")  # a layer's number in the name of a tensor
-# Architectures that are published with FP8 in blocks with a scale each.
-FP8_IN_BLOCKS = (*DEEPSEEK, "MiniMaxM2ForCausalLM")
 
 
 def canonical(name: str) -> str:
@@ -109,10 +108,11 @@ def canonical(name: str) -> str:
 def held_precision(precision: str) -> str:
     """Name, for `part_format` and its sums, of the form in which Weft's engine holds weights of a precision.
 
-    The engine converts a GGUF file's types, and GPTQ's and AWQ's, to the schemes that it has kernels for, and vectors
-    to 16 bits. All other precisions are held as they are stored.
+    The engine converts a GGUF file's types, and GPTQ's and AWQ's, to the schemes that it has kernels for, repeats the
+    scales of FP8 for each row, and converts vectors to 16 bits. All other precisions are held as they are stored.
     """
-    return precision + gguf_types.HELD_SUFFIX if precision in (*gguf_types.MIXES, "int8", "int4") else precision
+    converted = precision in (*gguf_types.MIXES, "int8", "int4", "fp8")
+    return precision + gguf_types.HELD_SUFFIX if converted else precision
 
 
 def own_quantization(shape: ModelShape, precision: str) -> PublishedQuantization | None:
@@ -154,6 +154,8 @@ def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: P
     if precision in gguf_types.MIXES:
         type = gguf_types.gguf_type(shape, precision, parameter, part, layer)
         return NumberFormat(bits=gguf_types.BITS[type])
+    if held and precision == "fp8":
+        return _held_format(scheme_for_parameter(shape, precision, parameter, layer))
     return _usual_format(shape, precision, parameter, part)
 
 
@@ -184,6 +186,9 @@ def _published_format(published: PublishedQuantization, parameter: Parameter, pa
     if name not in ALL_SCHEMES:
         return BF16
     scheme = ALL_SCHEMES[name]
+    if scheme.lowest == "fp8":
+        rows = published.rows if scheme.group == published.group else 1
+        return NumberFormat(bits=8, block_rows=rows, block_cols=scheme.group, block_bytes=4)
     if scheme.lowest == "mxfp4":
         return MXFP4
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8

@@ -1,7 +1,7 @@
-"""quantization_config: how GPTQ, AWQ, compressed-tensors and MXFP4 describe quantised weights in a config.json.
+"""quantization_config: how GPTQ, AWQ, compressed-tensors, MXFP4 and FP8 describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
-writes them into `quantization_config`. `formats.packed` reads the tensors themselves.
+writes them into `quantization_config`; those of FP8 are in `formats.fp8_config`. `formats.packed` reads the tensors themselves.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from collections.abc import Callable, Iterator
 
 from weft.architectures.published import ROW, PublishedQuantization
 from weft.errors import ModelError
+from weft.formats import fp8_config
 from weft.formats.fields import Fields
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128, 256, 512, 1024, ROW)  # columns that share a scale, in the schemes that have kernels
+FP8_COLUMNS = fp8_config.COLUMNS
 GROUP = 128  # default of GPTQ and AWQ
 ORDERS = ("group", "dynamic", True)  # compressed-tensors' values of `actorder` for groups in order of activations
 # The packings of each method that Weft reads.
 PACKINGS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
-READ = "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, and MXFP4"
+READ = (
+    "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, MXFP4, and FP8 (fp8, "
+    "fbgemm_fp8, compressed-tensors float-quantized)"
+)
 
 
 def unsupported_quantization(config: Fields) -> str | None:
@@ -29,6 +34,8 @@ def unsupported_quantization(config: Fields) -> str | None:
         return next(_unsupported_features(config), None)
     if method == "mxfp4":
         return None
+    if method in fp8_config.METHODS:
+        return fp8_config.unsupported_feature(config)
     packings = PACKINGS.get(method or "")
     if packings is None:
         return method or "an unknown method (there is no quant_method)"
@@ -45,8 +52,12 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
     method = config.text_or("quant_method", None)
     if method == "mxfp4":
         return PublishedQuantization(method="mxfp4", bits=4, group=32, symmetric=True)
+    if method in fp8_config.METHODS:
+        return fp8_config.parse_config(config)
     if method == "compressed-tensors":
         weights = _group_weights(next(_config_groups(config)))
+        if fp8_config.is_floating(weights):
+            return fp8_config.parse_weights(weights)
         return PublishedQuantization(
             method="compressed-tensors",
             bits=weights.integer("num_bits"),
@@ -105,6 +116,8 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
         return lambda name: ".experts." in name
     if method == "awq":
         return _awq_predicate(config)
+    if method in fp8_config.METHODS:
+        return fp8_config.quantised_layer_predicate(config)
     if method == "compressed-tensors":
         return _compressed_predicate(config)
     return _gptq_predicate(config)
@@ -202,6 +215,8 @@ def _unsupported_features(config: Fields) -> Iterator[str]:
     bits = {_group_weights(group).values.get("num_bits") for group in groups}
     if len(bits) > 1:
         yield f"compressed-tensors in {' and '.join(sorted(map(str, bits)))} bits, one here and one there"
+    if len({fp8_config.is_floating(_group_weights(group)) for group in groups}) > 1:
+        yield "compressed-tensors in whole and in floating-point numbers, one here and one there"
     sparsity = config.nested("sparsity_config")
     if sparsity is not None and sparsity.text_or("format", "dense") != "dense":
         yield f"compressed-tensors in the format {sparsity.text_or('format', None)}"
@@ -212,6 +227,9 @@ def _unsupported_group(group: Fields, format: str | None) -> Iterator[str]:
     weights, packing = _group_weights(group), group.text_or("format", None) or format
     bits, kind = weights.integer_or("num_bits", None), weights.text_or("type", "int")
     strategy = weights.text_or("strategy", None) or "group"
+    if fp8_config.is_floating(weights):
+        yield from fp8_config.unsupported_group(group, packing)
+        return
     if packing != "pack-quantized":
         yield f"compressed-tensors in the format {packing}"
     if kind != "int" or bits not in BITS:

@@ -15,10 +15,10 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Parameter
 from weft.architectures.place import Span
-from weft.architectures.published import Method, scheme_name
+from weft.architectures.published import ROW, Method, fp8_scheme_name, scheme_name
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
-from weft.formats.quantization_config import BITS, GROUPS
+from weft.formats.quantization_config import BITS, FP8_COLUMNS, GROUPS
 
 NESTED_HALVES, NESTED_BYTES = 2, 12  # of a group of a nested scheme: numbers of 16 bits, bytes with those of 6 bits
 UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
@@ -30,12 +30,13 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     `lowest` is one of: "minimum", stored in 16 bits; "zero", scale * -zero with a stored byte `zero`; "middle",
     scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
     2^(byte - 127), of which the byte is stored; "nested", as GGUF's K-quants have it: a group has two 16-bit numbers,
-    and for each UNIT of its columns two integers of 6 bits. Their products are the scale and -minimum of the UNIT.
+    and for each UNIT of its columns two integers of 6 bits. Their products are the scale and -minimum of the UNIT;
+    "fp8", no such number: q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits.
     """
 
     bits: int
     group: int
-    lowest: Literal["middle", "zero", "minimum", "mxfp4", "nested"]
+    lowest: Literal["middle", "zero", "minimum", "mxfp4", "nested", "fp8"]
 
     @property
     def group_bits(self) -> int:
@@ -44,7 +45,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
             return 8
         if self.lowest == "nested":
             return 8 * (NESTED_HALVES * 2 + NESTED_BYTES)
-        return 16 + {"middle": 0, "zero": 8, "minimum": 16}[self.lowest]
+        return 16 + {"middle": 0, "zero": 8, "minimum": 16, "fp8": 16}[self.lowest]
 
     def nbytes(self, rows: int, cols: Span) -> int:
         """Bytes of these columns (in multiples of UNIT) of `rows` rows of a matrix."""
@@ -89,6 +90,12 @@ GGUF_SCHEMES = {
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The scheme of MXFP4, in GGUF files and as published with gpt-oss. No other scheme holds it, and it holds no other.
 FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
+# FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for so many columns of each row.
+# Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
+# matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
+FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
+# Architectures that are published with FP8 in blocks of 128 x 128, and are rounded to such groups too.
+FP8_IN_BLOCKS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 # Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
 # as rounding the activations to 8 bits does, and add a twentieth to the loss of Q6_K itself (docs/benchmarks.md).
 ROUNDED = dict.fromkeys(("Q2_K", "Q3_K", "Q6_K"), SCHEMES["Q8_0"])
@@ -99,11 +106,18 @@ PUBLISHED_SCHEMES = {
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES
+ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES | FP8_SCHEMES
 # --quantization values for any checkpoint: weights are quantised as they are loaded, to this precision of
 # formats.precision. GPTQ and AWQ choose their groups of 128 with calibration data; groups of 128 are too coarse for
 # weights rounded without. A head rounded to 4 bits costs more quality than its bytes are worth.
-ONLINE_QUANTIZATIONS = {"int8": "int8", "int4": "q4_1+q8_0", "q4_0": "q4_0+q8_0", "q4_1": "q4_1+q8_0", "q8_0": "q8_0"}
+ONLINE_QUANTIZATIONS = {
+    "int8": "int8",
+    "int4": "q4_1+q8_0",
+    "fp8": "fp8",
+    "q4_0": "q4_0+q8_0",
+    "q4_1": "q4_1+q8_0",
+    "q8_0": "q8_0",
+}
 # vLLM's --quantization values for published checkpoints. Weft uses its own kernels for all of them.
 METHODS: dict[str, Method] = {
     "gptq": "gptq",
@@ -112,6 +126,7 @@ METHODS: dict[str, Method] = {
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
     "mxfp4": "mxfp4",
+    "fbgemm_fp8": "fbgemm_fp8",
 }
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
@@ -136,6 +151,10 @@ def scheme_for_types(types: Iterable[str]) -> str | None:
 def _scheme_for_types(types: frozenset[str]) -> str | None:
     if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys() | FLOAT_SCHEMES.keys():
         return min(types)
+    if types <= FP8_SCHEMES.keys():
+        # A row's scale may be repeated for each group; groups of two lengths have no scheme.
+        groups = types - {fp8_scheme_name(ROW)}
+        return min(types if len(groups) == 0 else groups) if len(groups) < 2 else None
     if not types <= GGUF_SCHEMES.keys():
         return None
     exact = _smallest_holding([GGUF_SCHEMES[type] for type in types])
@@ -164,4 +183,11 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
         return scheme_for_types(shape.published.stored_as(name, parameter.role) for name in names)
     if precision == "int8":
         return "INT8" if parameter.role == "linear" else None
+    if precision == "fp8":
+        return fp8_scheme(shape) if parameter.role in ("linear", "expert") else None
     return scheme_for_types(gguf_types.gguf_type(shape, precision, parameter, part, layer) for part in parameter.parts)
+
+
+def fp8_scheme(shape: ModelShape) -> str:
+    """Scheme that weights of this architecture are rounded to by --quantization fp8."""
+    return fp8_scheme_name(128 if shape.architecture in FP8_IN_BLOCKS else ROW)

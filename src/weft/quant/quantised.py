@@ -9,13 +9,16 @@ import torch
 from weft.architectures.place import Span
 from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, NESTED_BYTES, NESTED_HALVES, UNIT, Scheme
 
+SCALE_DTYPES = {"mxfp4": torch.uint8, "fp8": torch.float32}  # by `Scheme.lowest`; all others: float16
+
 
 @dataclass(frozen=True)
 class QuantisedWeight:
     """A quantised matrix [rows, cols], stored row by row, or a stack of them [experts, rows, cols].
 
     Of one matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
-    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4.
+    low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4,
+    float32 for FP8.
     `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. In nested schemes, `scales`
     is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: numbers of 6 bits as GGUF packs them. The first group
     lacks `lacking` columns. `dtype` is that of activations.
@@ -38,7 +41,7 @@ class QuantisedWeight:
         """
         scheme = ALL_SCHEMES[type]
         groups, lowest = cols.blocks(scheme.group), None
-        scale_dtype = torch.uint8 if scheme.lowest == "mxfp4" else torch.float16
+        scale_dtype = SCALE_DTYPES.get(scheme.lowest, torch.float16)
         scales = groups * NESTED_HALVES if scheme.lowest == "nested" else groups
         if scheme.lowest in ("zero", "minimum", "nested"):
             kind = torch.float16 if scheme.lowest == "minimum" else torch.uint8
@@ -101,6 +104,8 @@ class QuantisedWeight:
         if self.scheme.lowest == "mxfp4":
             values = torch.tensor(MXFP4_VALUES, device=self.device).take(self.numbers().long())
             return values.mul_(torch.exp2(self.scales.float() - 127)[:, group]).to(dtype)
+        if self.scheme.lowest == "fp8":
+            return self.values.view(torch.float8_e4m3fn).float().mul_(self.scales[:, group]).to(dtype)
         w, scale = self.numbers().float(), self.scales.float()[:, group]
         if self.lowest is None:
             w = w.sub_(2 ** (self.scheme.bits - 1)).mul_(scale)

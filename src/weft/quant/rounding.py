@@ -30,6 +30,8 @@ SHARES = (1.0, 0.9, 0.8)
 BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
 SIXES = 63  # the largest number of 6 bits
 LARGEST_MXFP4_EXPONENT = 2  # of the largest value, 6
+LARGEST_FP8 = 448.0  # of E4M3
+TINIEST_FP8 = 1e-20  # the smallest scale of FP8 numbers, which has 32 bits
 TINY = 1e-7  # the smallest scale: half of one step of subnormal float16
 
 
@@ -131,6 +133,13 @@ def _mxfp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return (q + 8 * w.signbit()).to(torch.uint8), exponent.add_(127), None
 
 
+def _fp8(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    """Round to the nearest of E4M3's values, with the scale that makes the largest number E4M3's largest one."""
+    scale = (w.abs().amax(dim=2, keepdim=True) / LARGEST_FP8).clamp_(min=TINIEST_FP8)
+    q = (w / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+    return q.view(torch.uint8), scale, None
+
+
 def _nested(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     """Round each UNIT as `_minimum` does, to minima of zero or below; then scales and minima to 63 parts of a group's
     largest."""
@@ -155,6 +164,7 @@ ROUND: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Rounded]] = {
     "middle": _middle,
     "zero": _zero,
     "mxfp4": _mxfp4,
+    "fp8": _fp8,
     "nested": _nested,
 }
 

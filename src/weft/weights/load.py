@@ -25,6 +25,7 @@ from weft.quant.quantised import QuantisedWeight
 from weft.quant.rounding import Rounding, round_into
 from weft.weights.derive import derive_parameters
 from weft.weights.dummy import DummyWeights
+from weft.weights.fp8 import Fp8Weights
 from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
@@ -104,6 +105,8 @@ def open_source(plan: Plan) -> WeightSource:
     published = plan.shape.published
     if published is None:
         return StoredWeights(infos)
+    if published.floating:
+        return Fp8Weights(infos)
     return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
 
 

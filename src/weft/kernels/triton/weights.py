@@ -39,6 +39,20 @@ def _mxfp4_numbers(words, scale, at: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def _fp8_numbers(words, scale, at: tl.constexpr, KIND: tl.constexpr):
+    """Numbers of FP8 at the indices `at` (0 or 1) and `at` + 2 of each word, times scale * 2^-8.
+
+    Both become float16 at once, 2^8 times too small, for the reason that MXFP4's do.
+    """
+    moved = _moved(words, 7 + 8 * at, 14)
+    both = (moved & 0x3F803F80) | (_moved(words, 7 + 8 * at, 15) & -0x7FFF8000)
+    first, second = both.to(tl.int16), (both >> 16).to(tl.int16)
+    first = first.to(tl.float16, bitcast=True).to(tl.float32) * scale
+    second = second.to(tl.float16, bitcast=True).to(tl.float32) * scale
+    return first.to(KIND), second.to(KIND)
+
+
+@triton.jit
 def _moved(words, low: tl.constexpr, high: tl.constexpr):
     """Words with bit `low` moved to bit `high`."""
     if low < high:
@@ -89,6 +103,9 @@ def load_weights(
         # 2^(byte - 127 + 14).
         scale = ((_byte(scales, at, inside) + 14) << 23).to(tl.float32, bitcast=True)
         offset = scale
+    elif LOWEST == "fp8":
+        scale = tl.load(scales + at, inside, other=0.0) * 256
+        offset = scale
     elif LOWEST == "nested":
         scale, offset = _nested_numbers(scales, lowest, at, part + lacking, inside)
         offset -= scale * added
@@ -106,7 +123,11 @@ def load_weights(
     # units >> 31 is 0, which the compiler does not know. An instruction has room for one of the two constants; the mask
     # therefore stays in a register, while a constant that the compiler knows would be loaded again each time.
     mask = (0x00780000 if BITS == 4 else 0x007F8000) | (units >> 31)
-    if BITS == 8:
+    if LOWEST == "fp8":
+        n0, n2 = _fp8_numbers(packed, scale, 0, KIND)
+        n1, n3 = _fp8_numbers(packed, scale, 1, KIND)
+        weight = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+    elif BITS == 8:
         n0 = _number(packed, scale, offset, 0, mask, BITS, KIND)
         n1 = _number(packed, scale, offset, 1, mask, BITS, KIND)
         n2 = _number(packed, scale, offset, 2, mask, BITS, KIND)

@@ -26,11 +26,19 @@ template <class C> void dequantise(const Packed &panel, int64_t first, int64_t l
             // Four columns of a slice, from column `c` of the block on.
             auto write = [&](words stored, int64_t c) {
                 int64_t half = c / (BLOCK / PER_BLOCK);
-                words bits[4], four = (words)numbers<C>((ints)stored);
+                words bits[4];
+                if constexpr (C::FLOAT8) {
+                    floats each[4];
+                    float8s((ints)stored, each);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
-                    ints q = (ints)(four >> (8 * j) & 255);
-                    bits[j] = rounded(__builtin_convertvector(q, floats) * scale[half] + lowest[half]);
+                    for (int j = 0; j < 4; j++) bits[j] = rounded(each[j] * FLOAT8_BIAS * scale[0]);
+                } else {
+                    words four = (words)numbers<C>((ints)stored);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) {
+                        ints q = (ints)(four >> (8 * j) & 255);
+                        bits[j] = rounded(__builtin_convertvector(q, floats) * scale[half] + lowest[half]);
+                    }
                 }
 #pragma GCC unroll 2
                 for (int j = 0; j < 4; j += 2) {

@@ -21,12 +21,14 @@ extern template void quantised_sums<Nibbles>(const Packed &, const char *, int64
 extern template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
+extern template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
 #ifdef WEFT_AMX
 extern template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<Float8>(const Packed &, const bf16 *, int64_t, float *);
 #endif
 
 namespace {

@@ -29,20 +29,22 @@ constexpr int64_t SLICES = PANEL / SLICE;
 constexpr int64_t NEST = 8;  // blocks of a nested group
 
 // The source of a group's lowest number, see formats/schemes.py. Numbers of MXFP4 stand for values of a table, and scales
-// are powers of two of a byte each. Mirrored in native/structures.py.
-enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED };
+// are powers of two of a byte each. Numbers of FP8 are floating-point ones, see float8.h. Mirrored in
+// native/structures.py.
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED, FP8 };
 
 // How a block's numbers are stored. `PER_BLOCK`: groups in a block, see above. `TABLE`: numbers are places of MXFP4's.
-// `NESTED`: groups are nested ones.
-template <int BITS_, int PER_BLOCK_ = 1, bool TABLE_ = false, bool NESTED_ = false> struct Coding {
+// `NESTED`: groups are nested ones. `FLOAT8`: numbers are FP8.
+template <int BITS_, int PER_BLOCK_ = 1, bool TABLE_ = false, bool NESTED_ = false, bool FLOAT8_ = false> struct Coding {
     static constexpr int BITS = BITS_, PER_BLOCK = PER_BLOCK_;
-    static constexpr bool TABLE = TABLE_, NESTED = NESTED_;
+    static constexpr bool TABLE = TABLE_, NESTED = NESTED_, FLOAT8 = FLOAT8_;
 };
 using Octets = Coding<8>;
 using Nibbles = Coding<4>;
 using HalfBlocks = Coding<4, 2>;
 using Floats = Coding<4, 1, true>;
 using Nested = Coding<4, 1, false, true>;
+using Float8 = Coding<8, 1, false, false, true>;
 
 // Twice the values of MXFP4, made unsigned by adding MXFP4_ZERO.
 constexpr int MXFP4_ZERO = 12;
@@ -118,6 +120,28 @@ template <class C> inline ints numbers(ints stored) {
     for (uint8_t &number : each) number = MXFP4[number];
     return load<ints>(each);
 #endif
+}
+
+// FP8 (E4M3). The bits of a number, moved to where a float has them, are those of the number times 2^-120, subnormal
+// ones too.
+constexpr float FLOAT8_BIAS = 0x1p120f;
+
+inline float float8(uint8_t number) {
+    uint32_t bits = uint32_t(number & 0x80) << 24 | uint32_t(number & 0x7f) << 20;
+    float small;
+    std::memcpy(&small, &bits, 4);
+    return small * FLOAT8_BIAS;
+}
+
+// Four columns of a slice, times 2^-120. Each word's bytes are moved in pairs, as bf16, then apart.
+inline void float8s(ints four, floats (&each)[4]) {
+    typedef int16_t pairs __attribute__((vector_size(4 * SLICE)));
+    constexpr int32_t KEPT = int32_t(0x87f087f0), UPPER = int32_t(0xffff0000);
+    ints odd = (ints)((pairs)four >> 4) & KEPT, even = (ints)((pairs)four << 8 >> 4) & KEPT;
+    each[0] = (floats)(even << 16);
+    each[1] = (floats)(odd << 16);
+    each[2] = (floats)(even & UPPER);
+    each[3] = (floats)(odd & UPPER);
 }
 
 // sum += the product of four columns of a slice with four numbers of x.
@@ -212,7 +236,9 @@ struct Packed {
     Grouping columns;
 
     // Of a group of one row.
-    int64_t scale_bytes() const { return kind == Lowest::MXFP4 ? 1 : kind == Lowest::NESTED ? 4 : 2; }
+    int64_t scale_bytes() const {
+        return kind == Lowest::MXFP4 ? 1 : kind == Lowest::NESTED || kind == Lowest::FP8 ? 4 : 2;
+    }
     int64_t lowest_bytes() const { return kind == Lowest::ZERO ? 1 : kind == Lowest::NESTED ? 12 : 2; }
 
     // Index of the scale of half `half` of a block: that of its group; of nested groups, that of the block itself.
@@ -260,6 +286,7 @@ struct Packed {
 
     // The scales of a slice's group, from place `from` on.
     floats scales_at(int64_t from) const {
+        if (kind == Lowest::FP8) return load<floats>(scales + from * 4);
         return kind == Lowest::MXFP4 ? powers(scales + from) : halves(scales + from * 2);
     }
 
@@ -269,6 +296,7 @@ struct Packed {
             case Lowest::MINIMUM: return halves(lowest + from * 2);
             case Lowest::ZERO: return scale * -bytes(lowest + from);
             case Lowest::MXFP4: return scale * -float(MXFP4_ZERO);
+            case Lowest::FP8: return floats{};
             default: return scale * -float(1 << (BITS - 1));
         }
     }
@@ -427,7 +455,8 @@ template <class C, class T> void row_of(const Packed &weights, int64_t row, T *o
                 int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
                 if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
                 if (C::TABLE) q = MXFP4[q];
-                out[i] = narrow<T>(scale * float(q) + lowest);
+                float number = C::FLOAT8 ? float8(uint8_t(q)) : float(q);
+                out[i] = narrow<T>(scale * number + lowest);
             }
         }
 }

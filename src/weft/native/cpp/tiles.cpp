@@ -1,6 +1,7 @@
 // Attention, quantised products, sampling, scoring and masks: half of the code, compiled at the same time as native.cpp.
 #include "attention.h"
 #include "dequantised.h"
+#include "float8.h"
 #include "masks.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -14,12 +15,14 @@ template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, flo
 template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
+template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
 #ifdef WEFT_AMX
 template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<Float8>(const Packed &, const bf16 *, int64_t, float *);
 #endif
 
 ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,
