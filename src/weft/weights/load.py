@@ -27,7 +27,9 @@ from weft.weights.fp8 import Fp8Weights
 from weft.weights.mxfp4 import Mxfp4Weights
 from weft.weights.packed import PackedWeights
 from weft.weights.quantised import quantise
+from weft.weights.signed import SignedWeights
 from weft.weights.stored import StoredWeights
+from weft.weights.tabled import TabledWeights
 
 # Fields of a Fill that the loader knows. With any other field set it would load the wrong numbers in silence.
 KNOWN_FIELDS = frozenset({"param", "source", "rows", "cols", "at", "expert"})
@@ -99,6 +101,8 @@ def open_source(plan: Plan) -> WeightSource:
         return StoredWeights(infos)
     if published.floating:
         return Fp8Weights(infos)
+    if published.wide:
+        return (SignedWeights if published.wide == "signed" else TabledWeights)(infos)
     return Mxfp4Weights(infos) if published.method == "mxfp4" else PackedWeights(infos)
 
 
