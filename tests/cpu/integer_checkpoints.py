@@ -93,7 +93,7 @@ def write(folder: Path, shape: ModelShape, recipe: Recipe, config: dict[str, Any
     generator = torch.Generator().manual_seed(5)
     tensors, truth = {}, {}
     for name, dims in expected_tensors(shape):
-        weight = torch.randn(dims, generator=generator) * (0.3 if name.endswith("bias") else 0.08)
+        weight = torch.randn(dims, generator=generator) * (0.3 if name.endswith("bias") else 0.05)
         if name.endswith("norm.weight"):
             weight = weight + 1
         if recipe.quantises(name):
@@ -136,7 +136,7 @@ def _four_bits(name: str, weight: torch.Tensor, recipe: Recipe) -> Tensors:
         "dtype": "bfloat16",
         "shape": list(weight.shape),
     }
-    made = {name + ".absmax": absmax, name + ".quant_map": table}
+    made = {name + ".absmax": absmax, name + ".quant_map": table.clone()}
     if recipe.nested:
         offset = absmax.mean()
         coded = torch.linspace(-1, 1, 256)
@@ -144,7 +144,7 @@ def _four_bits(name: str, weight: torch.Tensor, recipe: Recipe) -> Tensors:
         largest = torch.stack([group.abs().max() for group in groups])
         places = [(group / most).unsqueeze(1).sub(coded).abs().argmin(1) for group, most in zip(groups, largest, strict=True)]
         made[name + ".absmax"] = torch.cat(places).to(torch.uint8)
-        made |= {name + ".nested_absmax": largest, name + ".nested_quant_map": coded}
+        made |= {name + ".nested_absmax": largest, name + ".nested_quant_map": coded.clone()}
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset)}
     scales = _scales(name, made, state)
     numbers = (blocks / scales[:, None]).unsqueeze(2).sub(table).abs().argmin(2).flatten()[: len(flat)]
