@@ -142,7 +142,9 @@ def _four_bits(name: str, weight: torch.Tensor, recipe: Recipe) -> Tensors:
         coded = torch.linspace(-1, 1, 256)
         groups = (absmax - offset).split(NESTED_BLOCK)
         largest = torch.stack([group.abs().max() for group in groups])
-        places = [(group / most).unsqueeze(1).sub(coded).abs().argmin(1) for group, most in zip(groups, largest, strict=True)]
+        places = [
+            (group / most).unsqueeze(1).sub(coded).abs().argmin(1) for group, most in zip(groups, largest, strict=True)
+        ]
         made[name + ".absmax"] = torch.cat(places).to(torch.uint8)
         made |= {name + ".nested_absmax": largest, name + ".nested_quant_map": coded.clone()}
         state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset)}

@@ -129,7 +129,9 @@ def test_bytes_in_the_file() -> None:
     numbers = 2 * 256 * (256 * 2 + 128 * 2 + 448 * 3)
     wide = weight_bytes(msgspec.structs.replace(shape[False], published=None), "bf16")
     assert weight_bytes(shape[False], "int4") == wide - 2 * numbers + numbers // 2 + numbers // 16
-    assert weight_bytes(shape[True], "int4") == pytest.approx(wide - 1.5 * numbers + numbers / 64 * (1 + 1 / 64), abs=64)
+    assert weight_bytes(shape[True], "int4") == pytest.approx(
+        wide - 1.5 * numbers + numbers / 64 * (1 + 1 / 64), abs=64
+    )
 
 
 def test_logits_are_those_of_the_dequantised_weights(folder: Path, name: str, truth: dict[str, torch.Tensor]) -> None:
@@ -251,7 +253,12 @@ def text(**change: Any) -> torch.Tensor:
         ("llm-int8", {DOWN[:-6] + "weight_format": torch.tensor(2).byte()}, "weight-format-not-read", ("down_proj", 2)),
         ("llm-int8", {DOWN: torch.zeros(256, 447).char()}, "tensor-of-other-dims", (DOWN, [256, 447], [256, 448])),
         ("w8a8", {DOWN + "_scale": None}, "matrix-without-scales", (DOWN, "down_proj.weight_scale")),
-        ("w8a8", {DOWN + "_scale": torch.zeros(256).int()}, "packed-part-of-other-dims", ("weight_scale", "I32", [256])),
+        (
+            "w8a8",
+            {DOWN + "_scale": torch.zeros(256).int()},
+            "packed-part-of-other-dims",
+            ("weight_scale", "I32", [256]),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cpu.matrices import CPU, random
 from tests.cpu.kernels import native, triton_kernels
+from tests.cpu.matrices import CPU, random
 from weft.architectures.place import Span
 from weft.kernels.native.rounding import NativeRounding
 from weft.quant.quantised import QuantisedWeight

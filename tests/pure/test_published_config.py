@@ -172,7 +172,6 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq in the format marlin"),
         ({"quant_method": "awq", "bits": 8}, "awq in 8 bits"),
         ({"quant_method": "awq", "version": "gemv"}, "awq in the format gemv"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "fp8"}, "fp8"),
         ({"bits": 4}, "an unknown method"),
         (compressed(format="float-quantized"), "compressed-tensors in the format float-quantized"),

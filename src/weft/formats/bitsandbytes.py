@@ -62,7 +62,9 @@ def join_tables(index: Mapping[str, TensorInfo], published: PublishedQuantizatio
     Raises ModelError, naming file and tensor, if the tensors of a matrix do not fit together.
     """
     joined = {name: info for name, info in index.items() if not name.endswith(PARTS) and STATE not in name}
-    names = {re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in index if STATE in name or name.endswith(".absmax")}
+    names = {
+        re.sub(r"\.(absmax|quant_state\.\w+)$", "", name) for name in index if STATE in name or name.endswith(".absmax")
+    }
     for name in sorted(names):
         if not name.endswith(".nested_absmax"):
             joined[name] = _join(index, name, published)
@@ -124,7 +126,9 @@ def _join(index: Mapping[str, TensorInfo], name: str, published: PublishedQuanti
 def read_state(info: TensorInfo, name: str) -> QuantState:
     """Read the quant_state of matrix `name` from its tensor. Raises ModelError for one that is damaged."""
     if info.type != "U8" or info.nbytes > LARGEST_STATE:
-        raise _misfit(info, name, f"has a quant_state that is {info.type} of {info.nbytes:,} bytes", code="bad-quant-state")
+        raise _misfit(
+            info, name, f"has a quant_state that is {info.type} of {info.nbytes:,} bytes", code="bad-quant-state"
+        )
     try:
         with open(info.file, "rb") as file:
             file.seek(info.offset)

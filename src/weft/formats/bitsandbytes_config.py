@@ -29,9 +29,7 @@ def parse_config(config: Fields) -> PublishedQuantization:
         return PublishedQuantization(method="bitsandbytes", bits=8, group=ROW, symmetric=True, wide="signed")
     wide: Wide = "nf4" if config.text_or("bnb_4bit_quant_type", None) == "nf4" else "fp4"
     nested = config.flag("bnb_4bit_use_double_quant")
-    return PublishedQuantization(
-        method="bitsandbytes", bits=4, group=BLOCK, symmetric=True, wide=wide, nested=nested
-    )
+    return PublishedQuantization(method="bitsandbytes", bits=4, group=BLOCK, symmetric=True, wide=wide, nested=nested)
 
 
 def _bits(config: Fields) -> int | None:

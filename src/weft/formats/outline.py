@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
-from pathlib import Path
 
 import msgspec
 
@@ -51,7 +50,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
     - `layer_bytes`: of each layer's weights; `other_bytes` those of all other tensors. Exact, but for `equal_layers`:
       only the sum is known, and is divided evenly.
-    - `params`: number of stored numbers of tensors that are not quantised into other types; None if nobody counted.
+    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if nobody counted.
     - `context`: tokens of the longest sequence; None if the config does not say.
     """
 

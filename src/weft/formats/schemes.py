@@ -96,9 +96,7 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # FP8 (E4M3, OCP 8-bit Floating Point Specification 1.0) with a scale for each row, or for so many columns of each row.
 # Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
 # matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
-FP8_SCHEMES = {
-    fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)
-}
+FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
 # bitsandbytes' tables of the values of 4 bits: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and its
 # own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
@@ -112,9 +110,9 @@ TABLES: dict[str, tuple[float, ...]] = {
     "fp4": (*(value / 12 for value in _TWELFTHS), *(-value / 12 for value in _TWELFTHS)),
 }
 # Numbers with scales of 32 bits, as bitsandbytes and compressed-tensors (int-quantized) publish them.
-WIDE_SCHEMES = {
-    wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS
-} | {wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS}
+WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS} | {
+    wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
+}
 WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
 # Architectures that are published with FP8 in blocks of 128 x 128, and are rounded to such groups too.
 FP8_IN_BLOCKS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")

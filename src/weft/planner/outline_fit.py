@@ -78,9 +78,7 @@ def usable_bytes(gpu: GpuSpec, utilization: float) -> int:
     return max(0, room if gpu.limit_bytes is None else min(room, gpu.limit_bytes - SET_ASIDE * (gpu.kind == "gpu")))
 
 
-def _fewest(
-    outline: Outline, gpus: Sequence[GpuSpec], kv: int, utilization: float
-) -> tuple[DeviceShare, ...]:
+def _fewest(outline: Outline, gpus: Sequence[GpuSpec], kv: int, utilization: float) -> tuple[DeviceShare, ...]:
     """Shares on as few devices as hold everything, the largest first; () if all together do not."""
     largest = sorted(range(len(gpus)), key=lambda at: -usable_bytes(gpus[at], utilization))
     for count in range(1, len(gpus) + 1):
