@@ -324,8 +324,12 @@ CASES = (
     Case("_multiply", "INT8, 64 tokens", multiply_work, partial(multiply, "INT8", 64)),
     Case("_multiply", "INT4_128, 1-16 tokens", multiply_work, partial(multiply, "INT4_128", 1)),
     Case("_multiply", "INT4_128, 64 tokens", multiply_work, partial(multiply, "INT4_128", 64)),
+    Case("_multiply", "FP8_128, 1-16 tokens", multiply_work, partial(multiply, "FP8_128", 1)),
+    Case("_multiply", "FP8_128, 64 tokens", multiply_work, partial(multiply, "FP8_128", 64)),
+    Case("_multiply", "FP8_ROW, 1-16 tokens", multiply_work, partial(multiply, "FP8_ROW", 1)),
     Case("_dequantise", "Q4_1", dequantise_work, partial(dequantise, "Q4_1")),
     Case("_dequantise", "INT8", dequantise_work, partial(dequantise, "INT8")),
+    Case("_dequantise", "FP8_128", dequantise_work, partial(dequantise, "FP8_128")),
     *(
         Case(
             "_multiply_experts",
@@ -333,7 +337,7 @@ CASES = (
             experts_work,
             partial(multiply_experts, scheme, tokens),
         )
-        for scheme in (None, "Q4_1", "INT8", "MXFP4")
+        for scheme in (None, "Q4_1", "INT8", "MXFP4", "FP8_128")
         for block, tokens in ((16, 256), (128, 2048))  # of 128 experts, of which a token chooses 8
     ),
     Case("_choose", "8 of 128", choose_work, choose_experts),

@@ -30,7 +30,7 @@ def native(dtype: torch.dtype) -> Kernels:
     return complete_kernels(create_attention(CPU, shape), CPU, shape)
 
 
-def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:
+def triton_kernels(processors: int = 1, device: torch.device = CPU, *, fp8_units: bool = False) -> Kernels:
     """The Triton kernels, as on a GPU with this number of multiprocessors."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
@@ -38,6 +38,6 @@ def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:
     return Kernels(
         attention=TritonAttention(processors),
         pointwise=TritonPointwise(),
-        matrices=TritonMatrices(processors),
+        matrices=TritonMatrices(processors, fp8_units=fp8_units),
         sampling=TritonSampling(device),
     )

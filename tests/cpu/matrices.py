@@ -18,7 +18,7 @@ from weft.weights.quantised import quantise
 CPU = torch.device("cpu")
 MXFP4 = "MXFP4"
 # Those that kernels tell apart, but for MXFP4; published ones with zero points of 4 bits, and with rows of one group.
-KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM")
+KINDS = (*SCHEMES, "INT4_128", "INT8_ROW_SYM", "FP8_128")
 
 
 def random(
@@ -61,7 +61,7 @@ def stacked(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     halvings = round(math.log2(parts[0].shape[1]) / 2)
 
     def small(numbers: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(numbers) / 2**halvings if numbers[0].dtype == torch.float16 else torch.stack(numbers)
+        return torch.stack(numbers) / 2**halvings if numbers[0].is_floating_point() else torch.stack(numbers)
 
     lowest = [part.lowest for part in parts if part.lowest is not None]
     scales = small([part.scales for part in parts])

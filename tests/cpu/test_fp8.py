@@ -10,15 +10,13 @@ import msgspec
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.cpu import fp8_checkpoints
-from tests.cpu.fp8_checkpoints import DEEPSEEK, RECIPES, Recipe
+from tests.cpu.fp8_checkpoints import RECIPES, Recipe
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_published import held
-from tests.refusals import refuses
 from weft import LLM, SamplingParams
-from weft.errors import ModelError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.plan import Plan
@@ -174,8 +172,6 @@ def mixture(request: pytest.FixtureRequest, folder: Path) -> tuple[Path, dict[st
     return path, written(path, RECIPES[request.param], **MIXTURE)
 
 
-
-
 def test_experts_are_computed_in_8_bits(mixture: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, truth = mixture
     want = reference(truth, **MIXTURE)
@@ -194,6 +190,92 @@ def test_attention_groups_share_experts(mixture: tuple[Path, dict[str, torch.Ten
     for cut in ({}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
         options: dict[str, Any] = {"quantization": "fp8", "dtype": "float32", "executor": "inline", **cut}
         with LLM(str(path), skip_tokenizer_init=True, kv_cache_memory_bytes=1 << 22, **options) as llm:
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+            outputs = llm.generate(
+                prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False
+            )
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+# --- made while loading ---
+
+
+def test_made_while_loading(tmp_path: Path) -> None:
+    """With a scale for each row, whoever has which columns of it."""
+    truth = written(tmp_path, Recipe({}, left=("proj",)))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    want = reference(truth)
+    found = []
+    for layout in ("whole", "tp 2:1"):
+        plan = plan_for(tmp_path, layout, quantization="fp8", dtype="float32")
+        assert set(plan.schemes.values()) == {"FP8_ROW"} and len(plan.schemes) == 14
+        for place in plan.places:
+            assert plan.weight_bytes(place.rank) > sum_by_kind(plan.shape, held_precision("fp8"), place).total
+        found.append(logits_of(plan, PROMPT))
+    assert 0.001 < off(found[0], want) < 0.05
+    assert off(found[1], found[0]) < 1e-4
+
+
+# --- what is refused ---
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "code", "values"),
+    [
+        ("blocks", {"_scale_inv": None}, "matrix-without-scales", [QUERY, QUERY + "_scale_inv"]),
+        ("tensor", {"_scale": None}, "matrix-without-scales", [QUERY, QUERY + "_scale"]),
+        (
+            "blocks",
+            {"_scale_inv": torch.ones(3, 3)},
+            "packed-part-of-other-dims",
+            [QUERY, [256, 320], "F32", [3, 3], [256, 1], [2, 3]],
+        ),
+        ("tensor", {"_scale": torch.ones(2)}, "packed-part-of-other-dims", [QUERY, [2], [1], [256, 1]]),
+        ("fbgemm", {"_scale": torch.ones(320, 1)}, "packed-part-of-other-dims", [QUERY, [320, 1], [256, 1]]),
+        ("fbgemm", {"_scale": torch.ones(256, 1).int()}, "packed-part-of-other-dims", [QUERY, "I32", "F32 or BF16"]),
+        ("tensor", {"": torch.ones(320, 320).to(torch.float8_e4m3fn)}, "tensor-of-other-dims", [QUERY, [320, 320]]),
+        ("tensor", {"": torch.ones(256, 320).to(torch.float8_e5m2)}, "tensor-type-not-read", [QUERY, "F8_E5M2"]),
+    ],
+)
+def test_matrices_that_are_misshapen(
+    tmp_path: Path, name: str, change: dict[str, torch.Tensor | None], code: str, values: list[object]
+) -> None:
+    written(tmp_path, RECIPES[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for suffix, value in change.items():
+        if value is None:
+            del tensors[QUERY + suffix]
+        else:
+            tensors[QUERY + suffix] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    with refuses(ModelError, code, tmp_path / "model.safetensors", *values):
+        resolve(str(tmp_path))
+
+
+def test_a_weight_that_is_no_number(tmp_path: Path) -> None:
+    written(tmp_path, RECIPES["tensor"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[QUERY].view(torch.uint8)[7, 9] = 255
+    save_file(tensors, tmp_path / "model.safetensors")
+    plan = plan_for(tmp_path, "tp2")
+    with refuses(ModelError, "weight-not-a-number", tmp_path / "model.safetensors", QUERY):
+        for place in plan.places:
+            load_weights(plan, place, allocate_parameters(plan, place, CPU))
+
+
+def test_numbers_without_a_config(tmp_path: Path) -> None:
+    written(tmp_path, RECIPES["tensor"])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with refuses(ModelError, "tensor-type-not-read", "q_proj.weight", "F8_E4M3"):
+        resolve(str(tmp_path))
+
+
+def test_a_cut_off_the_grid_names_the_sizes_that_work(tmp_path: Path) -> None:
+    """Heads of 16: three ranks would have 48, 48 and 32 columns of o_proj."""
+    narrow = {"head_dim": 16, "num_key_value_heads": 8}
+    written(tmp_path, Recipe(DEEPSEEK), **narrow)
+    with refuses(PlanError, "quantised-columns-off-grid", "o_proj.weight", "32", "--tensor-parallel-size 1, 2 or 4"):
+        plan_for(tmp_path, "tp3")

@@ -37,6 +37,8 @@ CONFIG = {
     "torch_dtype": "float16",
 }
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+FLOAT = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+WHOLE, PACKED = {"num_bits": 8}, {"format": "pack-quantized"}
 
 
 def compressed(weights: dict[str, Any] | None = None, group: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -172,7 +174,29 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq in the format marlin"),
         ({"quant_method": "awq", "bits": 8}, "awq in 8 bits"),
         ({"quant_method": "awq", "version": "gemv"}, "awq in the format gemv"),
-        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in the number format e5m2"),
+        ({"quant_method": "fp8", "activation_scheme": "block"}, "fp8 with activation_scheme block"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "fp8 in FP8 blocks of 128 x 100"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, "fp8 in FP8 blocks of 128"),
+        ({"quant_method": "fp8", "weight_block_size": [True, 128, 1]}, "blocks of [True, 128, 1]"),
+        (compressed(FLOAT), "compressed-tensors in the format pack-quantized"),
+        (compressed(FLOAT | {"strategy": "attn_head"}, format="float-quantized"), "a scale for each attn_head"),
+        (
+            compressed(FLOAT | {"strategy": "block", "block_structure": [128, 8]}, format="float-quantized"),
+            "blocks of 128 x 8",
+        ),
+        (
+            compressed(FLOAT, {"input_activations": {"num_bits": 8, "type": "int"}}, format="float-quantized"),
+            "activations in 8 bits (int)",
+        ),
+        (
+            compressed(
+                format="float-quantized",
+                config_groups={"a": {"weights": WEIGHTS | FLOAT}, "b": {"weights": WEIGHTS | WHOLE, **PACKED}},
+            ),
+            "whole and in floating-point numbers",
+        ),
         ({"bits": 4}, "an unknown method"),
         (compressed(format="float-quantized"), "compressed-tensors in the format float-quantized"),
         (compressed(group={"format": "nvfp4-pack-quantized"}), "the format nvfp4-pack-quantized"),

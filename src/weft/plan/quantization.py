@@ -24,7 +24,9 @@ from weft.formats.schemes import (
     scheme_for_parameter,
     scheme_for_types,
 )
+from weft.formatting import join_commas
 from weft.plan.backends import kernel_family
+from weft.plan.places import column_unit, cut_places
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
@@ -37,6 +39,9 @@ QUANTISED_DTYPES: dict[str, tuple[DType, ...]] = {
     "cpu": ("bfloat16", "float32"),
     "triton": ("bfloat16", "float16", "float32"),
 }
+
+
+MOST_SIZES = 16  # sizes of tensor parallel that an error tries out
 
 
 class Matrix(NamedTuple):
@@ -212,7 +217,8 @@ def check_cuts(shape: ModelShape, places: Sequence[Place], schemes: Mapping[str,
             continue
         uneven = _off_grid_cut(shape, places, matrix.parameter)
         if uneven is not None:
-            raise _cut_error(*uneven, name, schemes[name], "--quantization none")
+            quantised = [other.parameter for other in _matrices(shape) if other.sources[0] in schemes]
+            raise _cut_error(shape, quantised, *uneven, name, schemes[name], "--quantization none")
 
 
 def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: str) -> None:
@@ -220,11 +226,16 @@ def check_planned_cuts(shape: ModelShape, places: Sequence[Place], precision: st
     held = held_precision(precision)
     if held == precision:
         return
+
+    def is_quantised(parameter: Parameter, layer: int) -> bool:
+        return part_format(shape, held, parameter, parameter.parts[0], layer).bits < BF16.bits
+
     for parameter, layer in model_parameters(shape):
-        part, uneven = parameter.parts[0], _off_grid_cut(shape, places, parameter)
-        if uneven is not None and part_format(shape, held, parameter, part, layer or 0).bits < BF16.bits:
-            name = part.source.format(layer=layer, expert=0)
-            raise _cut_error(*uneven, name, precision, "--precision bf16")
+        uneven = _off_grid_cut(shape, places, parameter)
+        if uneven is not None and is_quantised(parameter, layer or 0):
+            name = parameter.parts[0].source.format(layer=layer, expert=0)
+            quantised = [other for other, number in model_parameters(shape) if is_quantised(other, number or 0)]
+            raise _cut_error(shape, quantised, *uneven, name, precision, "--precision bf16")
 
 
 def _off_grid_cut(shape: ModelShape, places: Sequence[Place], parameter: Parameter) -> tuple[Place, Span] | None:
@@ -239,13 +250,26 @@ def _off_grid_cut(shape: ModelShape, places: Sequence[Place], parameter: Paramet
     return None
 
 
-def _cut_error(place: Place, cols: Span, name: str, held: str, otherwise: str) -> PlanError:
+def _cut_error(
+    shape: ModelShape, quantised: Sequence[Parameter], place: Place, cols: Span, name: str, held: str, otherwise: str
+) -> PlanError:
+    sizes = _working_sizes(shape, quantised)
     return PlanError(
         f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
-        f"cut in multiples of {UNIT}; use another --tensor-parallel-size or --tensor-split, pipeline parallel, or "
-        f"{otherwise}",
+        f"cut in multiples of {UNIT}; use --tensor-parallel-size {join_commas(sizes)}, another --tensor-split, "
+        f"pipeline parallel, or {otherwise}",
         code="quantised-columns-off-grid",
     )
+
+
+def _working_sizes(shape: ModelShape, quantised: Sequence[Parameter]) -> list[int]:
+    """Sizes of an even tensor parallel that cut all of these matrices in whole units."""
+    unit, sizes = column_unit(shape, shape.published.precision if shape.published else "bf16"), []
+    for size in range(1, min(shape.q_heads, MOST_SIZES) + 1):
+        places = cut_places(shape, [1.0] * size, [len(shape.layers)], ffn_unit=unit)
+        if all(_off_grid_cut(shape, places, parameter) is None for parameter in dict.fromkeys(quantised)):
+            sizes.append(size)
+    return sizes
 
 
 def _check_method(quantization: str, shape: ModelShape) -> None:

@@ -11,6 +11,7 @@ from weft.formats.gguf_types import MIXES
 from weft.formats.precision import held_precision, own_quantization, scale_columns, sum_by_kind, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import format_bytes
+from weft.hardware.gpus import FP8_CAPABILITY
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, against_fused_experts
 from weft.plan.memory import CPU_KV_BYTES, CPU_KV_SHARE
 from weft.planner.note import Note, create_note
@@ -33,7 +34,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_speculation(question, best),
     ]
     if best:
-        listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best)]
+        listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best), *_fp8_units(question, best)]
     listed += [*question.remarks, *_max_memory(question)]
     if best:
         listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
@@ -136,6 +137,16 @@ def _unpacked_gguf(question: Question, best: Candidate) -> Iterator[Note]:
     stored, held = weight_bytes(shape, precision), sum_by_kind(shape, held_precision(precision), whole(shape)).total
     if held > UNPACKED * stored:
         yield create_note("gguf_unpacked", precision=precision, file_bytes=stored, held_bytes=held)
+
+
+def _fp8_units(question: Question, best: Candidate) -> Iterator[Note]:
+    """Our own engine multiplies FP8 weights on every GPU, but in 16 bits on one without FP8 units."""
+    if question.engine != "weft" or best.layout.precision != "fp8" or question.cluster.on_cpu:
+        return
+    gpus = (question.cluster.gpus[number] for number in best.layout.gpus)
+    older = next((gpu for gpu in gpus if gpu.kind == "gpu" and gpu.capability < FP8_CAPABILITY), None)
+    if older:
+        yield create_note("no_fp8_units", gpu=older.name, capability=older.capability, needed=FP8_CAPABILITY)
 
 
 def _padding(question: Question, best: Candidate) -> Iterator[Note]:

@@ -20,7 +20,7 @@ EVEN = ("vllm", "trtllm", "sglang")  # engines that cut heads evenly
 LAYERS_ONLY = ("llama.cpp", "transformers")  # engines without tensor parallelism
 SHARING = ("weft", "transformers")  # engines that run several stages on one GPU
 # Precisions that Weft computes with: dtypes, and few bits (formats.schemes), as it does with GGUF's mixes.
-WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4")
+WHOLE, KEPT = tuple(OF_DTYPE.values()), ("int8", "int4", "fp8")
 # bfloat16, and precisions that kernels unpack to it.
 NEED_BF16 = ("bf16", "fp8", "mxfp4", "nvfp4")
 NO_GGUF = ("trtllm", "transformers")
@@ -54,8 +54,8 @@ def _engine_on_cpu(question: Question, layout: CandidateLayout) -> Note | None:
 
 def _bf16_on_gpu(question: Question, layout: CandidateLayout) -> Note | None:
     precision = layout.cut.precision
-    if precision not in NEED_BF16:
-        return None
+    if precision not in NEED_BF16 or (precision == "fp8" and question.engine == "weft"):
+        return None  # our own engine's kernels compute with FP8 weights in float16 too
     for gpu in (device.gpu for device in layout.devices):
         if gpu.kind == "gpu" and gpu.capability < BF16_CAPABILITY:
             return create_note(

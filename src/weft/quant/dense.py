@@ -59,7 +59,12 @@ def create_product(
     weights are dequantised once."""
     weight = dense_weight(weight)
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return (PackedProduct if packable and torch.backends.mkldnn.is_available() else DenseProduct)(weight, bias)
+    return (PackedProduct if packable and _packs_bf16() else DenseProduct)(weight, bias)
+
+
+def _packs_bf16() -> bool:
+    """Return True if oneDNN packs bf16 weights on this CPU, which takes AVX-512."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def dense_weight(weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:

@@ -38,11 +38,12 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
 
 def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in Triton."""
+    from weft.kernels.triton.fp8 import has_fp8_units
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
 
     return Kernels(
         attention=attention,
         pointwise=TritonPointwise(),
-        matrices=TritonMatrices(multiprocessor_count(device)),
+        matrices=TritonMatrices(multiprocessor_count(device), fp8_units=has_fp8_units(device)),
         sampling=TritonSampling(device),
     )

@@ -19,6 +19,7 @@ from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate,
 from weft.kernels.staged import StagedStep
 from weft.kernels.triton import pointwise, reduce, sampling
 from weft.kernels.triton.experts import TritonExperts, pack_stack
+from weft.kernels.triton.fp8 import ScaledMatrix, takes_scaled_product
 from weft.kernels.triton.products import QuantisedMatrix, create_quantised_matrix
 from weft.kernels.triton.routing import choose_experts
 from weft.kernels.triton.staged import fill_batch
@@ -66,14 +67,15 @@ class TritonPointwise:
 class TritonMatrices(HeldMatrices):
     """The Triton implementation of `Matrices` for quantised weights and experts; torch multiplies with the others.
 
-    Work is spread over `processors`, the number of the device's multiprocessors.
+    Work is spread over `processors`, the number of the device's multiprocessors. With `fp8_units` the device multiplies
+    FP8 matrices.
     """
 
     multiplies_quantised = True
 
-    def __init__(self, processors: int) -> None:
+    def __init__(self, processors: int, *, fp8_units: bool = False) -> None:
         super().__init__()
-        self._processors = processors
+        self._processors, self._fp8_units = processors, fp8_units
         # One product of each kind: others launch the same kernels.
         self._quantised: dict[Hashable, QuantisedMatrix] = {}
         self._experts: dict[Hashable, TritonExperts] = {}
@@ -89,7 +91,9 @@ class TritonMatrices(HeldMatrices):
         return self._hold(name, DenseEmbedding(weight))
 
     def _quantised_matrix(self, weight: QuantisedWeight, bias: torch.Tensor | None) -> QuantisedMatrix:
-        matrix = create_quantised_matrix(weight, bias, self._processors)
+        scaled = self._fp8_units and takes_scaled_product(weight.scheme, *weight.shape, weight.dtype)
+        product = ScaledMatrix if scaled else QuantisedMatrix
+        matrix = create_quantised_matrix(weight, bias, self._processors, product)
         self._quantised.setdefault(matrix.kind, matrix)
         return matrix
 

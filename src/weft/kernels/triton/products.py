@@ -233,10 +233,15 @@ class QuantisedMatrix:
         )
 
 
-def create_quantised_matrix(weight: QuantisedWeight, bias: torch.Tensor | None, processors: int) -> QuantisedMatrix:
-    """Prepare a quantised weight [rows, cols] for the kernels."""
+def create_quantised_matrix(
+    weight: QuantisedWeight,
+    bias: torch.Tensor | None,
+    processors: int,
+    product: type[QuantisedMatrix] = QuantisedMatrix,
+) -> QuantisedMatrix:
+    """Prepare a quantised weight [rows, cols] for the kernels, to be multiplied by a class of `product`."""
     packed = pack_weight(weight)
     tiles = triton.cdiv(packed.rows, min(rows for rows, _, _ in TILES.values()))
     tiles *= triton.cdiv(MANY, MOST[packed.dtype.itemsize])
     through = torch.zeros(tiles, dtype=torch.int32, device=packed.words.device)
-    return QuantisedMatrix(weight=packed, bias=bias, through=through, processors=processors)
+    return product(weight=packed, bias=bias, through=through, processors=processors)
