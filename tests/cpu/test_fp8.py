@@ -10,13 +10,15 @@ import msgspec
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.cpu import fp8_checkpoints
-from tests.cpu.fp8_checkpoints import RECIPES, Recipe
+from tests.cpu.fp8_checkpoints import DEEPSEEK, RECIPES, Recipe
 from tests.cpu.layouts import LAYOUTS, logits_of, plan_for
 from tests.cpu.test_published import held
+from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.errors import ModelError, PlanError
 from weft.formats.checkpoint import resolve
 from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.plan import Plan
@@ -210,10 +212,11 @@ def test_made_while_loading(tmp_path: Path) -> None:
     for layout in ("whole", "tp 2:1"):
         plan = plan_for(tmp_path, layout, quantization="fp8", dtype="float32")
         assert set(plan.schemes.values()) == {"FP8_ROW"} and len(plan.schemes) == 14
-        for place in plan.places:
-            assert plan.weight_bytes(place.rank) > sum_by_kind(plan.shape, held_precision("fp8"), place).total
         found.append(logits_of(plan, PROMPT))
-    assert 0.001 < off(found[0], want) < 0.05
+        narrow = plan_for(tmp_path, layout, quantization="fp8")
+        for place in narrow.places:
+            assert narrow.weight_bytes(place.rank) == sum_by_kind(plan.shape, held_precision("fp8"), place).total
+    assert 0.01 < off(found[0], want) < 0.1
     assert off(found[1], found[0]) < 1e-4
 
 
@@ -277,5 +280,5 @@ def test_a_cut_off_the_grid_names_the_sizes_that_work(tmp_path: Path) -> None:
     """Heads of 16: three ranks would have 48, 48 and 32 columns of o_proj."""
     narrow = {"head_dim": 16, "num_key_value_heads": 8}
     written(tmp_path, Recipe(DEEPSEEK), **narrow)
-    with refuses(PlanError, "quantised-columns-off-grid", "o_proj.weight", "32", "--tensor-parallel-size 1, 2 or 4"):
+    with refuses(PlanError, "quantised-columns-off-grid", "o_proj.weight", "32", "--tensor-parallel-size 1,2,4"):
         plan_for(tmp_path, "tp3")

@@ -1,4 +1,4 @@
-"""bitsandbytes' and int-quantized checkpoints: held number by number in every layout, computed as what they stand for."""
+"""bitsandbytes' and int-quantized checkpoints: held in every layout, and computed with as what they stand for."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.pure.machines import H100, NOTHING, checkpoint, host, rig
 from tests.pure.shapes import SMOLLM2, with_attention
 from tests.refusals import has_values, refuses
 from weft.architectures.parameters import model_parameters
-from weft.architectures.place import Span
+from weft.architectures.place import Span, whole
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError

@@ -1,4 +1,4 @@
-"""weft plan MODEL for a checkpoint whose architecture Weft does not know: whether it fits, apart from whether it runs."""
+"""weft plan MODEL for a checkpoint of an unknown architecture: whether it fits, apart from whether it runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FP8 matrices in safetensors files: a tensor of 8-bit floating-point numbers (E4M3), and a tensor of scales beside it.
 
-The scales of NAME are NAME_scale_inv (DeepSeek, Qwen) or NAME_scale (fbgemm, compressed-tensors, vLLM), and the numbers
-are multiplied by them in both. Their dims say what shares a scale: one number for the whole matrix, [rows] or [rows, 1],
+The scales of NAME are NAME_scale_inv (DeepSeek, Qwen) or NAME_scale (fbgemm, compressed-tensors, vLLM); both multiply
+the numbers. Their dims say what shares a scale: one number for the whole matrix, [rows] or [rows, 1],
 or [blocks of rows, blocks of columns]. A stack of matrices [experts, rows, cols] has one more dim in both. Sources:
 Transformers, integrations/finegrained_fp8 and integrations/fbgemm_fp8; compressed-tensors, compressors.
 `input_scale` (static activations) is left unread: see `formats.fp8_config`.

@@ -1,6 +1,6 @@
 """FP8 in a quantization_config: 8-bit floating-point weights (E4M3), with a scale per tensor, row, or block.
 
-Fields: Transformers' FineGrainedFP8Config (`fp8`, with `weight_block_size` as DeepSeek and Qwen publish it), vLLM's `fp8`
+Fields: Transformers' FineGrainedFP8Config (`fp8`, `weight_block_size` as DeepSeek and Qwen publish it), vLLM's `fp8`
 without blocks (one scale per tensor), FbgemmFp8Config (`fbgemm_fp8`, one scale per row), and compressed-tensors'
 `float-quantized`. Activations are described too: `activation_scheme`, `input_activations`. They are not rounded to the
 published scales: a CPU multiplies them as they are, and a GPU's own FP8 product rounds each token to its own scale.
@@ -41,7 +41,8 @@ def parse_config(config: Fields) -> PublishedQuantization:
     method = METHODS[config.text_or("quant_method", None) or ""]
     if method == "fbgemm_fp8":
         return _published(method, 1, ROW)
-    return _published(method, *(config.values.get("weight_block_size") or (ROW, ROW)))
+    rows, columns = config.values.get("weight_block_size") or (ROW, ROW)
+    return _published(method, rows, columns)
 
 
 def is_floating(weights: Fields) -> bool:

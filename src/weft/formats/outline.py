@@ -50,7 +50,8 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
     - `layer_bytes`: of each layer's weights; `other_bytes` those of all other tensors. Exact, but for `equal_layers`:
       only the sum is known, and is divided evenly.
-    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if nobody counted.
+    - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if
+      nobody counted.
     - `context`: tokens of the longest sequence; None if the config does not say.
     """
 
@@ -124,7 +125,8 @@ def _from_hub(name: str, revision: str | None, token: str | None, patience: floa
     fields, stored = _text_fields(description.config), description.stored_bytes
     if stored is None:
         raise ModelError(
-            f"{description.config.where}: no headers of safetensors files, from which weights are summed; {hub.WAYS_OUT}",
+            f"{description.config.where}: no headers of safetensors files, from which weights are summed; "
+            f"{hub.WAYS_OUT}",
             code="no-safetensors-headers",
         )
     names, layers = description.config.values.get("architectures"), _layer_count(fields)

@@ -1,7 +1,8 @@
 """quantization_config: how GPTQ, AWQ, compressed-tensors, MXFP4 and FP8 describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
-writes them into `quantization_config`. `formats.packed` reads the tensors themselves; `formats.fp8_config` knows the fields of FP8.
+writes them into `quantization_config`. `formats.packed` reads the tensors themselves. `fp8_config`, `signed_config` and
+`bitsandbytes_config` know the fields of these methods.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ ORDERS = ("group", "dynamic", True)  # compressed-tensors' values of `actorder` 
 PACKINGS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 READ = (
     "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, MXFP4, FP8 (fp8, "
-    "fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes (nf4, fp4, int8) and compressed-tensors int-quantized"
+    "fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes (nf4, fp4, int8) and compressed-tensors "
+    "int-quantized"
 )
 
 

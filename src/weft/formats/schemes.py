@@ -97,8 +97,8 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
 # matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
 FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
-# bitsandbytes' tables of the values of 4 bits: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and its
-# own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
+# bitsandbytes' tables of the values of 4 bits: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
+# its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
 _TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (

@@ -110,11 +110,8 @@ def load_weights(
         # 2^(byte - 127 + 14).
         scale = ((_byte(scales, at, inside) + 14) << 23).to(tl.float32, bitcast=True)
         offset = scale
-    elif LOWEST == "fp8":
-        scale = tl.load(scales + at, inside, other=0.0) * 256
-        offset = scale
-    elif LOWEST == "nf4" or LOWEST == "fp4":
-        scale = tl.load(scales + at, inside, other=0.0)
+    elif LOWEST == "fp8" or LOWEST == "nf4" or LOWEST == "fp4":
+        scale = tl.load(scales + at, inside, other=0.0) * (256 if LOWEST == "fp8" else 1)
         offset = scale
     elif LOWEST == "nested":
         scale, offset = _nested_numbers(scales, lowest, at, part + lacking, inside)
@@ -177,9 +174,8 @@ class PackedWeight:
 
     `words` [rows, cols * bits / 32] int32 are a quantised weight's numbers; those of 4 bits are in the order of their
     columns (`nibbles_in_order`), as x has them. Without a `scheme` they are the weight itself. `scales` and `lowest`
-    are those of `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a scheme
-    that has one. They are unused (any tensor) if the scheme has
-    none. The first group lacks `lacking` units. `dtype` is that of activations.
+    are those of `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a
+    scheme that has one. They are unused (any tensor) if the scheme has none. The first group lacks `lacking` units. `dtype` is that of activations.
     """
 
     words: torch.Tensor
