@@ -174,7 +174,7 @@ def test_groups_of_an_mlp_are_not_cut() -> None:
         ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "gptq in the format marlin"),
         ({"quant_method": "awq", "bits": 8}, "awq in 8 bits"),
         ({"quant_method": "awq", "version": "gemv"}, "awq in the format gemv"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in the number format e5m2"),
         ({"quant_method": "fp8", "activation_scheme": "block"}, "fp8 with activation_scheme block"),
         ({"quant_method": "fp8", "weight_block_size": [128, 100]}, "fp8 in FP8 blocks of 128 x 100"),

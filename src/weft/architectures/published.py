@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import gcd
 from typing import Literal
 
 import msgspec
 
-Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4", "fp8", "fbgemm_fp8"]
+Wide = Literal["", "nf4", "fp4", "signed"]  # see `PublishedQuantization.wide`
+Method = Literal["gptq", "awq", "compressed-tensors", "mxfp4", "fp8", "fbgemm_fp8", "bitsandbytes"]
 
 ROW = 1 << 20  # columns: a group longer than any row, so that each row is one group
 ORDERED = "_ORDERED"  # suffix of a scheme in which each column names its group; no kernel multiplies with these
@@ -23,6 +25,9 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     - `zero_offset`: added to each stored zero point.
     - `floating`: numbers are FP8 (E4M3), of `bits` 8.
     - `rows`: rows that share a scale, if numbers are FP8; ROW for one scale per matrix.
+    - `wide`: numbers have scales of 32 bits: indices of a table of 16 values (`schemes.TABLES`), or "signed" ones of 8
+      bits; "" for all others.
+    - `nested`: scales are themselves rounded to 8 bits (bitsandbytes' double quantisation).
     - `exceptions`: (tensor name, scheme) of tensors that are stored otherwise; "" for one that is not quantised.
     """
 
@@ -34,6 +39,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
     zero_offset: int = 0
     floating: bool = False
     rows: int = 1
+    wide: Wide = ""
+    nested: bool = False
     exceptions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -43,6 +50,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
             return "MXFP4"
         if self.floating:
             return fp8_scheme_name(self.group)
+        if self.wide:
+            return wide_scheme_name(self.wide, self.group)
         return scheme_name(self.bits, self.group, self.symmetric) + ORDERED * self.ordered
 
     @property
@@ -66,6 +75,17 @@ def scheme_name(bits: int, group: int, symmetric: bool) -> str:
 def fp8_scheme_name(group: int) -> str:
     """Name of the scheme of FP8 numbers of which `group` columns share a scale, as in "FP8_128" or "FP8_ROW"."""
     return f"FP8_{'ROW' if group == ROW else group}"
+
+
+def wide_scheme_name(wide: Wide, group: int) -> str:
+    """Name of the scheme of numbers with scales of 32 bits, as in "NF4_64" or "SIGNED8_ROW"."""
+    return f"{'SIGNED8' if wide == 'signed' else wide.upper()}_{'ROW' if group == ROW else group}"
+
+
+def held_group(group: int, cols: int) -> int:
+    """Columns that share a scale, in rows of `cols` columns, if `group` numbers do that lie one after the other, row by
+    row: as many as divide both."""
+    return group if group == ROW else gcd(group, cols)
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from weft.architectures.kv import number_bytes
 from weft.architectures.model import Model
 from weft.cli import emit, layout_flags, plan_flags, plan_outputs
 from weft.cli.parser import UsageError
-from weft.errors import ConfigError
+from weft.errors import ConfigError, ModelError
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -54,7 +54,14 @@ def main(arguments: Namespace) -> int:
     if hasattr(arguments, "emit"):
         return emit.main(arguments)
     plan_outputs.check_outputs(arguments)
-    model = find_model(arguments)
+    try:
+        model = find_model(arguments)
+    except ModelError as error:
+        from weft.cli import plan_outline
+
+        if error.code != plan_outline.UNKNOWN or promised:
+            raise
+        return plan_outline.main(arguments, planned_cluster(vars(arguments)), error)
     if promised:
         from weft.cli import plan_promise
 

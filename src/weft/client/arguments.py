@@ -27,8 +27,6 @@ FIELDS = {name: name for name in OPTIONS if name != "model"} | {
 OTHER_NAMES = {
     "context_length": "max_model_len",
     "ctx_size": "max_model_len",
-    "load_in_4bit": "quantization",
-    "load_in_8bit": "quantization",
     "max_seq_len": "max_model_len",
     "n_ctx": "max_model_len",
     "num_ctx": "max_model_len",
@@ -38,6 +36,9 @@ OTHER_NAMES = {
     "torch_dtype": "dtype",
     "tp": "tensor_parallel_size",
 }
+
+# Transformers' keywords for weights that are rounded as they are read, and the `quantization` that does so.
+LOAD_IN = {"load_in_8bit": "int8", "load_in_4bit": "int4"}
 
 # Keywords of vLLM's LLM that ask for what Weft does anyway, or that cannot matter here: not worth a warning.
 SILENT = (
@@ -57,7 +58,7 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
     Weft ignores.
     """
     given: dict[str, Any] = {}
-    for name, value in keywords.items():
+    for name, value in _with_quantization(keywords).items():
         if name in FIELDS:
             given[FIELDS[name]] = value
         elif name not in SILENT:
@@ -73,6 +74,25 @@ def engine_config(model: str | os.PathLike[str], keywords: Mapping[str, Any]) ->
         raise ConfigError(f"{error}".replace("`$.", "`"), code="invalid-argument") from None
     check_config(config)
     return config
+
+
+def _with_quantization(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace `load_in_8bit` and `load_in_4bit` by the `quantization` that they stand for.
+
+    Raises ConfigError for both at once, and for another quantization beside one of them.
+    """
+    for name in LOAD_IN:
+        if not isinstance(keywords.get(name), bool | None):
+            raise ConfigError(f"{name} is {keywords[name]!r}; it must be True or False", code="invalid-argument")
+    wanted = [name for name in LOAD_IN if keywords.get(name)]
+    others = {name: value for name, value in keywords.items() if name not in LOAD_IN}
+    if not wanted:
+        return others
+    own = others.get("quantization")
+    if len(wanted) > 1 or own not in (None, "auto", LOAD_IN[wanted[0]]):
+        second = wanted[1] if len(wanted) > 1 else f"quantization={own!r}"
+        raise ConfigError(f"{wanted[0]} and {second} ask for different weights; give one", code="two-quantizations")
+    return others | {"quantization": LOAD_IN[wanted[0]]}
 
 
 def _converted(name: str, value: Any) -> Any:

@@ -12,10 +12,12 @@ import msgspec
 
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Part, model_parameters
+from weft.architectures.published import PublishedQuantization
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
 from weft.formats import (
+    bitsandbytes,
     config_json,
     demo,
     fp8,
@@ -27,6 +29,7 @@ from weft.formats import (
     packed,
     safetensors,
     sharded,
+    signed,
     stacks,
 )
 from weft.formats.tensor import ENCODINGS, TensorInfo
@@ -151,12 +154,20 @@ def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[s
     for pattern, name in find_architecture(shape.architecture).renamed:
         index = {re.sub(pattern, name, own): info for own, info in index.items()}
     if shape.published is not None:
-        join = fp8.join_fp8 if shape.published.floating else packed.join_packed
-        index = join(index, shape.published)
+        index = _join_matrices(index, shape.published)
     names = find_architecture(shape.architecture).names
     if names.transposed:
         index = _turn_matrices(index, shape)
     return stacks.unstack(index, shape, dict(expected_tensors(shape))) if names.stacks else index
+
+
+def _join_matrices(index: dict[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:
+    """Join the tensors of each quantised matrix into one."""
+    if published.floating:
+        return fp8.join_fp8(index, published)
+    if published.wide == "signed":
+        return signed.join_signed(index, published)
+    return (bitsandbytes.join_tables if published.wide else packed.join_packed)(index, published)
 
 
 def _turn_matrices(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:

@@ -94,6 +94,7 @@ def _from_directory(model: str, folder: Path) -> Model:
 def _from_gguf(model: str, path: Path) -> Model:
     """The model as a GGUF file's header describes it."""
     header = gguf.read_gguf(path)
+    shape = gguf_shape.shape_from_gguf(header, run=False)
     kind = header.metadata.get("general.file_type")
     precision = FILE_TYPES.get(kind) if isinstance(kind, int) else None
     if precision is None:
@@ -102,7 +103,7 @@ def _from_gguf(model: str, path: Path) -> Model:
             code="unknown-gguf-file-type",
         )
     stored = sum(info.nbytes for info in header.tensors.values())
-    return _model(model, gguf_shape.shape_from_gguf(header, run=False), precision, str(path), stored)
+    return _model(model, shape, precision, str(path), stored)
 
 
 def _model(name: str, shape: ModelShape, precision: str, source: str, stored: int | None) -> Model:

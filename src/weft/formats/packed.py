@@ -24,8 +24,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Parameter, model_parameters
-from weft.architectures.published import ORDERED, ROW, Method, PublishedQuantization, scheme_name
+from weft.architectures.published import (
+    ORDERED,
+    ROW,
+    Method,
+    PublishedQuantization,
+    held_group,
+    scheme_name,
+    wide_scheme_name,
+)
 from weft.architectures.shape import ModelShape
 from weft.errors import ModelError, error_reason
 from weft.formats.fields import Fields
@@ -166,8 +175,16 @@ def with_config_types(shape: ModelShape, config: Fields) -> ModelShape:
     schemes = {}
     for name, parameter in matrices(shape):
         quantised = parameter.role in QUANTISABLE and is_quantised(name.removesuffix(".weight"))
-        schemes[name] = published.scheme if quantised else ""
+        schemes[name] = _scheme_in_config(shape, published, parameter) if quantised else ""
     return _with_exceptions(msgspec.structs.replace(shape, published=published), schemes)
+
+
+def _scheme_in_config(shape: ModelShape, published: PublishedQuantization, parameter: Parameter) -> str:
+    """Scheme of a quantised matrix; bitsandbytes' blocks run along the whole matrix, whose columns may cut them."""
+    cols = parameter.parts[0].cols
+    if not published.wide or cols is None:
+        return published.scheme
+    return wide_scheme_name(published.wide, held_group(published.group, axis_length(shape, cols)))
 
 
 def _with_exceptions(shape: ModelShape, schemes: Mapping[str, str]) -> ModelShape:

@@ -26,7 +26,7 @@ from weft.architectures.published import ORDERED, ROW, PublishedQuantization
 from weft.architectures.shape import DType, LayerSpec, ModelShape
 from weft.errors import ConfigError
 from weft.formats import gguf_types
-from weft.formats.schemes import ALL_SCHEMES, FP8_IN_BLOCKS, UNIT, scheme_for_parameter
+from weft.formats.schemes import ALL_SCHEMES, FP8_IN_BLOCKS, UNIT, WIDE_SCHEMES, Scheme, scheme_for_parameter
 
 
 class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,8 +191,20 @@ def _published_format(published: PublishedQuantization, parameter: Parameter, pa
         return NumberFormat(bits=8, block_rows=rows, block_cols=scheme.group, block_bytes=4)
     if scheme.lowest == "mxfp4":
         return MXFP4
+    if name in WIDE_SCHEMES:
+        return _wide_format(published, scheme)
     zero = 0 if scheme.lowest == "middle" else scheme.bits / 8
     return NumberFormat(bits=scheme.bits, block_cols=scheme.group, block_bytes=2 + zero)
+
+
+def _wide_format(published: PublishedQuantization, scheme: Scheme) -> NumberFormat:
+    """Format in the file of numbers with scales of 32 bits. Double quantisation leaves a byte of each scale, and one of
+    32 bits for 256 of them."""
+    return NumberFormat(
+        bits=scheme.bits,
+        block_cols=published.group if scheme.group < ROW else ROW,
+        block_bytes=1 + 4 / 256 if published.nested else 4,
+    )
 
 
 def scale_columns(shape: ModelShape, precision: str) -> int:

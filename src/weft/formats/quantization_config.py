@@ -1,7 +1,8 @@
 """quantization_config: how GPTQ, AWQ, compressed-tensors, MXFP4 and FP8 describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
-writes them into `quantization_config`; those of FP8 are in `formats.fp8_config`. `formats.packed` reads the tensors themselves.
+writes them into `quantization_config`. `formats.packed` reads the tensors themselves. `fp8_config`, `signed_config` and
+`bitsandbytes_config` know the fields of these methods.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from weft.architectures.published import ROW, PublishedQuantization
 from weft.errors import ModelError
-from weft.formats import fp8_config
+from weft.formats import bitsandbytes_config, fp8_config, signed_config
 from weft.formats.fields import Fields
 
 BITS = (4, 8)
@@ -22,8 +23,9 @@ ORDERS = ("group", "dynamic", True)  # compressed-tensors' values of `actorder` 
 # The packings of each method that Weft reads.
 PACKINGS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 READ = (
-    "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, MXFP4, and FP8 (fp8, "
-    "fbgemm_fp8, compressed-tensors float-quantized)"
+    "it reads GPTQ, AWQ (gemm) and compressed-tensors (pack-quantized) of 4 or 8 bits, MXFP4, FP8 (fp8, "
+    "fbgemm_fp8, compressed-tensors float-quantized), bitsandbytes (nf4, fp4, int8) and compressed-tensors "
+    "int-quantized"
 )
 
 
@@ -36,6 +38,8 @@ def unsupported_quantization(config: Fields) -> str | None:
         return None
     if method in fp8_config.METHODS:
         return fp8_config.unsupported_feature(config)
+    if method == bitsandbytes_config.METHOD:
+        return bitsandbytes_config.unsupported_feature(config)
     packings = PACKINGS.get(method or "")
     if packings is None:
         return method or "an unknown method (there is no quant_method)"
@@ -54,10 +58,14 @@ def parse_quantization(config: Fields) -> PublishedQuantization:
         return PublishedQuantization(method="mxfp4", bits=4, group=32, symmetric=True)
     if method in fp8_config.METHODS:
         return fp8_config.parse_config(config)
+    if method == bitsandbytes_config.METHOD:
+        return bitsandbytes_config.parse_config(config)
     if method == "compressed-tensors":
         weights = _group_weights(next(_config_groups(config)))
         if fp8_config.is_floating(weights):
             return fp8_config.parse_weights(weights)
+        if _is_signed(config):
+            return signed_config.parse_weights()
         return PublishedQuantization(
             method="compressed-tensors",
             bits=weights.integer("num_bits"),
@@ -118,6 +126,8 @@ def quantised_layer_predicate(config: Fields) -> Callable[[str], bool]:
         return _awq_predicate(config)
     if method in fp8_config.METHODS:
         return fp8_config.quantised_layer_predicate(config)
+    if method == bitsandbytes_config.METHOD:
+        return bitsandbytes_config.quantised_layer_predicate(config)
     if method == "compressed-tensors":
         return _compressed_predicate(config)
     return _gptq_predicate(config)
@@ -201,6 +211,12 @@ def _config_groups(config: Fields) -> Iterator[Fields]:
             yield group
 
 
+def _is_signed(config: Fields) -> bool:
+    """Return True if the first group of a compressed-tensors config has integers of 8 bits as they are."""
+    packing = next(_config_groups(config)).text_or("format", None) or config.text_or("format", None)
+    return packing == signed_config.PACKING
+
+
 def _group_weights(group: Fields) -> Fields:
     return group.nested("weights") or Fields({}, group.where)
 
@@ -229,6 +245,9 @@ def _unsupported_group(group: Fields, format: str | None) -> Iterator[str]:
     strategy = weights.text_or("strategy", None) or "group"
     if fp8_config.is_floating(weights):
         yield from fp8_config.unsupported_group(group, packing)
+        return
+    if packing == signed_config.PACKING:
+        yield from signed_config.unsupported_group(group)
         return
     if packing != "pack-quantized":
         yield f"compressed-tensors in the format {packing}"

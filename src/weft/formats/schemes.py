@@ -15,12 +15,13 @@ import msgspec
 from weft.architectures.axes import axis_length
 from weft.architectures.parameters import Parameter
 from weft.architectures.place import Span
-from weft.architectures.published import ROW, Method, fp8_scheme_name, scheme_name
+from weft.architectures.published import ROW, Method, fp8_scheme_name, scheme_name, wide_scheme_name
 from weft.architectures.shape import ModelShape
 from weft.formats import gguf_types
 from weft.formats.quantization_config import BITS, FP8_COLUMNS, GROUPS
 
 NESTED_HALVES, NESTED_BYTES = 2, 12  # of a group of a nested scheme: numbers of 16 bits, bytes with those of 6 bits
+TABLE_GROUPS = tuple(32 << i for i in range(8))  # columns: blocks of bitsandbytes, or parts of them
 UNIT = 32  # columns that are never cut apart: a kernel multiplies them at once; one group, several or half of one
 
 
@@ -31,12 +32,14 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     scale * -2^(bits - 1), not stored; "mxfp4", no such number: q is the index of one of MXFP4_VALUES, and the scale is
     2^(byte - 127), of which the byte is stored; "nested", as GGUF's K-quants have it: a group has two 16-bit numbers,
     and for each UNIT of its columns two integers of 6 bits. Their products are the scale and -minimum of the UNIT;
-    "fp8", no such number: q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits.
+    "fp8", no such number: q are the bits of an 8-bit floating-point number (E4M3), and the scale has 32 bits;
+    "nf4" and "fp4", no such number: q is the index of one of TABLES' values, and the scale has 32 bits; "signed", as
+    "middle", but the scale has 32 bits.
     """
 
     bits: int
     group: int
-    lowest: Literal["middle", "zero", "minimum", "mxfp4", "nested", "fp8"]
+    lowest: Literal["middle", "zero", "minimum", "mxfp4", "nested", "fp8", "nf4", "fp4", "signed"]
 
     @property
     def group_bits(self) -> int:
@@ -45,7 +48,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
             return 8
         if self.lowest == "nested":
             return 8 * (NESTED_HALVES * 2 + NESTED_BYTES)
-        return 16 + {"middle": 0, "zero": 8, "minimum": 16, "fp8": 16}[self.lowest]
+        return 16 + {"middle": 0, "zero": 8}.get(self.lowest, 16)
 
     def nbytes(self, rows: int, cols: Span) -> int:
         """Bytes of these columns (in multiples of UNIT) of `rows` rows of a matrix."""
@@ -94,6 +97,23 @@ FLOAT_SCHEMES = {"MXFP4": Scheme(bits=4, group=32, lowest="mxfp4")}
 # Blocks of rows, and whole tensors, have their scale repeated row by row: so a rank may have any rows of a matrix, and
 # matrices with different scales are multiplied as one. That takes 4 bytes more for each row and group.
 FP8_SCHEMES = {fp8_scheme_name(group): Scheme(bits=8, group=group, lowest="fp8") for group in (*FP8_COLUMNS, ROW)}
+# bitsandbytes' tables of the values of 4 bits: NF4 (quantiles of the normal distribution, QLoRA, arXiv 2305.14314), and
+# its own FP4. Source: bitsandbytes, functional.get_4bit_type. Mirrored in native/cpp/quantised.h.
+_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+TABLES: dict[str, tuple[float, ...]] = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": (*(value / 12 for value in _TWELFTHS), *(-value / 12 for value in _TWELFTHS)),
+}
+# Numbers with scales of 32 bits, as bitsandbytes and compressed-tensors (int-quantized) publish them.
+WIDE_SCHEMES = {wide_scheme_name("nf4", group): Scheme(bits=4, group=group, lowest="nf4") for group in TABLE_GROUPS} | {
+    wide_scheme_name("fp4", group): Scheme(bits=4, group=group, lowest="fp4") for group in TABLE_GROUPS
+}
+WIDE_SCHEMES[wide_scheme_name("signed", ROW)] = Scheme(bits=8, group=ROW, lowest="signed")
 # Architectures that are published with FP8 in blocks of 128 x 128, and are rounded to such groups too.
 FP8_IN_BLOCKS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "MiniMaxM2ForCausalLM")
 # Types that are rounded anew, since no scheme holds them exactly. 8 bits in groups of 32 lose half a percent, as much
@@ -106,7 +126,7 @@ PUBLISHED_SCHEMES = {
     for group in GROUPS
     for symmetric in (False, True)
 }
-ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES | FP8_SCHEMES
+ALL_SCHEMES = SCHEMES | PUBLISHED_SCHEMES | FLOAT_SCHEMES | FP8_SCHEMES | WIDE_SCHEMES
 # --quantization values for any checkpoint: weights are quantised as they are loaded, to this precision of
 # formats.precision. GPTQ and AWQ choose their groups of 128 with calibration data; groups of 128 are too coarse for
 # weights rounded without. A head rounded to 4 bits costs more quality than its bytes are worth.
@@ -127,6 +147,7 @@ METHODS: dict[str, Method] = {
     "awq_marlin": "awq",
     "mxfp4": "mxfp4",
     "fbgemm_fp8": "fbgemm_fp8",
+    "bitsandbytes": "bitsandbytes",
 }
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS, *METHODS)
 
@@ -149,7 +170,7 @@ def scheme_for_types(types: Iterable[str]) -> str | None:
 
 @cache
 def _scheme_for_types(types: frozenset[str]) -> str | None:
-    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys() | FLOAT_SCHEMES.keys():
+    if len(types) == 1 and types <= PUBLISHED_SCHEMES.keys() | FLOAT_SCHEMES.keys() | WIDE_SCHEMES.keys():
         return min(types)
     if types <= FP8_SCHEMES.keys():
         # A row's scale may be repeated for each group; groups of two lengths have no scheme.

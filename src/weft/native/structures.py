@@ -17,6 +17,7 @@ WIDEST_HEAD = 256  # head_dim at most
 WIDEST_GROUP = 96  # query heads per KV head at most
 LONGEST_GROUP = 128  # columns of a quantisation group that the library rounds, at most
 WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multiple of it
+# By the names of `Scheme.lowest`.
 LOWEST_KINDS = {
     "middle": 0,
     "zero": 1,
@@ -24,7 +25,10 @@ LOWEST_KINDS = {
     "mxfp4": 3,
     "nested": 4,
     "fp8": 5,
-}  # by the names of `Scheme.lowest`
+    "nf4": 6,
+    "fp4": 7,
+    "signed": 8,
+}
 WEIGHT_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2}  # of weights that are rounded
 
 # Sampling, which torch, Triton and C++ do alike: see kernels/random.py.
@@ -152,6 +156,9 @@ CONSTANTS = {
     "Lowest::MXFP4": LOWEST_KINDS["mxfp4"],
     "Lowest::NESTED": LOWEST_KINDS["nested"],
     "Lowest::FP8": LOWEST_KINDS["fp8"],
+    "Lowest::NF4": LOWEST_KINDS["nf4"],
+    "Lowest::FP4": LOWEST_KINDS["fp4"],
+    "Lowest::SIGNED": LOWEST_KINDS["signed"],
     "BF16": WEIGHT_TYPES["bfloat16"],
     "FP16": WEIGHT_TYPES["float16"],
     "FP32": WEIGHT_TYPES["float32"],

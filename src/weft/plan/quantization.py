@@ -68,7 +68,7 @@ def tensor_schemes(
         _check_online(quantization, dtype, dtypes)
     if quantises_online(quantization, checkpoint.shape):
         return _online_schemes(checkpoint.shape, quantization)
-    wide = DTYPE_BYTES[dtype] > 2 and quantization not in ONLINE_QUANTIZATIONS
+    wide = DTYPE_BYTES[dtype] > 2 and quantization not in (*ONLINE_QUANTIZATIONS, *METHODS)
     if quantization == "none" or dtype not in dtypes or wide:
         return {}
     return held_tensors(checkpoint.shape, checkpoint.quantised)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.architectures.place import Span
-from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, NESTED_BYTES, NESTED_HALVES, UNIT, Scheme
+from weft.formats.schemes import ALL_SCHEMES, MXFP4_VALUES, NESTED_BYTES, NESTED_HALVES, TABLES, UNIT, Scheme
 
-SCALE_DTYPES = {"mxfp4": torch.uint8, "fp8": torch.float32}  # by `Scheme.lowest`; all others: float16
+# By `Scheme.lowest`; all others: float16.
+SCALE_DTYPES = {"mxfp4": torch.uint8} | dict.fromkeys(("fp8", "nf4", "fp4", "signed"), torch.float32)
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class QuantisedWeight:
 
     Of one matrix: `values` is [rows, cols * bits / 8] uint8. With 4 bits, the first half of each UNIT columns are the
     low nibbles of UNIT / 2 bytes, the second half the high ones. `scales` is [rows, groups] float16; uint8 for MXFP4,
-    float32 for FP8.
+    float32 for FP8, tables and signed numbers.
     `lowest` is as many minima (float16) or zero points (uint8), or None for other schemes. In nested schemes, `scales`
     is [rows, groups * 2] and `lowest` [rows, groups * 12] uint8: numbers of 6 bits as GGUF packs them. The first group
     lacks `lacking` columns. `dtype` is that of activations.
@@ -104,6 +105,9 @@ class QuantisedWeight:
         if self.scheme.lowest == "mxfp4":
             values = torch.tensor(MXFP4_VALUES, device=self.device).take(self.numbers().long())
             return values.mul_(torch.exp2(self.scales.float() - 127)[:, group]).to(dtype)
+        if self.scheme.lowest in TABLES:
+            values = torch.tensor(TABLES[self.scheme.lowest], device=self.device).take(self.numbers().long())
+            return values.mul_(self.scales[:, group]).to(dtype)
         if self.scheme.lowest == "fp8":
             return self.values.view(torch.float8_e4m3fn).float().mul_(self.scales[:, group]).to(dtype)
         w, scale = self.numbers().float(), self.scales.float()[:, group]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from weft.formats.schemes import MXFP4_VALUES, UNIT, Scheme
+from weft.formats.schemes import MXFP4_VALUES, TABLES, UNIT, Scheme
 from weft.quant.quantised import QuantisedWeight, pack_nibbles, pack_sixes
 
 # Rounds a weight [rows, cols], of any float dtype, into a quantised matrix of those rows. The weight's first column
@@ -31,7 +31,7 @@ BELOW_AND_ABOVE = ((1.0, 1.0), (1.0, 0.9), (0.9, 1.0), (0.9, 0.9))
 SIXES = 63  # the largest number of 6 bits
 LARGEST_MXFP4_EXPONENT = 2  # of the largest value, 6
 LARGEST_FP8 = 448.0  # of E4M3
-TINIEST_FP8 = 1e-20  # the smallest scale of FP8 numbers, which has 32 bits
+TINIEST_FP8 = 1e-20  # the smallest scale that has 32 bits, of FP8 and other numbers
 TINY = 1e-7  # the smallest scale: half of one step of subnormal float16
 
 
@@ -140,6 +140,29 @@ def _fp8(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     return q.view(torch.uint8), scale, None
 
 
+def _nf4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    return _tabled(w, TABLES["nf4"])
+
+
+def _fp4(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    return _tabled(w, TABLES["fp4"])
+
+
+def _tabled(w: torch.Tensor, table: tuple[float, ...]) -> Rounded:
+    """Round to the nearest of a table's values, times the largest number of the group, as bitsandbytes does."""
+    scale = w.abs().amax(dim=2, keepdim=True).clamp_(min=TINIEST_FP8)
+    values, places = torch.tensor(table, device=w.device).sort()
+    q = torch.bucketize(w / scale, (values[1:] + values[:-1]) / 2)
+    return places[q].to(torch.uint8), scale, None
+
+
+def _signed(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
+    """Round to w = scale * (q - 2^(bits - 1)), with the scale that makes the largest number 2^(bits - 1) - 1."""
+    half = 2 ** (bits - 1)
+    scale = (w.abs().amax(dim=2, keepdim=True) / (half - 1)).clamp_(min=TINIEST_FP8)
+    return (w / scale).round_().add_(half).to(torch.uint8), scale, None
+
+
 def _nested(w: torch.Tensor, each: torch.Tensor, bits: int) -> Rounded:
     """Round each UNIT as `_minimum` does, to minima of zero or below; then scales and minima to 63 parts of a group's
     largest."""
@@ -165,6 +188,9 @@ ROUND: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Rounded]] = {
     "zero": _zero,
     "mxfp4": _mxfp4,
     "fp8": _fp8,
+    "nf4": _nf4,
+    "fp4": _fp4,
+    "signed": _signed,
     "nested": _nested,
 }
 

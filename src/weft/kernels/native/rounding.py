@@ -59,7 +59,7 @@ class NativeRounding:
 def supports_scheme(scheme: Scheme) -> bool:
     """Return True if the library rounds to the numbers of `scheme`."""
     return (
-        scheme.lowest not in ("mxfp4", "fp8")
+        scheme.lowest in ("middle", "zero", "minimum", "nested")
         and scheme.bits in (4, 8)
         and scheme.group % UNIT == 0
         and scheme.group <= LONGEST_GROUP

@@ -168,7 +168,7 @@ def round_on_gpu(weight: torch.Tensor, into: QuantisedWeight, importance: torch.
 def has_kernel(scheme: Scheme) -> bool:
     """Return True if the kernel rounds to the numbers of `scheme`."""
     divides = scheme.group <= LARGEST_GROUP and LARGEST_GROUP % scheme.group == 0
-    return scheme.lowest not in ("mxfp4", "fp8") and scheme.bits in (4, 8) and divides
+    return scheme.lowest in ("middle", "zero", "minimum", "nested") and scheme.bits in (4, 8) and divides
 
 
 def tried_shares(scheme: Scheme) -> tuple[tuple[float, float], ...] | tuple[float, ...]:

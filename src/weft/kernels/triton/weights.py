@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from weft.formats.schemes import UNIT, Scheme
+from weft.formats.schemes import TABLES, UNIT, Scheme
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -36,6 +36,13 @@ def _mxfp4_numbers(words, scale, at: tl.constexpr, KIND: tl.constexpr):
     first = first.to(tl.float16, bitcast=True).to(tl.float32) * scale
     second = second.to(tl.float16, bitcast=True).to(tl.float32) * scale
     return first.to(KIND), second.to(KIND)
+
+
+@triton.jit
+def _table_numbers(words, table, scale, at: tl.constexpr, KIND: tl.constexpr):
+    """Numbers at index `at` of each word, which are places of a table of 16 values, times scale. The table is one line
+    of the L1 cache, and its values lie in banks of their own."""
+    return (tl.load(table + (words >> (at * 4) & 15)) * scale).to(KIND)
 
 
 @triton.jit
@@ -103,15 +110,15 @@ def load_weights(
         # 2^(byte - 127 + 14).
         scale = ((_byte(scales, at, inside) + 14) << 23).to(tl.float32, bitcast=True)
         offset = scale
-    elif LOWEST == "fp8":
-        scale = tl.load(scales + at, inside, other=0.0) * 256
+    elif LOWEST == "fp8" or LOWEST == "nf4" or LOWEST == "fp4":
+        scale = tl.load(scales + at, inside, other=0.0) * (256 if LOWEST == "fp8" else 1)
         offset = scale
     elif LOWEST == "nested":
         scale, offset = _nested_numbers(scales, lowest, at, part + lacking, inside)
         offset -= scale * added
     else:
         scale = tl.load(scales + at, inside, other=0.0).to(tl.float32)
-        if LOWEST == "middle":
+        if LOWEST == "middle" or LOWEST == "signed":
             offset = scale * (-added - 2 ** (BITS - 1))
         elif LOWEST == "zero":
             offset = scale * (-added - _byte(lowest, at, inside).to(tl.float32))
@@ -139,6 +146,15 @@ def load_weights(
             n1, n5 = _mxfp4_numbers(packed, scale, 1, KIND)
             n2, n6 = _mxfp4_numbers(packed, scale, 2, KIND)
             n3, n7 = _mxfp4_numbers(packed, scale, 3, KIND)
+        elif LOWEST == "nf4" or LOWEST == "fp4":
+            n0 = _table_numbers(packed, lowest, scale, 0, KIND)
+            n1 = _table_numbers(packed, lowest, scale, 1, KIND)
+            n2 = _table_numbers(packed, lowest, scale, 2, KIND)
+            n3 = _table_numbers(packed, lowest, scale, 3, KIND)
+            n4 = _table_numbers(packed, lowest, scale, 4, KIND)
+            n5 = _table_numbers(packed, lowest, scale, 5, KIND)
+            n6 = _table_numbers(packed, lowest, scale, 6, KIND)
+            n7 = _table_numbers(packed, lowest, scale, 7, KIND)
         else:
             n0 = _number(packed, scale, offset, 0, mask, BITS, KIND)
             n1 = _number(packed, scale, offset, 1, mask, BITS, KIND)
@@ -158,8 +174,8 @@ class PackedWeight:
 
     `words` [rows, cols * bits / 32] int32 are a quantised weight's numbers; those of 4 bits are in the order of their
     columns (`nibbles_in_order`), as x has them. Without a `scheme` they are the weight itself. `scales` and `lowest`
-    are those of `QuantisedWeight`, except that two bytes are one int16. They are unused (any tensor) if the scheme has
-    none. The first group lacks `lacking` units. `dtype` is that of activations.
+    are those of `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a
+    scheme that has one. They are unused (any tensor) if the scheme has none. The first group lacks `lacking` units. `dtype` is that of activations.
     """
 
     words: torch.Tensor
@@ -225,12 +241,19 @@ def pack_weight(weight: torch.Tensor | QuantisedWeight) -> PackedWeight:
     return PackedWeight(
         words=(nibbles_in_order(weight.values) if weight.scheme.bits == 4 else weight.values).view(torch.int32),
         scales=scales,
-        lowest=scales if weight.lowest is None else _pairs(weight.lowest),
+        lowest=_lowest(weight, scales),
         scheme=weight.scheme,
         cols=weight.shape[1],
         lacking=weight.lacking // UNIT,
         dtype=weight.dtype,
     )
+
+
+def _lowest(weight: QuantisedWeight, scales: torch.Tensor) -> torch.Tensor:
+    """`PackedWeight.lowest` of a weight; `scales` if the scheme has none."""
+    if weight.scheme.lowest in TABLES:
+        return torch.tensor(TABLES[weight.scheme.lowest], device=weight.device)
+    return scales if weight.lowest is None else _pairs(weight.lowest)
 
 
 def flatten_stack(weight: QuantisedWeight) -> QuantisedWeight:

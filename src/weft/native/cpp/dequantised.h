@@ -5,6 +5,7 @@
 
 #include "amx.h"
 #include "quantised.h"
+#include "tabled.h"
 
 #ifdef WEFT_AMX
 constexpr int64_t DEQUANTISED = 512;    // columns at a time: 32 KiB, which stay in a core's cache
@@ -32,6 +33,11 @@ template <class C> void dequantise(const Packed &panel, int64_t first, int64_t l
                     float8s((ints)stored, each);
 #pragma GCC unroll 4
                     for (int j = 0; j < 4; j++) bits[j] = rounded(each[j] * FLOAT8_BIAS * scale[0]);
+                } else if constexpr (C::WIDE && BITS == 4) {
+                    floats each[4];
+                    widen_four<C>((ints)stored, 0, each);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) bits[j] = rounded(each[j] * scale[0]);
                 } else {
                     words four = (words)numbers<C>((ints)stored);
 #pragma GCC unroll 4

@@ -1,15 +1,15 @@
-// Products with weights in FP8 (E4M3), in panels as quantised.h has them, with scales of 32 bits.
+// Products with weights that become floats (FP8 and those of tabled.h), in panels as quantised.h has them, with scales
+// of 32 bits.
 //
-// Weights become floats by moving their bits, without a loss, and x is multiplied as it is: only the weights are rounded,
-// by whoever published them. Floats that are made so are 2^120 times too small. A row of x is prepared as floats 2^60
-// times too large, and scales make up for the rest: neither products nor sums are subnormal.
+// Weights become floats without a loss, and x is multiplied as it is: only the weights are rounded, by whoever published
+// them.
 #pragma once
 
 #include <utility>
 
 #include "quantised.h"
+#include "tabled.h"
 
-constexpr float FLOAT8_X = 0x1p60f;  // of rows of x and of scales: FLOAT8_BIAS together
 constexpr int64_t FLOAT8_FEW = 4;    // tokens at most for which weights are multiplied as they are read
 constexpr int64_t FLOAT8_COLUMNS = 128;  // that are made floats at once for more tokens: 16 KiB of a panel
 // Tokens of a tile then: it has two sums for each, and registers for a vector of x and two of weights.
@@ -17,18 +17,18 @@ constexpr int64_t FLOAT8_TOKENS = SLICE == 16 ? 12 : 6;
 
 inline int64_t float8_row_bytes(int64_t cols) { return (cols * int64_t(sizeof(float)) + 63) / 64 * 64; }
 
-template <class T> void float8_row(const T *x, int64_t cols, char *to) {
+template <class T> void float8_row(const T *x, int64_t cols, float factor, char *to) {
     float *out = reinterpret_cast<float *>(to);
 #pragma omp simd
-    for (int64_t c = 0; c < cols; c++) out[c] = widen(x[c]) * FLOAT8_X;
+    for (int64_t c = 0; c < cols; c++) out[c] = widen(x[c]) * factor;
 }
 
 // Sums of N rows of x, `stride` floats apart, with H slices of a panel from slice `first` on: [N][PANEL].
-template <int N, int H>
+template <class C, int N, int H>
 [[gnu::noinline]] void float8_tile(const Packed &panel, const float *x, int64_t stride, int64_t first, float *sums) {
     // Products of a slice are added to several sums in turn, or each would wait for the last.
     constexpr int WAYS = N * H >= 8 ? 1 : N * H >= 4 ? 2 : 4;
-    constexpr int64_t BYTES = BLOCK_BYTES<8>;
+    constexpr int64_t BYTES = BLOCK_BYTES<C::BITS>;
     const Grouping &columns = panel.columns;
     floats total[N][H] = {};
     const char *at = panel.values + first * BYTES / SLICES;
@@ -38,20 +38,25 @@ template <int N, int H>
 #pragma GCC unroll 16
             for (int64_t line = 0; line < H * BYTES / SLICES; line += 64) __builtin_prefetch(at + AHEAD + line);
             const float *value = x + block * BLOCK;
-            for (int64_t v = 0; v < BLOCK / 4; v++, value += 4)
+            for (int64_t v = 0; v < C::BITS; v++, value += 4)
 #pragma GCC unroll 4
                 for (int h = 0; h < H; h++) {
-                    floats four[4];
-                    float8s(load<ints>(at + h * BYTES / SLICES + v * 4 * SLICE), four);
+                    ints stored = load<ints>(at + h * BYTES / SLICES + v * 4 * SLICE);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 8 / C::BITS; half++) {
+                        floats four[4];
+                        widen_four<C>(stored, half, four);
 #pragma GCC unroll 4
-                    for (int j = 0; j < 4; j++)
+                        for (int j = 0; j < 4; j++)
 #pragma GCC unroll 4
-                        for (int n = 0; n < N; n++) sum[j % WAYS][n][h] += four[j] * value[n * stride + j];
+                            for (int n = 0; n < N; n++)
+                                sum[j % WAYS][n][h] += four[j] * value[n * stride + half * (BLOCK / 2) + j];
+                    }
                 }
         }
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
-            floats scale = panel.scales_at(g * PANEL + (first + h) * SLICE) * FLOAT8_X;
+            floats scale = panel.scales_at(g * PANEL + (first + h) * SLICE) * FACTOR<C>;
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 for (int w = 1; w < WAYS; w++) sum[0][n][h] += sum[w][n][h];
@@ -65,28 +70,30 @@ template <int N, int H>
         for (int h = 0; h < H; h++) std::memcpy(sums + n * PANEL + (first + h) * SLICE, &total[n][h], sizeof(floats));
 }
 
-template <int N> void float8_few(const Packed &panel, const float *x, int64_t stride, float *sums) {
+template <class C, int N> void float8_few(const Packed &panel, const float *x, int64_t stride, float *sums) {
     constexpr int H = N <= 2 ? SLICES : 2;
-    for (int64_t first = 0; first < SLICES; first += H) float8_tile<N, H>(panel, x, stride, first, sums);
+    for (int64_t first = 0; first < SLICES; first += H) float8_tile<C, N, H>(panel, x, stride, first, sums);
 }
 
-// Blocks [first, last) of a panel, which share a scale, as floats with that scale, times 2^-60: [columns][PANEL].
-inline void widen_float8(const Packed &panel, int64_t group, int64_t first, int64_t last, float *to) {
-    constexpr int64_t BYTES = BLOCK_BYTES<8>;
+// Blocks [first, last) of a panel, which share a scale, as floats with that scale, times 2^-60 if they are
+// FP8: [columns][PANEL].
+template <class C> void widen_float8(const Packed &panel, int64_t group, int64_t first, int64_t last, float *to) {
+    constexpr int64_t BYTES = BLOCK_BYTES<C::BITS>;
     for (int64_t h = 0; h < SLICES; h++) {
-        floats scale = panel.scales_at(group * PANEL + h * SLICE) * FLOAT8_X;
+        floats scale = panel.scales_at(group * PANEL + h * SLICE) * FACTOR<C>;
         for (int64_t block = first; block < last; block++) {
             const char *at = panel.values + block * BYTES + h * BYTES / SLICES;
             float *out = to + (block - first) * BLOCK * PANEL + h * SLICE;
-            for (int64_t v = 0; v < BLOCK / 4; v++) {
-                floats four[4];
-                float8s(load<ints>(at + v * 4 * SLICE), four);
+            for (int64_t v = 0; v < C::BITS; v++)
+                for (int half = 0; half < 8 / C::BITS; half++) {
+                    floats four[4];
+                    widen_four<C>(load<ints>(at + v * 4 * SLICE), half, four);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) {
-                    floats scaled = four[j] * scale;
-                    std::memcpy(out + (v * 4 + j) * PANEL, &scaled, sizeof scaled);
+                    for (int j = 0; j < 4; j++) {
+                        floats scaled = four[j] * scale;
+                        std::memcpy(out + (half * (BLOCK / 2) + v * 4 + j) * PANEL, &scaled, sizeof scaled);
+                    }
                 }
-            }
         }
     }
 }
@@ -121,7 +128,7 @@ void widened_tile(int64_t tokens, const float *panel, const float *x, int64_t st
 }
 
 // The same as `float8_few` for any number of tokens: some columns are made floats once, for all of them.
-inline void float8_many(const Packed &panel, const float *x, int64_t stride, int64_t tokens, float *sums) {
+template <class C> void float8_many(const Packed &panel, const float *x, int64_t stride, int64_t tokens, float *sums) {
     alignas(64) float widened[FLOAT8_COLUMNS * PANEL];
     constexpr int64_t STEP = FLOAT8_COLUMNS / BLOCK;
     const Grouping &columns = panel.columns;
@@ -130,7 +137,7 @@ inline void float8_many(const Packed &panel, const float *x, int64_t stride, int
     for (int64_t g = 0, block = 0; block < columns.blocks; g++)
         for (int64_t end = columns.end(g); block < end; block = std::min(block + STEP, end)) {
             int64_t last = std::min(block + STEP, end);
-            widen_float8(panel, g, block, last, widened);
+            widen_float8<C>(panel, g, block, last, widened);
             // Tiles of nearly equal size, as in dense.h.
             for (int64_t i = 0; i < tiles; i++) {
                 int64_t t = tokens * i / tiles, n = tokens * (i + 1) / tiles - t;
@@ -143,14 +150,14 @@ inline void float8_many(const Packed &panel, const float *x, int64_t stride, int
 
 // Sums of `tokens` prepared rows of x with a panel: [tokens][PANEL].
 template <class C> void float8_sums(const Packed &panel, const char *x, int64_t tokens, float *sums) {
-    static_assert(C::FLOAT8);
+    static_assert(C::WIDE);
     const float *rows = reinterpret_cast<const float *>(x);
     int64_t stride = float8_row_bytes(panel.columns.blocks * BLOCK) / int64_t(sizeof(float));
     switch (tokens) {
-        case 1: return float8_few<1>(panel, rows, stride, sums);
-        case 2: return float8_few<2>(panel, rows, stride, sums);
-        case 3: return float8_few<3>(panel, rows, stride, sums);
-        case FLOAT8_FEW: return float8_few<4>(panel, rows, stride, sums);
-        default: return float8_many(panel, rows, stride, tokens, sums);
+        case 1: return float8_few<C, 1>(panel, rows, stride, sums);
+        case 2: return float8_few<C, 2>(panel, rows, stride, sums);
+        case 3: return float8_few<C, 3>(panel, rows, stride, sums);
+        case FLOAT8_FEW: return float8_few<C, 4>(panel, rows, stride, sums);
+        default: return float8_many<C>(panel, rows, stride, tokens, sums);
     }
 }

@@ -30,12 +30,15 @@ struct Matrix {
     }
     int64_t per_block() const { return group < BLOCK ? 2 : 1; }  // groups in a block, see quantised.h
     bool dense() const { return !bits; }
-    bool float8() const { return bits && kind == Lowest::FP8; }
+    bool wide() const { return bits && kind >= Lowest::FP8; }  // multiplied as floats, see float8.h
 };
 
 // Call work() with the coding of a quantised matrix.
 template <class Function> void with_coding(const Matrix &m, const Function &work) {
     if (m.kind == Lowest::FP8) return work(Float8());
+    if (m.kind == Lowest::SIGNED) return work(SignedOctets());
+    if (m.kind == Lowest::NF4) return work(NormalFloats());
+    if (m.kind == Lowest::FP4) return work(Float4());
     if (m.bits == 8) return work(Octets());
     if (m.kind == Lowest::MXFP4) return work(Floats());
     if (m.kind == Lowest::NESTED) return work(Nested());
@@ -45,14 +48,14 @@ template <class Function> void with_coding(const Matrix &m, const Function &work
 
 // Bytes of one token's row of x once it is prepared for a product; 0 if the product reads x itself.
 template <class T> int64_t prepared_bytes(const Matrix &m) {
-    if (m.float8()) return float8_row_bytes(m.cols);
+    if (m.wide()) return float8_row_bytes(m.cols);
     return m.dense() ? 0 : Row::bytes(m.blocks(), m.per_block());
 }
 
-// Prepare one token's row of x: its integers and sums, or for FP8 weights its floats. Called once per token, before the
+// Prepare one token's row of x: its integers and sums, or its floats if the product is `wide`. Called once per token, before the
 // product.
 template <class T> void prepare(const Matrix &m, const T *x, char *to) {
-    if (m.float8()) return float8_row(x, m.cols, to);
+    if (m.wide()) return float8_row(x, m.cols, m.kind == Lowest::FP8 ? FACTOR<Float8> : 1.0f, to);
     if (!m.dense()) quantise_row(x, m.blocks(), m.per_block(), to);
 }
 
@@ -105,7 +108,7 @@ void panel_sums(const Matrix &m, int64_t p, const char *x, bool plain, int64_t t
         if constexpr (sizeof(T) == 2)
             if (plain) return dequantised_sums<C>(packed, reinterpret_cast<const T *>(x), tokens, sums);
 #endif
-        if constexpr (C::FLOAT8)
+        if constexpr (C::WIDE)
             float8_sums<C>(packed, x, tokens, sums);
         else
             quantised_sums<C>(packed, x, tokens, sums, ahead);

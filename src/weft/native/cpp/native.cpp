@@ -22,6 +22,9 @@ extern template void quantised_sums<HalfBlocks>(const Packed &, const char *, in
 extern template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
+extern template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *);
+extern template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *);
+extern template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *);
 #ifdef WEFT_AMX
 extern template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
@@ -29,6 +32,9 @@ extern template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, 
 extern template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Float8>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<NormalFloats>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<Float4>(const Packed &, const bf16 *, int64_t, float *);
+extern template void dequantised_sums<SignedOctets>(const Packed &, const bf16 *, int64_t, float *);
 #endif
 
 namespace {

@@ -29,15 +29,20 @@ constexpr int64_t SLICES = PANEL / SLICE;
 constexpr int64_t NEST = 8;  // blocks of a nested group
 
 // The source of a group's lowest number, see formats/schemes.py. Numbers of MXFP4 stand for values of a table, and scales
-// are powers of two of a byte each. Numbers of FP8 are floating-point ones, see float8.h. Mirrored in
-// native/structures.py.
-enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED, FP8 };
+// are powers of two of a byte each. FP8 and all after it have scales of 32 bits, and their numbers become floats: see
+// float8.h for FP8's, tabled.h for others. Mirrored in native/structures.py.
+enum class Lowest : int64_t { MIDDLE, ZERO, MINIMUM, MXFP4, NESTED, FP8, NF4, FP4, SIGNED };
 
 // How a block's numbers are stored. `PER_BLOCK`: groups in a block, see above. `TABLE`: numbers are places of MXFP4's.
-// `NESTED`: groups are nested ones. `FLOAT8`: numbers are FP8.
-template <int BITS_, int PER_BLOCK_ = 1, bool TABLE_ = false, bool NESTED_ = false, bool FLOAT8_ = false> struct Coding {
+// `NESTED`: groups are nested ones. `FLOAT8`: numbers are FP8. `FLOATS`: the kind of numbers that become floats in
+// another way; MIDDLE for none.
+template <int BITS_, int PER_BLOCK_ = 1, bool TABLE_ = false, bool NESTED_ = false, bool FLOAT8_ = false,
+          Lowest FLOATS_ = Lowest::MIDDLE>
+struct Coding {
     static constexpr int BITS = BITS_, PER_BLOCK = PER_BLOCK_;
     static constexpr bool TABLE = TABLE_, NESTED = NESTED_, FLOAT8 = FLOAT8_;
+    static constexpr Lowest FLOATS = FLOATS_;
+    static constexpr bool WIDE = FLOAT8 || FLOATS != Lowest::MIDDLE;  // multiplied as floats
 };
 using Octets = Coding<8>;
 using Nibbles = Coding<4>;
@@ -45,6 +50,9 @@ using HalfBlocks = Coding<4, 2>;
 using Floats = Coding<4, 1, true>;
 using Nested = Coding<4, 1, false, true>;
 using Float8 = Coding<8, 1, false, false, true>;
+using NormalFloats = Coding<4, 1, false, false, false, Lowest::NF4>;
+using Float4 = Coding<4, 1, false, false, false, Lowest::FP4>;
+using SignedOctets = Coding<8, 1, false, false, false, Lowest::SIGNED>;
 
 // Twice the values of MXFP4, made unsigned by adding MXFP4_ZERO.
 constexpr int MXFP4_ZERO = 12;
@@ -144,6 +152,16 @@ inline void float8s(ints four, floats (&each)[4]) {
     each[3] = (floats)(odd & UPPER);
 }
 
+// bitsandbytes' tables of 16 values, mirrored in formats/schemes.py.
+alignas(64) constexpr float NF4[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+alignas(64) constexpr float FP4[16] = {
+    0.0f, 0.0625f / 12, 8.0f / 12, 1.0f, 4.0f / 12, 6.0f / 12, 2.0f / 12, 3.0f / 12,
+    -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -6.0f / 12, -2.0f / 12, -3.0f / 12};
+template <class C> constexpr const float *FLOAT4S = C::FLOATS == Lowest::FP4 ? FP4 : NF4;
+
 // sum += the product of four columns of a slice with four numbers of x.
 inline void dot(ints &sum, ints w, const int8_t *x) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -237,7 +255,7 @@ struct Packed {
 
     // Of a group of one row.
     int64_t scale_bytes() const {
-        return kind == Lowest::MXFP4 ? 1 : kind == Lowest::NESTED || kind == Lowest::FP8 ? 4 : 2;
+        return kind == Lowest::MXFP4 ? 1 : kind >= Lowest::NESTED ? 4 : 2;
     }
     int64_t lowest_bytes() const { return kind == Lowest::ZERO ? 1 : kind == Lowest::NESTED ? 12 : 2; }
 
@@ -286,7 +304,7 @@ struct Packed {
 
     // The scales of a slice's group, from place `from` on.
     floats scales_at(int64_t from) const {
-        if (kind == Lowest::FP8) return load<floats>(scales + from * 4);
+        if (kind >= Lowest::FP8) return load<floats>(scales + from * 4);
         return kind == Lowest::MXFP4 ? powers(scales + from) : halves(scales + from * 2);
     }
 
@@ -296,7 +314,9 @@ struct Packed {
             case Lowest::MINIMUM: return halves(lowest + from * 2);
             case Lowest::ZERO: return scale * -bytes(lowest + from);
             case Lowest::MXFP4: return scale * -float(MXFP4_ZERO);
-            case Lowest::FP8: return floats{};
+            case Lowest::FP8:
+            case Lowest::NF4:
+            case Lowest::FP4: return floats{};
             default: return scale * -float(1 << (BITS - 1));
         }
     }
@@ -455,7 +475,7 @@ template <class C, class T> void row_of(const Packed &weights, int64_t row, T *o
                 int q = uint8_t(at[i / 4 % WORDS * SLICE * 4 + i % 4]);
                 if (BITS == 4) q = i < BLOCK / 2 ? q & 15 : q >> 4;
                 if (C::TABLE) q = MXFP4[q];
-                float number = C::FLOAT8 ? float8(uint8_t(q)) : float(q);
+                float number = C::FLOAT8 ? float8(uint8_t(q)) : C::WIDE && BITS == 4 ? FLOAT4S<C>[q] : float(q);
                 out[i] = narrow<T>(scale * number + lowest);
             }
         }

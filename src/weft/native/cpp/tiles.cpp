@@ -16,6 +16,9 @@ template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, 
 template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
 template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
+template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *);
+template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *);
+template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *);
 #ifdef WEFT_AMX
 template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
@@ -23,6 +26,9 @@ template void dequantised_sums<HalfBlocks>(const Packed &, const bf16 *, int64_t
 template void dequantised_sums<Floats>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Nested>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Float8>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<NormalFloats>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<Float4>(const Packed &, const bf16 *, int64_t, float *);
+template void dequantised_sums<SignedOctets>(const Packed &, const bf16 *, int64_t, float *);
 #endif
 
 ENTRY void weft_sample(const void *logits, int64_t size, int64_t rows, int64_t vocab, int64_t stride,

@@ -1,0 +1,111 @@
+"""weft plan MODEL for a checkpoint of an unknown architecture: whether it fits, apart from whether it runs."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from weft.errors import ModelError
+from weft.formats.outline import Outline, read_outline
+from weft.formatting import format_bytes
+from weft.hardware.cluster import Cluster
+from weft.planner.deployment import default_lengths
+from weft.planner.outline_fit import UTILIZATION, Fit, fit_outline
+
+UNKNOWN = "unknown-architecture"  # the code of the error that leads here
+NO_CONTEXT = 4096  # tokens that are planned for at most if the config tells no longest sequence
+
+
+def main(arguments: Namespace, cluster: Cluster, error: ModelError) -> int:
+    """Print the fit of the model of the arguments. `error` says that its architecture is unknown; it is raised again if
+    the sizes cannot be read either. Returns 3 if the model does not fit."""
+    given: dict[str, Any] = vars(arguments)
+    try:
+        outline = read_outline(arguments.model, revision=given.get("revision"), hf_token=given.get("hf_token"))
+    except ModelError as other:
+        raise ModelError(f"{error}; nor can its size be summed: {other}", code=error.code) from other
+    most = given.get("max_model_len") or outline.context or NO_CONTEXT
+    length = given.get("max_model_len") or sum(default_lengths(given.get("input_len"), given.get("output_len"), most))
+    share = given.get("gpu_memory_utilization")
+    fit = fit_outline(
+        outline,
+        cluster,
+        length=length,
+        requests=given.get("concurrency") or 1,
+        utilization=share[0] if isinstance(share, tuple | list) else share or UTILIZATION,
+    )
+    if given.get("json"):
+        print(json.dumps(outline_json(outline, fit, cluster)))
+    else:
+        print("\n".join(outline_lines(outline, fit, cluster)))
+    return 3 if fit.verdict == "does not fit" else 0
+
+
+def outline_json(outline: Outline, fit: Fit, cluster: Cluster) -> dict[str, Any]:
+    """The plan as JSON; `best` is null, since there is no layout that the engine runs."""
+    return {
+        "model": {
+            "name": outline.name,
+            "architecture": outline.architecture,
+            "source": outline.source,
+            "params": outline.params,
+            "layers": len(outline.layer_bytes),
+            "weight_bytes": outline.weight_bytes,
+            "kv_bytes_per_token": outline.kv.high,
+            "kv_bytes_per_token_range": [outline.kv.low, outline.kv.high],
+            "kv_reason": outline.kv.reason,
+            "state_bytes_per_sequence": outline.kv.state,
+        },
+        "runs": False,
+        "reason": _not_run(outline),
+        "hardware": {"gpus": len(cluster.gpus), "names": [gpu.name for gpu in cluster.gpus]},
+        "fit": msgspec.to_builtins(fit),
+        "best": None,
+        "candidates": [],
+        "rejected": [],
+        "advice": [],
+    }
+
+
+def outline_lines(outline: Outline, fit: Fit, cluster: Cluster) -> Iterator[str]:
+    """The plan as text."""
+    kv = outline.kv
+    exactly = "in equal layers, since only their sum is known" if outline.equal_layers else "summed from their headers"
+    yield f"{outline.name}: {outline.architecture}, {len(outline.layer_bytes)} layers"
+    yield f"  weights   {format_bytes(outline.weight_bytes)}, {exactly} ({outline.source})"
+    per_token = f"{kv.high:,}" if kv.low == kv.high else f"{kv.low:,} to {kv.high:,}"
+    yield f"  KV cache  {per_token} bytes per token in 16 bits, estimated: {kv.reason}"
+    if kv.state:
+        yield f"  state     about {format_bytes(kv.state)} per sequence, estimated"
+    yield f"The engine does not run it: {_not_run(outline)}."
+    yield _verdict(fit, cluster)
+    for share in fit.shares:
+        last = share.first_layer + share.layers - 1
+        held = f"layers {share.first_layer} to {last}" if share.layers else "no layers"
+        yield (
+            f"  {share.name} {share.device}: {held}, {format_bytes(share.weight_bytes)} of weights and "
+            f"{format_bytes(share.kv_bytes)} of KV cache, of {format_bytes(share.usable_bytes)}"
+        )
+    if fit.bound_tok_s:
+        yield f"An engine that runs it, layer by layer so, makes {fit.bound_tok_s:,.1f} tok/s at most for one request."
+
+
+def _not_run(outline: Outline) -> str:
+    return f"{outline.architecture} is not among the architectures that Weft knows"
+
+
+def _verdict(fit: Fit, cluster: Cluster) -> str:
+    """The sentence that says whether the model fits."""
+    low, high = format_bytes(fit.kv_low_bytes), format_bytes(fit.kv_high_bytes)
+    kv = high if low == high else f"{low} to {high}"
+    load = f"{fit.requests} {'request' if fit.requests == 1 else 'requests'} of {fit.length:,} tokens ({kv})"
+    if fit.verdict == "does not fit":
+        return f"It does not fit {len(cluster.gpus)} x {cluster.gpus[0].name} with {load}."
+    devices = f"{len(fit.shares)} of {len(cluster.gpus)} devices"
+    if fit.verdict == "may fit":
+        return f"It may fit {devices} with {load}: with the lower estimate of the KV cache only."
+    return f"It fits {devices} with {load}."

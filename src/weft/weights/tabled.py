@@ -1,0 +1,95 @@
+"""Matrices of 4 bits as bitsandbytes publishes them, read number by number. Layout: `formats.bitsandbytes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from weft.architectures.place import Span
+from weft.errors import ModelError
+from weft.formats.bitsandbytes import TablePacked
+from weft.formats.schemes import TABLES
+from weft.formats.tensor import TensorInfo
+from weft.quant.quantised import QuantisedWeight, pack_nibbles
+from weft.weights.stored import StoredWeights, map_bytes, rows_at_once, view_bytes
+
+NEAR = 1e-3  # of the table's values: old files have some that are rounded to four digits
+
+
+class TabledWeights(StoredWeights):
+    """A `WeightSource` of safetensors files with matrices of bitsandbytes' 4 bits."""
+
+    def read_range(self, source: str, rows: Span, cols: Span | None, into: torch.Tensor) -> None:
+        info = self.tensors[source]
+        if not isinstance(info, TablePacked):
+            super().read_range(source, rows, cols, into)
+            return
+        _check_table(info, source)
+        cols = cols or Span(0, info.dims[1])
+        table = torch.tensor(TABLES[info.state.quant_type], device=into.device)
+        for chunk, at in _row_chunks(info, rows, into.device):
+            numbers = _numbers(info, chunk, cols).to(into.device)
+            scales = _scales(info, chunk, torch.arange(cols.start, cols.stop)).to(into.device)
+            into[at : at + len(chunk)].copy_(table.take(numbers.long()).mul_(scales))
+
+    def holds(self, source: str, scheme: str) -> bool:
+        info = self.tensors[source]
+        return info.type == scheme if isinstance(info, TablePacked) else super().holds(source, scheme)
+
+    def read_blocks(self, source: str, rows: Span, cols: Span, into: QuantisedWeight) -> bool:
+        info = self.tensors[source]
+        if not isinstance(info, TablePacked):
+            return super().read_blocks(source, rows, cols, into)
+        if not self.holds(source, into.type):
+            return False
+        _check_table(info, source)
+        firsts = torch.arange(cols.start // info.group, -(-cols.stop // info.group)) * info.group
+        for chunk, at in _row_chunks(info, rows, into.device):
+            part = into.narrow(0, at, len(chunk))
+            part.values.copy_(pack_nibbles(_numbers(info, chunk, cols).to(into.device)))
+            part.scales.copy_(_scales(info, chunk, firsts))
+        return True
+
+
+def _row_chunks(info: TablePacked, rows: Span, device: torch.device) -> Iterator[tuple[Span, int]]:
+    """Cut `rows` into chunks of a good size for the device, each with the number of rows before it."""
+    step = rows_at_once(device, info.dims[1], 0)
+    for row in range(rows.start, rows.stop, step):
+        yield Span(row, min(row + step, rows.stop)), row - rows.start
+
+
+def _numbers(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
+    """Indices of the table: [rows, cols] uint8, on the CPU."""
+    width = info.dims[1]
+    first, last = rows.start * width, rows.stop * width
+    data = map_bytes(info.values, first // 2, -(-last // 2) - first // 2, whole=len(cols) == width)
+    if width % 2 == 0 and cols.start % 2 == 0 and cols.stop % 2 == 0:
+        data = data.view(len(rows), width // 2)[:, cols.start // 2 : cols.stop // 2]
+        return torch.stack((data >> 4, data & 15), dim=2).flatten(1)
+    numbers = torch.stack((data >> 4, data & 15), dim=1).flatten()[first % 2 :][: last - first]
+    return numbers.view(len(rows), width)[:, cols.start : cols.stop]
+
+
+def _scales(info: TablePacked, rows: Span, cols: torch.Tensor) -> torch.Tensor:
+    """Scale of each of some columns, in some rows: [rows, columns] float32, on the CPU."""
+    block = (torch.arange(rows.start, rows.stop)[:, None] * info.dims[1] + cols) // info.state.blocksize
+    stored = map_bytes(info.scales, 0, info.scales.nbytes, whole=False)
+    if info.nested_map is None or info.nested_scales is None:
+        return view_bytes(stored, torch.float32)[block]
+    outer = _floats(info.nested_scales)[block // info.state.nested_blocksize]
+    return _floats(info.nested_map)[stored[block].long()] * outer + info.state.nested_offset
+
+
+def _floats(info: TensorInfo) -> torch.Tensor:
+    return view_bytes(map_bytes(info, 0, info.nbytes, whole=True), torch.float32)
+
+
+def _check_table(info: TablePacked, source: str) -> None:
+    """Raise ModelError if the table in the file is not that of the type which the quant_state names."""
+    table = torch.tensor(TABLES[info.state.quant_type])
+    if not torch.allclose(_floats(info.table), table, atol=NEAR, rtol=0):
+        raise ModelError(
+            f"{info.table.file}: tensor {source}.quant_map is not the table of {info.state.quant_type}; fetch it again",
+            code="other-table",
+        )
