@@ -308,10 +308,16 @@ class Pointwise(Protocol):
         ...
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of each token by the router's scores [T, experts] float32: their numbers [T, top_k] int64
-        and shares [T, top_k] float32. The largest share comes first; of equal ones, that of the lower number.
+        and shares [T, top_k] float32. The best comes first; of equal ones, that of the lower number. See `Experts`.
+
+        `correction` [experts] float32 is that of `Experts.correction`.
 
         With `slots` [T], those of a CUDA graph, tokens of negative slots are padding and get the numbers -1. Kernels of
         a CPU are called without.

@@ -10,6 +10,7 @@ import torch
 from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LayerSpec
 from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
 from weft.kernels.batch import Batch
+from weft.layers.attention import AttentionBlock
 from weft.layers.experts import ExpertsBlock
 from weft.layers.mlp import MLPBlock
 
@@ -81,6 +82,8 @@ def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """
     mixer, ffn = layer.mixer, layer.ffn
     if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
+        return None
+    if not isinstance(mixer, AttentionBlock):
         return None
     if layer.spec != known_spec(mixer.spec, ffn.spec):
         return None

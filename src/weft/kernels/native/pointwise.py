@@ -8,6 +8,7 @@ from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.experts import choose_experts, is_plain_choice
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.native.entries import Entries
 
@@ -44,9 +45,15 @@ class NativePointwise:
         return out
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert slots is None, "a CPU has no CUDA graphs"
+        if not is_plain_choice(spec):
+            return choose_experts(scores, spec, slots, correction)
         tokens, count = scores.shape
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64)
         shares = torch.empty(tokens, spec.top_k, dtype=torch.float32)
