@@ -10,6 +10,7 @@ import torch
 from tests.cpu.attention import shaped
 from weft.kernels.base import Kernels
 from weft.kernels.native import complete_kernels, create_attention
+from weft.kernels.plain.latents import PlainLatents
 from weft.native.build import build_library
 
 CPU = torch.device("cpu")
@@ -40,4 +41,5 @@ def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(processors),
         sampling=TritonSampling(device),
+        latents=PlainLatents(),
     )

@@ -15,6 +15,7 @@ POINTER, SIZE, REAL, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, c
 PANEL = 32  # rows of a weight that are packed together
 WIDEST_HEAD = 256  # head_dim at most
 WIDEST_GROUP = 96  # query heads per KV head at most
+WIDEST_LATENT = 640  # values of a token's latent at most
 LONGEST_GROUP = 128  # columns of a quantisation group that the library rounds, at most
 WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multiple of it
 LOWEST_KINDS = {"middle": 0, "zero": 1, "minimum": 2, "mxfp4": 3, "nested": 4}  # by the names of `Scheme.lowest`

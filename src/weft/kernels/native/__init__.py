@@ -16,6 +16,7 @@ from weft.kernels.native.pointwise import NativePointwise
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.native.sampling import NativeSampling
 from weft.kernels.native.stage import NativeStage, can_fuse
+from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.usable import UnusableError
 from weft.quant.rounding import Rounding
 
@@ -45,5 +46,6 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
         pointwise=NativePointwise(entries),
         matrices=NativeMatrices(entries),
         sampling=NativeSampling(entries),
+        latents=PlainLatents(),
         fuse_layers=fuse_layers,
     )

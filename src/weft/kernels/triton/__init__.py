@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
+from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 from weft.quant.rounding import Rounding, round_into
 
@@ -45,4 +46,5 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device)),
         sampling=TritonSampling(device),
+        latents=PlainLatents(),
     )
