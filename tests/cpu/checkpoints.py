@@ -154,7 +154,7 @@ RECIPES = {
     "deepseek-v2-lite": Recipe("DeepseekV2", {"q_lora_rank": None, "topk_method": "greedy"}, sizes=LATENT_SIZES),
     "deepseek-v3": Recipe(
         "DeepseekV3",
-        {"routed_scaling_factor": 2.5, "n_shared_experts": 1}
+        {"routed_scaling_factor": 2.5, "n_shared_experts": 1, "rms_norm_eps": 0.01}
         | rope("yarn", **MSCALES, mscale=1.0, mscale_all_dim=1.0),
         sizes=LATENT_SIZES,
         style=4,
