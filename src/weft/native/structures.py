@@ -71,6 +71,15 @@ class MixtureDescriptor(ctypes.Structure):
     )
 
 
+class LatentProjectionDescriptor(ctypes.Structure):
+    """`LatentProjection` of latent_products.h: the projection from latents to each head's keys and values."""
+
+    _fields_ = (
+        *((name, MatrixDescriptor) for name in ("keys", "values")),
+        *((name, SIZE) for name in ("heads", "rope_dim")),
+    )
+
+
 class LayerDescriptor(ctypes.Structure):
     """`Layer` of workspace.h: the weights and the KV cache of one decoder layer."""
 
@@ -126,6 +135,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Experts": ExpertsDescriptor,
     "SharedExperts": SharedExpertsDescriptor,
     "Mixture": MixtureDescriptor,
+    "LatentProjection": LatentProjectionDescriptor,
     "Layer": LayerDescriptor,
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,
@@ -138,6 +148,7 @@ CONSTANTS = {
     "BLOCK": UNIT,
     "WIDEST_HEAD": WIDEST_HEAD,
     "WIDEST_GROUP": WIDEST_GROUP,
+    "WIDEST_LATENT": WIDEST_LATENT,
     "LONGEST_GROUP": LONGEST_GROUP,
     "WORKSPACE_ALIGNMENT": WORKSPACE_ALIGNMENT,
     "Lowest::MIDDLE": LOWEST_KINDS["middle"],
