@@ -415,5 +415,5 @@ class Kernels:
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """The launches of all parts, see `Attention.launches`."""
-        latents = self.latents.launches(shape, device) if shape.latent else ()
-        return [*self.matrices.launches(shape.tokens), *self.attention.launches(shape, device), *latents]
+        attention = self.latents if shape.latent else self.attention
+        return [*self.matrices.launches(shape.tokens), *attention.launches(shape, device)]
