@@ -268,7 +268,7 @@ def _select_tensors(
 
 
 def drafting_layers(index: Mapping[str, TensorInfo], layers: int) -> list[int]:
-    """Numbers of the layers after the model's own that predict a further token (multi-token prediction, DeepSeek-V3)."""
+    """Numbers of the layers after the model's own that predict a further token (DeepSeek-V3's MTP)."""
     joins = (_DRAFTING.fullmatch(name) for name in index)
     return sorted(int(match[1]) for match in joins if match and int(match[1]) >= layers)
 
