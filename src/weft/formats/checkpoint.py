@@ -15,7 +15,19 @@ from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors, stacks
+from weft.formats import (
+    config_json,
+    demo,
+    gguf,
+    gguf_names,
+    gguf_shape,
+    hub,
+    model_names,
+    packed,
+    safetensors,
+    split_heads,
+    stacks,
+)
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
@@ -336,4 +348,4 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
-    return index
+    return split_heads.join_heads(index) if shape.latent else index
