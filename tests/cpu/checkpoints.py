@@ -187,6 +187,13 @@ GGUF_RECIPES = {
     # llama.cpp knows no other limit than 7.
     "gpt-oss-gguf": Recipe("GptOss", FEW | {"sliding_window": 9} | rope("yarn", **YARN)),
     "gpt-oss-mxfp4": Recipe("GptOss", FEW | {"hidden_size": 64, "sliding_window": 9} | rope("yarn", **YARN)),
+    "deepseek-v2-gguf": Recipe(
+        "DeepseekV2",
+        {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+        | rope("yarn", **MSCALES, mscale=0.7, mscale_all_dim=0.7),
+        sizes=LATENT_SIZES,
+    ),
+    "deepseek-v3-gguf": Recipe("DeepseekV3", rope("yarn", **MSCALES, mscale=1.0, mscale_all_dim=1.0), LATENT_SIZES),
     "gemma3-gguf": Recipe(
         "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
     ),

@@ -34,6 +34,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
       whose rows have another length.
     - `transposed`: matrices are stored as [inputs, outputs].
     - `stacks`: tensors that hold the parameters of all experts, which are named here as if each had its own.
+    - `latent`: attention has DeepSeek's modules of latent attention in place of `qkv`.
     - `shared_gate`: the projection that weighs the result of the shared experts.
     - `gguf_mlp_norm`: llama.cpp's name of `mlp_norm`.
     """
@@ -49,6 +50,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = ""
+    latent: bool = False
     attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

@@ -15,7 +15,19 @@ from weft.architectures.parameters import Part, model_parameters
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import DType, ModelShape
 from weft.errors import ModelError, error_reason
-from weft.formats import config_json, demo, gguf, gguf_names, gguf_shape, hub, model_names, packed, safetensors, stacks
+from weft.formats import (
+    config_json,
+    demo,
+    gguf,
+    gguf_names,
+    gguf_shape,
+    hub,
+    model_names,
+    packed,
+    safetensors,
+    split_heads,
+    stacks,
+)
 from weft.formats.tensor import ENCODINGS, TensorInfo
 
 logger = logging.getLogger("weft")
@@ -268,7 +280,7 @@ def _select_tensors(
 
 
 def drafting_layers(index: Mapping[str, TensorInfo], layers: int) -> list[int]:
-    """Numbers of the layers after the model's own that predict a further token (multi-token prediction, DeepSeek-V3)."""
+    """Numbers of the layers after the model's own that predict a further token (DeepSeek-V3's MTP)."""
     joins = (_DRAFTING.fullmatch(name) for name in index)
     return sorted(int(match[1]) for match in joins if match and int(match[1]) >= layers)
 
@@ -336,4 +348,4 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
-    return index
+    return split_heads.join_heads(index) if shape.latent else index

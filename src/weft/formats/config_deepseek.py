@@ -6,6 +6,7 @@ hub.
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Literal, NamedTuple
 
 from weft.architectures.shape import LatentAttention, Rope
@@ -13,7 +14,7 @@ from weft.formats.fields import Fields
 
 NORM_EPS = 1e-6  # of the norms of compressed vectors, whatever rms_norm_eps says
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
-SCORINGS: dict[str | None, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
+SCORINGS: dict[str, Literal["softmax", "sigmoid"]] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
 def read_latent_attention(config: Fields, rope: Rope, *, bias: bool) -> LatentAttention | None:
@@ -41,7 +42,7 @@ def read_latent_attention(config: Fields, rope: Rope, *, bias: bool) -> LatentAt
 def latent_scale(head_dim: int, rope: Rope) -> float:
     """Factor on the product of query and key: under YaRN its second magnitude multiplies both of them."""
     magnitude = rope.magnitude(rope.mscale_all_dim) if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
-    return head_dim**-0.5 * magnitude**2
+    return magnitude**2 / sqrt(head_dim)
 
 
 class Routing(NamedTuple):
@@ -60,7 +61,7 @@ def read_routing(config: Fields, count: int, top_k: int, *, normalised: bool) ->
     method, scoring = config.text_or("topk_method", None), config.text_or("scoring_func", None)
     if method not in METHODS:
         raise config.wrong_value("topk_method", " or ".join(METHODS))
-    if scoring not in SCORINGS:
+    if scoring is None or scoring not in SCORINGS:
         raise config.wrong_value("scoring_func", " or ".join(SCORINGS))
     corrected = method == "noaux_tc"
     factor = config.number_or("routed_scaling_factor", None) or 1.0

@@ -274,8 +274,14 @@ def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
     return "auto"
 
 
-def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
-    """Reason that Weft's engine has no 8-bit KV cache on these GPUs (none given: on a CPU); None if it has."""
+def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str | None:
+    """Reason that Weft's engine has no 8-bit KV cache of a model on these GPUs (none given: on a CPU); None if it
+    has."""
+    if shape.latent:
+        return (
+            f"weft keeps the latent vectors of {shape.architecture} in the dtype that it computes in, not in {dtype}: "
+            "leave --kv-cache-dtype out"
+        )
     if not cards:
         return f"weft keeps no {dtype} KV cache on a CPU; leave --kv-cache-dtype out"
     for name, capability in cards:
@@ -287,11 +293,11 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
     return None
 
 
-def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the GPUs have no FP8 cache."""
+def kv_cache_dtype(config: EngineConfig, shape: ModelShape, host: Host, devices: Sequence[str]) -> str:
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs have no FP8 cache."""
     requested = config.kv_cache_dtype
     if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
+    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)], shape):
         raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

@@ -69,7 +69,8 @@ def allocate_parameters(
 ) -> dict[str, torch.Tensor | QuantisedWeight]:
     """Allocate the parameters of a rank, by name, without values.
 
-    Matrices of products are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if given.
+    Matrices of products are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if
+    given.
     """
     shape, dtype = plan.shape, getattr(torch, plan.dtype)
     targets: dict[str, torch.Tensor | QuantisedWeight] = {}

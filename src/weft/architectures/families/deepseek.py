@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.architectures.architecture import Architecture, ConfigFields, Names
 
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-CORRECTION = "mlp.gate.e_score_correction_bias"
+NAMES = Names(latent=True, correction="mlp.gate.e_score_correction_bias")
 DEEPSEEK_V2 = Architecture(
     name="DeepseekV2ForCausalLM",
     config=ConfigFields(
@@ -18,7 +18,7 @@ DEEPSEEK_V2 = Architecture(
         | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
         | {"topk_method": "greedy", "scoring_func": "softmax"},
     ),
-    names=Names(correction=CORRECTION),
+    names=NAMES,
     runs=True,
     gguf="deepseek2",
 )
@@ -46,7 +46,7 @@ DEEPSEEK_V3 = Architecture(
             "routed_scaling_factor": 2.5,
         },
     ),
-    names=Names(correction=CORRECTION),
+    names=NAMES,
     runs=True,
 )
 FAMILY = (DEEPSEEK_V2, DEEPSEEK_V3)
