@@ -31,7 +31,7 @@ EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
 @dataclass(frozen=True)
 class LatentNorm:
-    """RMS norm over the first `rank` values of a latent: its weight [rank]."""
+    """RMS norm over the first `rank` values of a latent, or over the compressed queries: its weight."""
 
     weight: torch.Tensor
     eps: float

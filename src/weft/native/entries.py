@@ -33,7 +33,7 @@ class Entries:
         self.product = self._parallel("product", *[POINTER] * 2, SIZE, POINTER)
         self.wide_product = self._parallel("wide_product", *[POINTER] * 2, SIZE, POINTER)
         self.experts = self._parallel("experts", *[POINTER] * 4, *[SIZE] * 2, POINTER)
-        self.choose_experts = self._entry("choose_experts", POINTER, *[SIZE] * 4, *[POINTER] * 2)
+        self.choose_experts = self._entry("choose_experts", POINTER, *[SIZE] * 2, *[POINTER] * 3)
         self.panel_size = self._typed("panel_size", SIZE, result=SIZE)
         self.workspace_bytes = self._typed("workspace_bytes", POINTER, *[SIZE] * 4, result=SIZE)
         self.rows_of = self._typed("rows_of", *[POINTER] * 2, SIZE, POINTER)

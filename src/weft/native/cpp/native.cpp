@@ -191,10 +191,10 @@ void expand_latents(const LatentProjection &p, const T *latents, int64_t count, 
         stage<T>(layers, count, *step, workspace, threads);                                                            \
     }
 
-ENTRY void weft_choose_experts(const float *scores, int64_t count, int64_t tokens, int64_t top_k, int64_t normalised,
+ENTRY void weft_choose_experts(const float *scores, int64_t count, int64_t tokens, const Routing *routing,
                                int64_t *chosen, float *shares) {
     for (int64_t t = 0; t < tokens; t++)
-        choose_experts(scores + t * count, count, top_k, normalised, chosen + t * top_k, shares + t * top_k);
+        choose_experts(scores + t * count, count, *routing, chosen + t * routing->top_k, shares + t * routing->top_k);
 }
 ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits, int64_t threads) {
     (bits == 4 ? pack_values<4> : pack_values<8>)(values, to, rows, blocks, threads);
