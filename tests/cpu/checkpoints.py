@@ -81,6 +81,25 @@ MODEL_CLASSES = {"GPT2": "GPT2LMHeadModel"}  # whose name is not the recipe's mo
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "tie_word_embeddings": False}
 FEW = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 96, "tie_word_embeddings": False}
 YARN = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 32, "truncate": False}
+# Latent attention of 6 heads, beside 6 experts in 3 groups. No two lengths are equal.
+LATENT_SIZES = SIZES | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+    "tie_word_embeddings": False,
+}
+MSCALES = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 32}
 FULL, SLIDING = "full_attention", ["sliding_attention"] * 2
 GEMMA3 = {"sliding_window": 9, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
 RECIPES = {
@@ -125,6 +144,21 @@ RECIPES = {
     # With limits that some of these small numbers reach.
     "gpt-oss": Recipe("GptOss", FEW | {"sliding_window": 9, "swiglu_limit": 0.7} | rope("yarn", **YARN)),
     "gpt-oss-4": Recipe("GptOss", FEW | {"num_local_experts": 5, "sliding_window": 9} | rope("yarn", **YARN), style=4),
+    "deepseek-v2": Recipe(
+        "DeepseekV2",
+        {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "attention_bias": True}
+        | rope("yarn", **MSCALES, mscale=1.2, mscale_all_dim=0.7),
+        sizes=LATENT_SIZES,
+        style=4,
+    ),
+    "deepseek-v2-lite": Recipe("DeepseekV2", {"q_lora_rank": None, "topk_method": "greedy"}, sizes=LATENT_SIZES),
+    "deepseek-v3": Recipe(
+        "DeepseekV3",
+        {"routed_scaling_factor": 2.5, "n_shared_experts": 1, "rms_norm_eps": 0.01}
+        | rope("yarn", **MSCALES, mscale=1.0, mscale_all_dim=1.0),
+        sizes=LATENT_SIZES,
+        style=4,
+    ),
     "opt": Recipe("OPT", sizes=OPT_SIZES),
     "opt-post-norm": Recipe("OPT", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}, sizes=OPT_SIZES),
     "gpt2": Recipe("GPT2", sizes=GPT2_SIZES),
@@ -153,6 +187,13 @@ GGUF_RECIPES = {
     # llama.cpp knows no other limit than 7.
     "gpt-oss-gguf": Recipe("GptOss", FEW | {"sliding_window": 9} | rope("yarn", **YARN)),
     "gpt-oss-mxfp4": Recipe("GptOss", FEW | {"hidden_size": 64, "sliding_window": 9} | rope("yarn", **YARN)),
+    "deepseek-v2-gguf": Recipe(
+        "DeepseekV2",
+        {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+        | rope("yarn", **MSCALES, mscale=0.7, mscale_all_dim=0.7),
+        sizes=LATENT_SIZES,
+    ),
+    "deepseek-v3-gguf": Recipe("DeepseekV3", rope("yarn", **MSCALES, mscale=1.0, mscale_all_dim=1.0), LATENT_SIZES),
     "gemma3-gguf": Recipe(
         "Gemma3", GEMMA3 | {"num_hidden_layers": 7, "query_pre_attn_scalar": 16}, config_class="Gemma3TextConfig"
     ),
@@ -178,6 +219,9 @@ def make(name: str, folder: Path) -> Path:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.15)
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.normal_(0, 0.1)
     out = folder / name
     # Sampling defaults are not what these tests are about.
     model.generation_config = transformers.GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)

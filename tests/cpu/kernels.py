@@ -34,10 +34,14 @@ def triton_kernels(processors: int = 1, device: torch.device = CPU, *, fp8_units
     """The Triton kernels, as on a GPU with this number of multiprocessors."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+    from weft.kernels.triton.latents import TritonLatents
+
+    attention = TritonAttention(processors)
 
     return Kernels(
-        attention=TritonAttention(processors),
+        attention=attention,
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(processors, fp8_units=fp8_units),
         sampling=TritonSampling(device),
+        latents=TritonLatents(processors, attention),
     )

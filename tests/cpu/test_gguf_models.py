@@ -68,21 +68,47 @@ def old_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
+def split_heads(tensors: Mapping[str, np.ndarray], shape: ModelShape) -> dict[str, np.ndarray]:
+    """Tensors as new converters write those of DeepSeek: keys' projections, transposed, and values' apart."""
+    out = {}
+    for name, value in tensors.items():
+        module, found, _ = name.partition("attn_kv_b")
+        if found and shape.latent:
+            heads = value.reshape(shape.q_heads, -1, shape.latent.kv_lora_rank)
+            keys, values = np.split(heads, [shape.latent.nope_dim], axis=1)
+            out |= {module + "attn_k_b.weight": keys.swapaxes(1, 2).copy(), module + "attn_v_b.weight": values.copy()}
+        else:
+            out[name] = value
+    return out
+
+
 def convert(folder: Path, more: Mapping[str, Any], *, old: bool = False) -> Path:
     shape = config_json.read_shape(folder)
     arch = GGML[shape.architecture]
     metadata = metadata_of(shape) | {f"{arch}.{key}": value for key, value in more.items()}
     tensors = ggml_tensors(load_file(folder / "model.safetensors"), shape)
+    if "attention.key_length_mla" in more:
+        tensors = split_heads(tensors, shape)
     return write(folder / "model.gguf", arch, metadata, old_experts(tensors) if old else tensors)
 
 
 WINDOW = {"attention.sliding_window": 9, "rope.freq_base": 1e6}
+# Lengths of cached vectors beside those of heads, in files with keys' and values' projections apart.
+APART = {
+    "attention.head_count_kv": 1,
+    "attention.key_length": 32,
+    "attention.value_length": 24,
+    "attention.key_length_mla": 20,
+    "attention.value_length_mla": 10,
+}
 CASES = {
     "qwen3-moe-gguf": {},
     "qwen2-moe-gguf": {},
     "mixtral": {},
     "gpt-oss-gguf": {},
     "gemma3-gguf": WINDOW,
+    "deepseek-v2-gguf": {},
+    "deepseek-v3-gguf": APART,
 }
 
 

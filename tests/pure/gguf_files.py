@@ -11,12 +11,13 @@ import gguf
 import numpy as np
 
 from weft.architectures.registry import ARCHITECTURES, find_architecture
-from weft.architectures.shape import ModelShape
+from weft.architectures.shape import LatentAttention, ModelShape
 from weft.formats.checkpoint import expected_tensors
 from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES, layer_modules, outer_modules
 from weft.formats.tensor import ENCODINGS
 
-GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf} | {"MixtralForCausalLM": "llama"}
+GGML = {name: known.gguf for name, known in ARCHITECTURES.items() if known.gguf}
+GGML |= {"MixtralForCausalLM": "llama", "DeepseekV3ForCausalLM": "deepseek2"}
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
@@ -61,6 +62,8 @@ def ggml_name(name: str, architecture: str = "LlamaForCausalLM") -> str:
     own = {theirs: ours for ours, theirs in (outer_modules(names) | layer_modules(names)).items()}
     if name.endswith(names.sinks or "no sinks"):
         name += ".weight"
+    if name.endswith(names.correction or "no correction"):
+        name += ".bias"
     module, kind = EXPERT.sub("{expert}", name).rsplit(".", 1)
     layer = LAYER.fullmatch(module)
     return f"blk.{layer[1]}.{own[layer[2]]}.{kind}" if layer else f"{own[module]}.{kind}"
@@ -103,6 +106,8 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
         }
         if shape.experts.shared_gate:
             values["expert_shared_feed_forward_length"] = shape.experts.shared_width
+    if shape.latent:
+        values |= _latent_metadata(shape, shape.latent)
     window = next((layer.window for layer in shape.layers if layer.window), None)
     if window:
         values["attention.sliding_window"] = window
@@ -116,6 +121,30 @@ def metadata_of(shape: ModelShape) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in values.items()} | {
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(shape.vocab)]
     }
+
+
+def _latent_metadata(shape: ModelShape, latent: LatentAttention) -> dict[str, Any]:
+    """Metadata of DeepSeek's models, of files with attn_kv_b."""
+    experts, known = shape.experts, find_architecture(shape.architecture).config
+    assert experts
+    values: dict[str, Any] = {
+        "attention.kv_lora_rank": latent.kv_lora_rank,
+        "attention.key_length": latent.head_dim,
+        "attention.value_length": latent.v_dim,
+        "rope.dimension_count": latent.rope_dim,
+        "leading_dense_block_count": sum(not layer.has_experts for layer in shape.layers),
+        "expert_shared_count": experts.shared,
+        "expert_weights_scale": experts.scaling,
+        "expert_weights_norm": experts.normalised,
+        "expert_group_count": experts.groups,
+        "expert_group_used_count": experts.top_groups,
+        "expert_gating_func": 1 if known.model_type == "deepseek_v2" else 2,
+    }
+    if latent.q_lora_rank:
+        values["attention.q_lora_rank"] = latent.q_lora_rank
+    if latent.rope.mscale_all_dim:
+        values["rope.scaling.yarn_log_multiplier"] = 0.1 * latent.rope.mscale_all_dim
+    return values
 
 
 def interleave(values: np.ndarray, head_dim: int) -> np.ndarray:

@@ -176,7 +176,8 @@ def planned_shapes(draw: st.DrawFn) -> ModelShape:
     if architecture in (*MIXED, *LATENT):
         experts = draw(mixtures(has_shared=architecture in LATENT or known.config.shared_gate))
         gated = known.config.shared_gate and experts.shared > 0
-        experts = replace(experts, shared_gate=gated, bias=bool(known.names.stacks))
+        corrected = bool(known.names.correction) and draw(st.booleans())
+        experts = replace(experts, shared_gate=gated, bias=bool(known.names.stacks), correction=corrected)
         dense_layers = draw(st.sets(st.integers(0, len(shape.layers) - 1), max_size=3))
     norms = known.norms
     layer = LayerSpec(

@@ -304,7 +304,7 @@ def test_latent_attention_in_files_old_and_new(tmp_path: Path, lengths: dict[str
         heads=8, kv_lora_rank=16, q_lora_rank=12, nope_dim=6, rope_dim=4, v_dim=6, scale=10**-0.5
     )
     assert (found.head_dim, found.kv_heads) == (10, 8)
-    assert found.experts == Experts(count=4, top_k=2, width=24, shared=2, shared_width=48)
+    assert found.experts == Experts(count=4, top_k=2, width=24, shared=2, shared_width=48, normalised=False)
     assert [layer.has_experts for layer in found.layers] == [False, True, True]
     third = planned(tmp_path, "deepseek2", LATENT | lengths, ["blk.1.exp_probs_b.bias"])
     assert third.architecture == "DeepseekV3ForCausalLM"

@@ -16,6 +16,7 @@ COMMANDS = (
     "Qwen3-32B --gpus 1xRTX4090+1xRTX3090 -q int4",
     "Qwen3-32B --gpus 1xRTX4090+1xRTX3090",
     "deepseek-v3 --nodes 2x8xH200",
+    "DeepSeek-V2-Lite --gpus 2xH100 -tp 2 --kv-cache-dtype fp8",
     "Phi-3-mini-4k-instruct --gpus 1xH100",
     "Llama-3.1-8B-Instruct --gpus 2xRTX4090",
     "Llama-3.1-8B-Instruct --gpus 2xT4 --precision bf16",

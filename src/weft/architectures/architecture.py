@@ -34,6 +34,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
       whose rows have another length.
     - `transposed`: matrices are stored as [inputs, outputs].
     - `stacks`: tensors that hold the parameters of all experts, which are named here as if each had its own.
+    - `latent`: attention has DeepSeek's modules of latent attention in place of `qkv`.
     - `shared_gate`: the projection that weighs the result of the shared experts.
     - `gguf_mlp_norm`: llama.cpp's name of `mlp_norm`.
     """
@@ -49,6 +50,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     k_norm: str = "self_attn.k_norm"
     out: str = "self_attn.o_proj"
     sinks: str = ""
+    latent: bool = False
     attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -58,7 +60,7 @@ class Names(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     head: str = "lm_head"
     transposed: bool = False
     router: str = "mlp.gate"
-    correction: str = ""  # added to the router's scores to balance the experts
+    correction: str = ""  # see Experts.correction
     expert: str = "mlp.experts.{expert}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -78,6 +80,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
 
     Defaults are Transformers', of its configuration classes.
 
+    - `other_types`: further values of `model_type`, of models that compute the same.
     - `bias`: which projections have a bias. "config": q, k, v and o, if `attention_bias` is set; "qkv":
       always those three; "all": all four, and the MLP; "none": no projection.
     - `mlp_bias`: the config's own `mlp_bias` counts.
@@ -100,6 +103,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model_type: str
+    other_types: tuple[str, ...] = ()
     max_positions: int
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden size over query heads

@@ -73,7 +73,7 @@ _WHOLE_LENGTHS: dict[Axis, Callable[[ModelShape], int]] = {
     Axis.SHARED_GATE: lambda shape: 1,
     Axis.Q_RANK: lambda shape: (shape.latent.q_lora_rank or 0) if shape.latent else 0,
     Axis.KV_RANK: lambda shape: shape.latent.kv_lora_rank if shape.latent else 0,
-    Axis.LATENT: lambda shape: shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0,
+    Axis.LATENT: lambda shape: shape.latent.latent_dim if shape.latent else 0,
 }
 
 

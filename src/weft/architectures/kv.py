@@ -71,7 +71,7 @@ def kv_specs(shape: ModelShape, dtype: str = "bf16", place: Place | None = None)
 def layer_bytes_per_token(shape: ModelShape, dtype: str = "bf16", place: Place | None = None) -> int:
     """Bytes of one token in one layer: keys and values of the rank's KV heads (default: of all heads)."""
     if shape.latent:
-        return (shape.latent.kv_lora_rank + shape.latent.rope_dim) * number_bytes(dtype)
+        return shape.latent.latent_dim * number_bytes(dtype)
     heads = len(place.kv_heads) if place else shape.kv_heads
     return 2 * heads * shape.head_dim * number_bytes(dtype)
 

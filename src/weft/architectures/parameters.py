@@ -18,11 +18,12 @@ from weft.architectures.axes import Axis, Extent, axis_length, owned
 from weft.architectures.library import LibraryModel, LibraryTensor
 from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
-from weft.architectures.shape import Attention, Dense, Experts, LatentAttention, LayerSpec, ModelShape
+from weft.architectures.shape import Attention, Dense, DType, Experts, LatentAttention, LayerSpec, ModelShape
 
 # A quantised format treats parameters by role. A vector is a norm, a bias or the like; a projection leads from the
-# embedding's rows to the hidden size, or back.
-Role = Literal["embedding", "projection", "head", "linear", "expert", "router", "vector"]
+# embedding's rows to the hidden size, or back. An expansion leads from cached vectors to keys and values: a file stores
+# it like other matrices, but the engine never holds it quantised, since it multiplies with its transpose as well.
+Role = Literal["embedding", "projection", "head", "linear", "expansion", "expert", "router", "vector"]
 
 
 class Part(msgspec.Struct, frozen=True, cache_hash=True):
@@ -43,12 +44,20 @@ class Parameter(msgspec.Struct, frozen=True, cache_hash=True):
 
     `where` is "embed" on the first stage, "layer" on the stage of its layer, "head" on the last stage. A parameter
     with the role "expert" has one such block for each of the rank's experts, along an extra first dim.
+
+    `dtype` is the dtype that the engine holds it in, if that is not the plan's.
     """
 
     name: str
     where: Literal["embed", "layer", "head"]
     parts: tuple[Part, ...]
     role: Role = "linear"
+    dtype: DType | None = None
+
+    @property
+    def is_read_whole(self) -> bool:
+        """True if blocks read the parameter itself, not a product with it: a vector or an expansion."""
+        return self.parts[0].cols is None or self.role == "expansion"
 
 
 def model_parameters(shape: ModelShape) -> Iterator[tuple[Parameter, int | None]]:
@@ -180,8 +189,9 @@ class _LayerTable:
             kind: Role = role if role == "expert" else "vector"
             yield Parameter(f"layers.{{layer}}.{name}.bias", "layer", tuple(biases), kind)
 
-    def vector(self, name: str, source: str, rows: Axis) -> Iterator[Parameter]:
-        yield Parameter("layers.{layer}." + name, "layer", (Part(self.names.layer + source, rows),), "vector")
+    def vector(self, name: str, source: str, rows: Axis, dtype: DType | None = None) -> Iterator[Parameter]:
+        part = Part(self.names.layer + source, rows)
+        yield Parameter("layers.{layer}." + name, "layer", (part,), "vector", dtype)
 
     def norm(self, name: str, source: str, rows: Axis = Axis.HIDDEN) -> Iterator[Parameter]:
         """Yield the weight and the bias of a norm."""
@@ -206,13 +216,16 @@ class _LayerTable:
         if spec.q_lora_rank is None:
             yield from self.linear("attention.q", [("self_attn.q_proj", Axis.Q)], Axis.HIDDEN)
         else:
-            yield from self.linear("attention.q_down", [("self_attn.q_a_proj", Axis.Q_RANK)], Axis.HIDDEN)
+            down = [("self_attn.q_a_proj", Axis.Q_RANK)]
+            yield from self.linear("attention.q_down", down, Axis.HIDDEN, bias=spec.bias)
             yield from self.norm("attention.q_norm", "self_attn.q_a_layernorm", Axis.Q_RANK)
             yield from self.linear("attention.q_up", [("self_attn.q_b_proj", Axis.Q)], Axis.Q_RANK)
-        yield from self.linear("attention.kv_down", [("self_attn.kv_a_proj_with_mqa", Axis.LATENT)], Axis.HIDDEN)
+        down = [("self_attn.kv_a_proj_with_mqa", Axis.LATENT)]
+        yield from self.linear("attention.kv_down", down, Axis.HIDDEN, bias=spec.bias)
         yield from self.norm("attention.kv_norm", "self_attn.kv_a_layernorm", Axis.KV_RANK)
-        yield from self.linear("attention.kv_up", [("self_attn.kv_b_proj", Axis.KV_UP)], Axis.KV_RANK)
-        yield from self.linear("attention.out", [(self.names.out, Axis.HIDDEN)], Axis.VALUE)
+        up = [("self_attn.kv_b_proj", Axis.KV_UP)]
+        yield from self.linear("attention.kv_up", up, Axis.KV_RANK, role="expansion")
+        yield from self.linear("attention.out", [(self.names.out, Axis.HIDDEN)], Axis.VALUE, bias=spec.bias)
 
     def mlp(self, spec: Dense) -> Iterator[Parameter]:
         names = self.names
@@ -224,8 +237,9 @@ class _LayerTable:
         names = self.names
         router = [(names.router, Axis.EXPERTS)]
         yield from self.linear("router", router, Axis.HIDDEN, bias=spec.bias, role="router")
-        if names.correction:
-            yield from self.vector("router.correction", names.correction, Axis.EXPERTS)
+        if spec.correction:
+            # Corrections differ by less than bfloat16 tells apart.
+            yield from self.vector("router.correction", names.correction, Axis.EXPERTS, "float32")
         up = [(names.expert + source, Axis.EXPERT_FFN) for source in names.expert_gate_up]
         down = [(names.expert + names.expert_down, Axis.HIDDEN)]
         yield from self.linear("experts.gate_up", up, Axis.HIDDEN, bias=spec.bias, role="expert")

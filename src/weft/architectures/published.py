@@ -63,7 +63,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 
     def stored_as(self, tensor: str, role: str) -> str:
         """Scheme of a matrix, given its tensor name and its parameter's role; "" if it is not quantised."""
-        default = self.scheme if role == "expert" or (role == "linear" and self.method != "mxfp4") else ""
+        matrix = role == "expert" or (role in ("linear", "expansion") and self.method != "mxfp4")
+        default = self.scheme if matrix else ""
         return _exceptions(self).get(tensor, default)
 
 

@@ -6,6 +6,7 @@ A decoder is a tuple of layers, each a value: a mixer (what tokens learn of each
 from __future__ import annotations
 
 from functools import lru_cache
+from math import log
 from typing import Literal
 
 import msgspec
@@ -55,6 +56,10 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             return max_positions
         return max(max_positions, int(self.original_max_positions * self.factor))
 
+    def magnitude(self, mscale: float) -> float:
+        """YaRN's factor on numbers of heads, for its parameter `mscale`."""
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * log(self.factor) + 1.0
+
     def stretched(self, max_positions: int) -> int:
         """Largest length in tokens of a model that was trained at `max_positions`.
 
@@ -90,6 +95,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, tag="attention", cach
     logn: int | None = None
 
     @property
+    def rope_dim(self) -> int:
+        """Length of the part of a head that is rotated."""
+        return self.head_dim
+
+    @property
     def group(self) -> int:
         """Number of query heads per KV head."""
         return self.heads // self.kv_heads
@@ -99,7 +109,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, tag="latent", c
     """Multi-head latent attention: the cache holds one vector of `kv_lora_rank` + `rope_dim` per token and layer.
 
     A head's query and key are `nope_dim` + `rope_dim` long, its value `v_dim`. If `q_lora_rank` is None, queries are
-    projected in one step.
+    projected in one step. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+
+    - `interleaved`: dims 2i and 2i + 1 of the rotary part are rotated together, not dims i and i + `rope_dim` / 2.
+    - `bias`: the projections down to `q_lora_rank` and to the cached vector have one, and the output projection.
+    - `norm_eps`: epsilon of the norms of the compressed queries and of the compressed keys and values.
     """
 
     heads: int
@@ -110,6 +124,9 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, tag="latent", c
     v_dim: int
     scale: float
     rope: Rope = Rope()
+    interleaved: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-6
 
     @property
     def kv_heads(self) -> int:
@@ -119,6 +136,11 @@ class LatentAttention(msgspec.Struct, frozen=True, kw_only=True, tag="latent", c
     def head_dim(self) -> int:
         """Length of a head's query and key."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Length of the cached vector of a token."""
+        return self.kv_lora_rank + self.rope_dim
 
     @property
     def group(self) -> int:
@@ -145,8 +167,14 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
 
     - `shared` experts, together `shared_width` wide, see every token. With `shared_gate`, the sigmoid of one more
       projection of the token multiplies their result.
-    - `normalised`: the router's weights are a softmax over all experts; those of the chosen ones are scaled to a sum
-      of 1, which is the softmax over the chosen ones.
+    - `scoring`: the router's weights are a softmax over all experts, or the sigmoid of each one's score.
+    - `normalised`: the weights of the chosen experts are scaled to a sum of 1. Of a softmax, that is the softmax over
+      the chosen ones.
+    - `scaling`: factor on the weights of the chosen experts, in the end.
+    - `groups`: the experts are divided into as many groups of neighbours. Only those of the best `top_groups` can be
+      chosen: of the groups with the highest weight ("max"), or the highest sum of two weights ("top2"), by
+      `group_score`.
+    - `correction`: a learnt bias, float32, is added to the weights for the choice of groups and experts alone.
     - `gain`: SiLU is x * sigmoid(gain * x).
     - `limit`: the gate is clamped from above before its activation, the up projection from both sides; None: neither.
     - `up_offset` is added to the up projection before the activated gate multiplies it.
@@ -159,7 +187,13 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, tag="experts", cache_ha
     shared: int = 0
     shared_width: int = 0
     shared_gate: bool = False
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    correction: bool = False
     activation: Activation = "silu"
     gain: float = 1.0
     limit: float | None = None

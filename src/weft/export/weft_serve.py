@@ -34,11 +34,11 @@ def unsupported(question: Question, layout: DeploymentLayout) -> str:
 
 
 def narrow_cache(question: Question) -> bool:
-    """Return True if all GPUs have the 8-bit floats of Weft's narrow KV cache."""
+    """Return True if Weft has a narrow KV cache of the model on all GPUs."""
     gpus = question.cluster.gpus
     if any(gpu.gfx for gpu in gpus):
         return False
-    return not no_narrow_cache("fp8", [(gpu.name, gpu.capability) for gpu in gpus])
+    return not no_narrow_cache("fp8", [(gpu.name, gpu.capability) for gpu in gpus], question.shape)
 
 
 def weft_files(deployment: Deployment) -> list[ExportFile]:

@@ -30,6 +30,7 @@ from weft.formats import (
     safetensors,
     sharded,
     signed,
+    split_heads,
     stacks,
 )
 from weft.formats.tensor import ENCODINGS, TensorInfo
@@ -37,6 +38,8 @@ from weft.formats.tensor import ENCODINGS, TensorInfo
 logger = logging.getLogger("weft")
 
 FileFormat = Literal["safetensors", "gguf", "dummy", "sharded_state"]
+# The matrix that joins a hidden state and the next token's embedding, in a layer that predicts a further token.
+_DRAFTING = re.compile(r"model\.layers\.(\d+)\.eh_proj\.weight")
 DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -115,6 +118,8 @@ def resolve(
         if find_architecture(shape.architecture).config.inner:
             unread = len(index) - len(tensors)
             logger.info("%s: its language model is read, %d tensors of its vision part are not", path, unread)
+        for layer in drafting_layers(index, len(shape.layers)):
+            logger.info("%s: layer %d, which predicts a further token (MTP), is not read", path, layer)
         shape = packed.with_stored_types(shape, tensors)
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
@@ -305,14 +310,19 @@ def _select_tensors(
         _check_tensor(info, name, dims)
         tensors[name] = info
     count = len(shape.layers)
-    next_layer = f"model.layers.{count}."
-    extra = next((name for name in index if name.startswith(next_layer)), None)
-    if extra is not None:
+    extra = next((name for name in index if name.startswith(f"model.layers.{count}.")), None)
+    if extra is not None and not drafting_layers(index, count):
         raise ModelError(
             f"{path} holds tensor {extra}, but its config says {count} layers; give the config of these weights",
             code="more-layers-than-config",
         )
     return tensors
+
+
+def drafting_layers(index: Mapping[str, TensorInfo], layers: int) -> list[int]:
+    """Numbers of the layers after the model's own that predict a further token (DeepSeek-V3's MTP)."""
+    joins = (_DRAFTING.fullmatch(name) for name in index)
+    return sorted(int(match[1]) for match in joins if match and int(match[1]) >= layers)
 
 
 def _stored_name(
@@ -378,4 +388,4 @@ def _translate_names(header: gguf.Gguf, shape: ModelShape) -> dict[str, TensorIn
             index[name] = msgspec.structs.replace(info, dims=expected[name])
         else:
             index[name] = msgspec.structs.replace(info, interleaved=interleaved)
-    return index
+    return split_heads.join_heads(index) if shape.latent else index

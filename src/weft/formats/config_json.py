@@ -116,7 +116,8 @@ def architecture(config: Fields) -> str:
         raise config.wrong_value("architectures", "a list of names")
     if not names:
         kind = config.text_or("model_type", None)
-        names = [name for name, entry in ARCHITECTURES.items() if entry.config.model_type == kind] or [kind]
+        known = ((name, entry.config) for name, entry in ARCHITECTURES.items())
+        names = [name for name, own in known if kind in (own.model_type, *own.other_types)] or [kind]
     for name in names:
         if name in ARCHITECTURES:
             return str(name)

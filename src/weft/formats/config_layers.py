@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from weft.architectures.architecture import Architecture, ConfigFields
 from weft.architectures.compose import compose_layers
-from weft.architectures.shape import Activation, Attention, Dense, Experts, LatentAttention, LayerSpec, Mixer, Rope
+from weft.architectures.shape import Activation, Attention, Dense, Experts, LayerSpec, Rope
 from weft.errors import ModelError
 from weft.formats import limits
+from weft.formats.config_deepseek import read_latent_attention, read_routing
 from weft.formats.config_rope import read_base, read_ropes
 from weft.formats.fields import Fields
 
@@ -49,7 +50,7 @@ def read_layers(config: Fields, known: Architecture, max_positions: int) -> tupl
     width = _mlp_width(config, default) // default.ffn_parts
     return compose_layers(
         known,
-        _latent_attention(config, rope) or _attention(config, known, rope, bias=bias),
+        read_latent_attention(config, rope, bias=bias) or _attention(config, known, rope, bias=bias),
         _windows(config, default, count),
         Dense(
             width=width,
@@ -109,23 +110,6 @@ def _head_dim(config: Fields, default: ConfigFields, heads: int) -> int:
     return head_dim or hidden // heads
 
 
-def _latent_attention(config: Fields, rope: Rope) -> Mixer | None:
-    """Multi-head latent attention, in DeepSeek's fields; None if the model has none."""
-    if "kv_lora_rank" not in config:
-        return None
-    nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
-    return LatentAttention(
-        heads=config.integer("num_attention_heads"),
-        kv_lora_rank=config.integer("kv_lora_rank"),
-        q_lora_rank=config.integer_or("q_lora_rank", None),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        v_dim=config.integer("v_head_dim"),
-        scale=(nope_dim + rope_dim) ** -0.5,
-        rope=rope,
-    )
-
-
 def _mlp_width(config: Fields, default: ConfigFields) -> int:
     """Columns of all parts of the MLP: the config's intermediate_size, or a multiple of the hidden size."""
     width = config.integer_or("intermediate_size", None)
@@ -142,6 +126,9 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
     count, top_k = config.integer(key, maximum=limits.EXPERTS), config.integer("num_experts_per_tok")
     if top_k > count:
         raise config.wrong_value("num_experts_per_tok", f"at most the {count} experts")
+    normalised = default.normalised == "always" or config.flag("norm_topk_prob")
+    # Models without these fields take the experts of the highest weights.
+    routing = read_routing(config, count, top_k, normalised=normalised) if "topk_method" in default.values else None
     return Experts(
         count=count,
         top_k=top_k,
@@ -149,12 +136,13 @@ def _experts(config: Fields, default: ConfigFields, mlp_width: int, *, bias: boo
         shared=shared,
         shared_width=shared_width,
         shared_gate=default.shared_gate,
-        normalised=default.normalised == "always" or config.flag("norm_topk_prob"),
+        normalised=normalised,
         activation=default.activation,
         gain=config.number_or("swiglu_alpha", default.gain) or 1.0,
         limit=config.number_or("swiglu_limit", default.limit),
         up_offset=default.up_offset,
         bias=bias,
+        **(routing._asdict() if routing else {}),
     )
 
 
@@ -168,10 +156,12 @@ def _shared_experts(config: Fields, default: ConfigFields, width: int) -> tuple[
 
 def _dense_layers(config: Fields) -> set[int]:
     """Numbers of the layers without experts in a model with experts."""
+    layers, every = config.integer("num_hidden_layers"), config.integer_or("moe_layer_freq", 1) or 1
     dense = set(range(config.integer_or("first_k_dense_replace", 0, minimum=0) or 0))
+    dense |= {layer for layer in range(layers) if layer % every}
     dense |= set(config.token_ids("mlp_only_layers"))
     step = config.integer_or("decoder_sparse_step", 1) or 1
-    return dense | {layer for layer in range(config.integer("num_hidden_layers")) if (layer + 1) % step}
+    return dense | {layer for layer in range(layers) if (layer + 1) % step}
 
 
 def _windows(config: Fields, default: ConfigFields, layers: int) -> list[int | None]:

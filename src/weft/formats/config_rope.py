@@ -95,11 +95,16 @@ def _yarn(scaling: Fields, theta: float, original: int, max_positions: int) -> R
         original_max_positions=original,
         beta_fast=scaling.number_or("beta_fast", None),
         beta_slow=scaling.number_or("beta_slow", None),
-        mscale=scaling.number_or("mscale", None),
-        mscale_all_dim=scaling.number_or("mscale_all_dim", None),
+        mscale=_mscale(scaling, "mscale"),
+        mscale_all_dim=_mscale(scaling, "mscale_all_dim"),
         attention_factor=scaling.number_or("attention_factor", None),
         truncate=scaling.flag("truncate", True),
     )
+
+
+def _mscale(scaling: Fields, key: str) -> float | None:
+    """A parameter of YaRN's magnitude, for which 0 stands for none."""
+    return None if scaling.values.get(key) == 0 else scaling.number_or(key, None)
 
 
 def _base(config: Fields, scaling: Fields) -> float:

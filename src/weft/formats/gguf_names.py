@@ -16,7 +16,20 @@ INTERLEAVED_ARCHITECTURES = ("LlamaForCausalLM", "MixtralForCausalLM")
 UNUSED = ("attn_rot_embd",)  # rotary frequencies that old converters wrote; engines compute them
 ROPE_FACTORS = "rope_freqs.weight"  # llama3's divisors of the rotary frequencies: part of the shape, not a weight
 
-PARAMETERS = ("attn_sinks",)  # parameters of their own, whose names end in .weight only in GGUF files
+# Parameters of their own, with the ends that their names have only in GGUF files.
+PARAMETERS = {"attn_sinks": "weight", "exp_probs_b": "bias"}
+# Of latent attention, beside the output projection. Files have attn_kv_b, or attn_k_b and attn_v_b.
+LATENT_MODULES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(?:\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 
@@ -51,6 +64,7 @@ def layer_modules(names: Names) -> dict[str, str]:
         "ffn_down": names.down,
         "post_ffw_norm": names.mlp_post_norm,
         "ffn_gate_inp": names.router,
+        "exp_probs_b": names.correction,
         "ffn_gate_exps": expert + names.expert_gate_up[0],
         "ffn_up_exps": expert + names.expert_gate_up[-1],
         "ffn_down_exps": expert + names.expert_down,
@@ -64,6 +78,8 @@ def layer_modules(names: Names) -> dict[str, str]:
 
 def _attention_modules(names: Names) -> dict[str, str]:
     """Hugging Face's names of the projections of queries, keys and values, which may be one."""
+    if names.latent:
+        return LATENT_MODULES
     if len(set(names.qkv)) == 1:
         return {"attn_qkv": names.qkv[0]}
     return dict(zip(("attn_q", "attn_k", "attn_v"), names.qkv, strict=True))
@@ -101,7 +117,7 @@ def ggml_name(name: str, names: Names, layers: int) -> str:
         for own, theirs in layer_modules(names).items():
             pattern = re.escape(names.layer.format(layer=layer) + theirs).replace(r"\{expert\}", r"\d+")
             if re.fullmatch(pattern, name if own in PARAMETERS else module):
-                return f"blk.{layer}.{own}.{'weight' if own in PARAMETERS else kind}"
+                return f"blk.{layer}.{own}.{PARAMETERS.get(own, kind)}"
     return name
 
 

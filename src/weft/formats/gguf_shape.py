@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-from math import isfinite, log
-
 from msgspec.structs import replace
 
 from weft.architectures.architecture import Architecture
 from weft.architectures.compose import compose_layers
 from weft.architectures.registry import ARCHITECTURES, find_architecture
 from weft.architectures.shape import (
-    THETA,
     Attention,
     Dense,
     DType,
     Experts,
-    LatentAttention,
     LayerSpec,
     ModelShape,
     Norm,
@@ -27,7 +22,8 @@ from weft.formats import limits
 from weft.formats.config_rope import with_original
 from weft.formats.fields import Fields
 from weft.formats.gguf import Array, Gguf
-from weft.formats.gguf_names import ROPE_FACTORS
+from weft.formats.gguf_deepseek import latent_attention, read_routing
+from weft.formats.gguf_rope import planned_rope, rope
 from weft.formats.tensor import TensorInfo
 
 # Hugging Face's name by general.architecture. `llama` is Llama, Mistral, SmolLM2 and all that compute like them.
@@ -58,8 +54,12 @@ REFUSED = (
     "final_logit_softcapping",
     "rope.scaling.yarn_log_multiplier",
 )
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
-ALLOWED = dict.fromkeys(MIXTURES, ("expert_count",))  # keys of REFUSED that an architecture computes
+# Keys of REFUSED that an architecture computes.
+ALLOWED = dict.fromkeys(MIXTURES, ("expert_count",)) | dict.fromkeys(
+    LATENT, ("expert_count", "attention.key_length_mla", "rope.scaling.yarn_log_multiplier")
+)
 # Values, of keys about the shares of a token's experts, that stand for what is computed: 0 for an architecture's own, 1
 # for a softmax (or no scale). 3 is a softmax over the chosen experts alone, the same as a normalised one.
 GATING, SCALES = (0, 1, 3), (0, 1)
@@ -132,7 +132,7 @@ def shape_from_gguf(gguf: Gguf, *, run: bool = True) -> ModelShape:
 def _layers(gguf: Gguf, fields: Fields, known: Architecture, *, run: bool) -> tuple[LayerSpec, ...]:
     """All layers of the model."""
     default, tensors = known.config, gguf.tensors
-    mixer = latent_attention(fields) or _attention(gguf, fields, known, run=run)
+    mixer = latent_attention(fields, run=run) or _attention(gguf, fields, known, run=run)
     count = fields.integer("block_count", maximum=limits.LAYERS)
     width = fields.integer("feed_forward_length") // default.ffn_parts
     bias = "blk.0.ffn_down.bias" in tensors or "blk.0.ffn_down_exps.bias" in tensors
@@ -231,27 +231,6 @@ def _check_head_dim(fields: Fields, head_dim: int) -> None:
             raise fields.wrong_value(key, f"the head's own length, {head_dim}")
 
 
-def latent_attention(fields: Fields) -> LatentAttention | None:
-    """Multi-head latent attention, if the file has it. Newer files give the heads' lengths under separate keys."""
-    if "attention.kv_lora_rank" not in fields:
-        return None
-    key = fields.integer_or("attention.key_length_mla", None) or fields.integer("attention.key_length")
-    value = fields.integer_or("attention.value_length_mla", None) or fields.integer("attention.value_length")
-    rope_dim = fields.integer("rope.dimension_count")
-    if rope_dim >= key:
-        raise fields.wrong_value("rope.dimension_count", f"less than the key's length, {key}")
-    return LatentAttention(
-        heads=fields.integer("attention.head_count"),
-        kv_lora_rank=fields.integer("attention.kv_lora_rank"),
-        q_lora_rank=fields.integer_or("attention.q_lora_rank", None),
-        nope_dim=key - rope_dim,
-        rope_dim=rope_dim,
-        v_dim=value,
-        scale=key**-0.5,
-        rope=planned_rope(fields),
-    )
-
-
 def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) -> Experts | None:
     """The mixture of experts, if the file has one; `mlp_width` is the default width of an expert."""
     if not fields.integer_or("expert_count", 0, minimum=0):
@@ -264,6 +243,7 @@ def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) 
     shared_width = shared * width
     if default.shared_gate:
         shared, shared_width = 1, fields.integer("expert_shared_feed_forward_length")
+    routing = read_routing(fields, count, corrected=known.name == LATENT[1]) if known.name in LATENT else {}
     return Experts(
         count=count,
         top_k=top_k,
@@ -271,12 +251,12 @@ def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) 
         shared=shared,
         shared_width=shared_width,
         shared_gate=default.shared_gate,
-        normalised=known.name not in NOT_NORMALISED,
         activation=default.activation,
         gain=default.gain,
         limit=default.limit,
         up_offset=default.up_offset,
         bias=bias,
+        **{"normalised": known.name not in NOT_NORMALISED, **routing},
     )
 
 
@@ -294,76 +274,6 @@ def local_rope(fields: Fields, known: Architecture) -> Rope | None:
     if not known.config.local_rope:
         return None
     return Rope(theta=fields.number_or("rope.freq_base_swa", None) or GEMMA3_LOCAL_BASE)
-
-
-def planned_rope(fields: Fields) -> Rope:
-    """The rotary embedding's base, without its scaling."""
-    return Rope(theta=fields.number_or("rope.freq_base", None) or THETA)
-
-
-def rope(gguf: Gguf, fields: Fields, head_dim: int) -> Rope:
-    """The rotary embedding with its scaling. llama3's scaling is stored as a tensor of divisors."""
-    theta = planned_rope(fields).theta
-    kind = fields.text_or("rope.scaling.type", None)
-    legacy = fields.number_or("rope.scale_linear", 1.0) or 1.0
-    if kind is None and legacy != 1:
-        return Rope(theta=theta, kind="linear", factor=legacy)
-    if ROPE_FACTORS in gguf.tensors:
-        if kind not in (None, "none"):
-            raise ModelError(
-                f"{gguf.path} has both {ROPE_FACTORS} and rope.scaling.type {kind!r}; Weft knows either",
-                code="two-rope-scalings",
-            )
-        return Rope(theta=theta, kind="llama3", factors=factors(gguf, head_dim))
-    match kind:
-        case None | "none":
-            return Rope(theta=theta)
-        case "linear":
-            return Rope(theta=theta, kind="linear", factor=fields.number("rope.scaling.factor"))
-        case "yarn":
-            return yarn(fields, theta)
-    raise fields.wrong_value("rope.scaling.type", "none, linear or yarn")
-
-
-def yarn(fields: Fields, theta: float) -> Rope:
-    """YaRN scaling, with its attention factor in config.json's form."""
-    factor = fields.number("rope.scaling.factor")
-    # `attn_factor` multiplies YaRN's own factor; `yarn_attn_factor` is config.json's `attention_factor`.
-    times = fields.number_or("rope.scaling.attn_factor", 1.0) or 1.0
-    magnitude = fields.number_or("rope.scaling.yarn_attn_factor", None)
-    if magnitude is None and times != 1:
-        magnitude = times * (0.1 * log(max(factor, 1.0)) + 1.0)
-    if fields.number_or("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
-        raise fields.wrong_value("rope.scaling.yarn_ext_factor", "1")
-    return Rope(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_positions=fields.integer_or("rope.scaling.original_context_length", None)
-        or fields.integer("context_length"),
-        beta_fast=fields.number_or("rope.scaling.yarn_beta_fast", None),
-        beta_slow=fields.number_or("rope.scaling.yarn_beta_slow", None),
-        attention_factor=magnitude,
-    )
-
-
-def factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
-    """Read the divisors of the head_dim/2 rotary frequencies from their tensor."""
-    info = gguf.tensors[ROPE_FACTORS]
-    if info.type != "F32" or info.dims != (head_dim // 2,):
-        raise ModelError(
-            f"{gguf.path}: {ROPE_FACTORS} is {info.type} of {list(info.dims)}; it must be F32 of [{head_dim // 2}]",
-            code="bad-rope-factors",
-        )
-    with open(info.file, "rb") as file:
-        file.seek(info.offset)
-        values = struct.unpack(f"<{head_dim // 2}f", file.read(info.nbytes))
-    if not all(isfinite(value) and value > 0 for value in values):
-        raise ModelError(
-            f"{gguf.path} is damaged: {ROPE_FACTORS} holds values that are not above 0; fetch it again",
-            code="rope-factor-not-positive",
-        )
-    return values
 
 
 def dtype(embedding: TensorInfo) -> DType:

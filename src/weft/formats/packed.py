@@ -52,7 +52,7 @@ MXFP4_PARTS = ("_blocks", "_scales")  # suffixes to the name of the experts' ten
 MXFP4_BLOCK = (32, 16)  # numbers that share a scale, and their bytes
 UNSET = b"\xff"  # each byte of a -1
 SCALE_TYPES = ("F16", "BF16", "F32")
-QUANTISABLE = ("linear", "expert", "head")  # roles of parameters that may be quantised
+QUANTISABLE = ("linear", "expansion", "expert", "head")  # roles of parameters that may be quantised
 
 
 class Packed(TensorInfo, frozen=True, kw_only=True):

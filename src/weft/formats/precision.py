@@ -169,7 +169,7 @@ def _held_format(name: str | None) -> NumberFormat:
 
 def _usual_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part) -> NumberFormat:
     """Format in a precision of MATRICES."""
-    if parameter.role not in ("linear", "expert") or part.cols is None:
+    if parameter.role not in ("linear", "expansion", "expert") or part.cols is None:
         return OTHERS.get(precision, BF16)
     if ".attention." in parameter.name and (precision, shape.architecture) in ATTENTION_KEPT:
         return BF16
@@ -259,7 +259,7 @@ def sum_by_kind(shape: ModelShape, precision: str, place: Place) -> WeightBytes:
     kinds = {"embedding": 0, "linear": 0, "expert": 0, "head": 0, "others": 0}
 
     def count(parameter: Parameter, layer: int, times: int) -> None:
-        kind = parameter.role if parameter.role in kinds else "others"
+        kind = "linear" if parameter.role == "expansion" else parameter.role if parameter.role in kinds else "others"
         kinds[kind] += times * parameter_bytes(shape, precision, place, parameter, layer)
 
     for parameter in outer_parameters(shape):

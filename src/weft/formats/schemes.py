@@ -197,7 +197,7 @@ def scheme_for_parameter(shape: ModelShape, precision: str, parameter: Parameter
     checkpoint.
     """
     cols = parameter.parts[0].cols
-    if cols is None or axis_length(shape, cols) % UNIT:
+    if cols is None or axis_length(shape, cols) % UNIT or parameter.role == "expansion":
         return None
     if shape.published and precision == shape.published.precision:
         names = (part.source.format(layer=layer, expert=0) for part in parameter.parts)

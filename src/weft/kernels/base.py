@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from weft.architectures.shape import Attention as AttentionLayer
-from weft.architectures.shape import Experts
+from weft.architectures.shape import Experts, LatentAttention
 from weft.comm import Group
 from weft.kernels.batch import Batch
 from weft.kernels.sampling import Sampling
@@ -18,6 +18,9 @@ from weft.kernels.warm import KernelLaunch
 from weft.plan.backends import AttentionSpec
 from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
+
+if TYPE_CHECKING:
+    from weft.kernels.latents import LatentDims, LatentKernels, LatentNorm, LatentProducts
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class KVCache:
     values: torch.Tensor
     group: int = 0
 
+    @classmethod
+    def of_latents(cls, latents: torch.Tensor, rank: int) -> KVCache:
+        """The cache of a layer with latent attention: [num_blocks, block_size, 1, rank + rope_dim], in this order. Its
+        values are the first `rank` columns of its keys."""
+        return cls(latents, latents[..., :rank])
+
     @property
     def block_size(self) -> int:
         return self.keys.shape[1]
@@ -39,8 +48,8 @@ class AttentionShape:
     """Dimensions of a rank's attention, and the limits of its steps.
 
     `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have, `groups` their
-    pairs of KV group and window, if there are several groups. If `sinks`, each head has one. Limits: `rows` of a decode
-    step, `tokens` of a step, `length` of a row's context.
+    pairs of KV group and window, if there are several groups. If `sinks`, each head has one. With `latent`, heads are
+    those of the expanded form. Limits: `rows` of a decode step, `tokens` of a step, `length` of a row's context.
     """
 
     q_heads: int
@@ -56,6 +65,7 @@ class AttentionShape:
     length: int
     groups: tuple[tuple[int, int | None], ...] = ()
     sinks: bool = False
+    latent: LatentAttention | None = None
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
@@ -71,6 +81,7 @@ class AttentionShape:
             groups=tuple(dict.fromkeys(pairs)) if len(layout.groups) > 1 else (),
             scale=shape.mixer.scale,
             sinks=isinstance(shape.mixer, AttentionLayer) and shape.mixer.sinks,
+            latent=shape.latent,
             dtype=dtype,
             cache_dtype=torch.float8_e4m3fn if plan.kv_dtype == "fp8" else dtype,
             block_size=plan.block_size,
@@ -93,7 +104,8 @@ class AttentionShape:
     def spec(self) -> AttentionSpec:
         """Facts by which backends are chosen."""
         dtype, fp8 = str(self.dtype).removeprefix("torch."), self.cache_dtype.itemsize == 1
-        return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8)
+        latent = self.latent.kv_lora_rank + self.latent.rope_dim if self.latent else 0
+        return AttentionSpec(head_dim=self.head_dim, group=self.group, dtype=dtype, fp8_cache=fp8, latent_dim=latent)
 
 
 @dataclass(frozen=True)
@@ -173,7 +185,7 @@ class FusedMixture:
     """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to those of other groups.
 
     `shared` experts, if there are any, see every token. The sigmoid of its product with `weigher`, float32, multiplies
-    their result, if there is one.
+    their result, if there is one. `correction` [experts] float32 is the router's, see `Experts`.
     """
 
     spec: Experts
@@ -182,13 +194,15 @@ class FusedMixture:
     shared: FusedMLP | None = None
     weigher: Product | None = None
     exchange: ExchangeRanks | None = None
+    correction: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayer:
     """Weights and dimensions of one decoder layer, of this rank's heads, columns and experts.
 
-    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim.
+    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim. With `latent`,
+    `qkv` projects to queries alone.
     """
 
     attention_norm: torch.Tensor
@@ -202,6 +216,20 @@ class FusedLayer:
     scale: float
     sinks: torch.Tensor | None
     eps: float
+    latent: FusedLatent | None = None
+
+
+@dataclass(frozen=True)
+class FusedLatent:
+    """Latent attention of a layer. Queries are projected from the layer's input, or from the norm of its product with
+    `q_down`."""
+
+    q_down: Product | None
+    q_norm: LatentNorm | None
+    kv_down: Product
+    kv_norm: LatentNorm
+    products: LatentProducts
+    interleaved: bool
 
 
 class FusedStage(Protocol):
@@ -308,10 +336,16 @@ class Pointwise(Protocol):
         ...
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the experts of each token by the router's scores [T, experts] float32: their numbers [T, top_k] int64
-        and shares [T, top_k] float32. The largest share comes first; of equal ones, that of the lower number.
+        and shares [T, top_k] float32. The best comes first; of equal ones, that of the lower number. See `Experts`.
+
+        `correction` [experts] float32 is that of `Experts.correction`.
 
         With `slots` [T], those of a CUDA graph, tokens of negative slots are padding and get the numbers -1. Kernels of
         a CPU are called without.
@@ -344,6 +378,13 @@ class Matrices(Protocol):
 
     def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
         """The same for the experts of a rank, of which `first` is the number of the first one."""
+        ...
+
+    def latent_products(
+        self, weight: torch.Tensor | QuantisedWeight, dims: LatentDims, name: str = ""
+    ) -> LatentProducts:
+        """The same for the projection from latents [heads * (nope_dim + value_dim), rank] to each head's key and then
+        its value (kv_b_proj). It is held in the dtype of activations."""
         ...
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> EmbeddingTable:
@@ -385,8 +426,10 @@ class Kernels:
     pointwise: Pointwise
     matrices: Matrices
     sampling: Sampling
+    latents: LatentKernels
     fuse_layers: FuseLayers = fuse_nothing
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """The launches of all parts, see `Attention.launches`."""
-        return [*self.matrices.launches(shape.tokens), *self.attention.launches(shape, device)]
+        attention = self.latents if shape.latent else self.attention
+        return [*self.matrices.launches(shape.tokens), *attention.launches(shape, device)]

@@ -17,6 +17,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+LEAST_SUM = 1e-20  # added to a sum that shares are divided by: the sigmoids of a token may all be 0
 
 
 class GroupedExperts:
@@ -56,14 +57,33 @@ def activate(gate_up: torch.Tensor, spec: Experts) -> torch.Tensor:
 
 
 def choose_experts(
-    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+    scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`Pointwise.choose_experts` in torch."""
-    # Stable: of equal shares, that of the lower number comes first.
-    shares, chosen = scores.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    shares, chosen = shares[:, : spec.top_k], chosen[:, : spec.top_k]
+    weights = scores.sigmoid() if spec.scoring == "sigmoid" else scores.softmax(dim=-1)
+    ranked = weights if correction is None else weights + correction
+    if spec.groups > 1:
+        ranked = ranked.masked_fill(~_in_best_groups(ranked, spec), -torch.inf)
+    # Stable: of equal weights, that of the lower number comes first.
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    shares = weights.gather(1, chosen)
     if spec.normalised:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + LEAST_SUM)
+    shares = shares * spec.scaling
     if slots is not None:
         chosen = chosen.masked_fill(slots[:, None] < 0, -1)
     return chosen, shares
+
+
+def is_plain_choice(spec: Experts) -> bool:
+    """Return True for a softmax over all experts, of which those of the highest weights are taken."""
+    return spec.scoring == "softmax" and spec.groups == 1 and not spec.correction and spec.scaling == 1.0
+
+
+def _in_best_groups(weights: torch.Tensor, spec: Experts) -> torch.Tensor:
+    """True for the experts of each token's best groups: [T, experts] -> [T, experts]. The lower group wins a tie."""
+    grouped = weights.unflatten(1, (spec.groups, -1))
+    scores = grouped.topk(2 if spec.group_score == "top2" else 1, dim=-1).values.sum(dim=-1)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
+    takes_part = (best[:, :, None] == torch.arange(spec.groups, device=best.device)).any(dim=1)
+    return takes_part.repeat_interleave(grouped.shape[2], dim=1)

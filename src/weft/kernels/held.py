@@ -9,7 +9,9 @@ import torch
 
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertProducts, ExpertStack, Product
+from weft.kernels.dense_latents import DenseLatentProducts
 from weft.kernels.experts import GroupedExperts
+from weft.kernels.latents import LatentDims, LatentProducts
 from weft.quant.dense import RouterProduct
 from weft.quant.quantised import QuantisedWeight, stack_size
 
@@ -33,7 +35,8 @@ P = TypeVar("P", bound=HeldProduct)
 class HeldMatrices:
     """Base of the implementations of `Matrices`: it knows all their products by the names of their parameters.
 
-    Unless an implementation has something faster, routers and experts are computed in torch, with its products.
+    Unless an implementation has something faster, routers, experts and projections of latents are computed in torch,
+    experts with its products.
     """
 
     def __init__(self) -> None:
@@ -47,6 +50,11 @@ class HeldMatrices:
 
     def experts(self, spec: Experts, gate_up: ExpertStack, down: ExpertStack, first: int) -> ExpertProducts:
         return GroupedExperts(spec, self._matrices(gate_up), self._matrices(down), first)
+
+    def latent_products(
+        self, weight: torch.Tensor | QuantisedWeight, dims: LatentDims, name: str = ""
+    ) -> LatentProducts:
+        return self._hold(name, DenseLatentProducts(weight, dims))
 
     def replace(self, name: str, weight: torch.Tensor | QuantisedWeight) -> None:
         """Give a parameter other values, of the same dims and scheme, in the same memory."""

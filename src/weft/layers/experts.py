@@ -24,13 +24,15 @@ class ExpertsBlock:
     def __init__(self, spec: Experts, place: Place, weights: LayerWeights) -> None:
         self.spec, self.kernels, self.exchange = spec, weights.kernels, weights.exchange
         self.router = weights.router("router")
+        self.correction = weights.vector("router.correction") if spec.correction else None
         self.experts = weights.experts("experts", spec, place)
         self.shared = SharedExperts(spec, weights) if spec.shared else None
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the ranks."""
         slots = batch.slots if batch.fixed else None
-        tokens = RoutedTokens(x, *self.kernels.pointwise.choose_experts(self.router(x, batch), self.spec, slots))
+        choose = self.kernels.pointwise.choose_experts
+        tokens = RoutedTokens(x, *choose(self.router(x, batch), self.spec, slots, self.correction))
         if self.exchange is None:
             routed = self.experts(*tokens)
         else:

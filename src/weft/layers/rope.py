@@ -114,11 +114,8 @@ def _yarn(rope: Rope, plain: torch.Tensor, head_dim: int, max_positions: int) ->
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     frequencies = plain / rope.factor * ramp + plain * (1 - ramp)
 
-    def magnitude(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.attention_factor is not None:
         return frequencies, rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return frequencies, magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return frequencies, magnitude(1.0)
+        return frequencies, rope.magnitude(rope.mscale) / rope.magnitude(rope.mscale_all_dim)
+    return frequencies, rope.magnitude(1.0)

@@ -10,6 +10,7 @@ from weft.architectures.place import Place
 from weft.architectures.shape import Experts, Norm
 from weft.comm import Group
 from weft.kernels.base import ExpertProducts, ExpertStack, Kernels
+from weft.kernels.latents import LatentDims, LatentProducts
 from weft.layers.exchange import TokenExchange
 from weft.layers.linear import Linear, create_linear
 from weft.layers.norm import NormLayer
@@ -44,9 +45,10 @@ class LayerWeights:
     def vector_or_none(self, name: str) -> torch.Tensor | None:
         return self.vector(name) if self._prefix + name in self._tensors else None
 
-    def norm(self, name: str) -> NormLayer:
+    def norm(self, name: str, *, eps: float | None = None) -> NormLayer:
+        """A norm with the model's epsilon, unless it has another one."""
         bias = self.vector(name + ".bias") if self._norm.kind == "layer" else None
-        return NormLayer(self._norm.kind, self.vector(name + ".weight"), bias, self._norm.eps)
+        return NormLayer(self._norm.kind, self.vector(name + ".weight"), bias, eps or self._norm.eps)
 
     def column_linear(self, name: str) -> Linear:
         """Product with a matrix of which this rank has some rows: every rank has its whole input."""
@@ -64,6 +66,11 @@ class LayerWeights:
         """Product with a router's matrix, which every rank has; its results are float32."""
         bias, name = self.vector_or_none(name + ".bias"), f"{self._prefix}{name}.weight"
         return Linear(name, self.kernels.matrices.router(self._tensors.pop(name), bias, name))
+
+    def latent_products(self, name: str, dims: LatentDims) -> LatentProducts:
+        """Products with the matrix that leads from latents to the keys and values of this rank's heads."""
+        name = f"{self._prefix}{name}.weight"
+        return self.kernels.matrices.latent_products(self._tensors.pop(name), dims, name)
 
     def experts(self, name: str, spec: Experts, place: Place) -> ExpertProducts:
         """The MLPs of the experts that this rank holds, some columns of each: results are to be summed over the

@@ -17,6 +17,7 @@ from weft.layers.attention import AttentionBlock
 from weft.layers.embedding import Embedding, Head, Positions
 from weft.layers.exchange import TokenExchange
 from weft.layers.experts import ExpertsBlock
+from weft.layers.latent import LatentAttentionBlock
 from weft.layers.mlp import MLPBlock
 from weft.layers.norm import ResidualStream
 from weft.layers.rope import RopeTable, RopeTables
@@ -29,14 +30,16 @@ class DecoderLayer:
     """A layer: a mixer and a feed-forward part, each with its norms around it."""
 
     def __init__(self, spec: LayerSpec, place: Place, weights: LayerWeights, rope: RopeTable) -> None:
-        assert isinstance(spec.mixer, Attention), spec.mixer
         before, after = spec.norms in ("pre", "both"), spec.norms in ("post", "both")
         self.spec = spec
         self.residual_norms = None
         if spec.norms == "residual":
             self.residual_norms = weights.norm("attention_norm"), weights.norm("mlp_norm")
         self.mixer_norm = weights.norm("attention_norm") if before else None
-        self.mixer = AttentionBlock(spec.mixer, place, weights, rope)
+        if isinstance(spec.mixer, Attention):
+            self.mixer: AttentionBlock | LatentAttentionBlock = AttentionBlock(spec.mixer, place, weights, rope)
+        else:
+            self.mixer = LatentAttentionBlock(spec.mixer, place, weights, rope)
         self.mixer_post_norm = weights.norm("attention_post_norm") if after else None
         self.ffn_norm = weights.norm("mlp_norm") if before else None
         if isinstance(spec.ffn, Dense):
@@ -106,7 +109,7 @@ class DecoderModel:
         for number in self._numbers:
             spec = shape.layers[number]
             weights = LayerWeights(tensors, f"layers.{number}.", shape.norm, comm, kernels, exchange)
-            rope = self.ropes.table(spec.mixer.rope, spec.mixer.head_dim)
+            rope = self.ropes.table(spec.mixer.rope, spec.mixer.rope_dim)
             self.layers.append(DecoderLayer(spec, place, weights, rope))
         self.runs = fuse_runs(self.layers, comm, kernels)
         # The caches of the last step, and each run's: fused runs describe theirs to C++ when they change.
@@ -231,5 +234,6 @@ def fuse_runs(layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> 
         members = list(group)
         stage = None if key is None else kernels.fuse_layers([fused for _, fused in members if fused], comm)
         run = [layer for layer, _ in members]
-        runs.append(LayerLoop(run, comm, kernels) if stage is None else FusedLayers(run, stage))
+        loop = LayerLoop(run, comm, kernels)
+        runs.append(loop if stage is None else FusedLayers(run, stage, loop))
     return runs

@@ -16,7 +16,7 @@ from weft.formatting import format_version
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.hardware.host import Host
 from weft.native.library import CPP_TYPES
-from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD
+from weft.native.structures import WIDEST_GROUP, WIDEST_HEAD, WIDEST_LATENT
 
 logger = logging.getLogger("weft")
 
@@ -29,17 +29,20 @@ Card = tuple[str, Version]  # a GPU's name and compute capability
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Attention of a model, as far as backends differ in it. `group` is the number of query heads per KV
-    head, `dtype` that of activations."""
+    head, `dtype` that of activations, `latent_dim` the number of values of a token in the cache of a model with latent
+    attention, else 0."""
 
     head_dim: int
     group: int
     dtype: str
     fp8_cache: bool = False
+    latent_dim: int = 0
 
     @classmethod
     def from_shape(cls, shape: ModelShape, dtype: str, *, fp8_cache: bool = False) -> AttentionSpec:
         """The attention of a model that computes in `dtype`."""
-        return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache)
+        latent = shape.latent.kv_lora_rank + shape.latent.rope_dim if shape.latent else 0
+        return cls(head_dim=shape.head_dim, group=shape.group, dtype=dtype, fp8_cache=fp8_cache, latent_dim=latent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,8 @@ class AttentionBackend:
     shape)` and `create_rounding(device, shape)`.
 
     Limits: `runs_on` one kind of device, GPUs since `capability`, `dtypes` of activations, heads of `head_dims` or else
-    of up to `widest_head` dims in multiples of `head_unit`, `widest_group` query heads per KV head. None: no limit.
+    of up to `widest_head` dims in multiples of `head_unit`, `widest_group` query heads per KV head, latents of up to
+    `widest_latent` values (0: no latent attention). None: no limit.
     `package` is needed, with its oldest version if that matters; `extra` installs it.
     """
 
@@ -80,6 +84,7 @@ class AttentionBackend:
     widest_head: int | None = None
     head_unit: int = 1
     widest_group: int | None = None
+    widest_latent: int | None = 0
     package: str | None = None
     oldest: Version | None = None
     extra: str | None = None
@@ -125,6 +130,12 @@ class AttentionBackend:
             yield f"their heads have up to {self.widest_head} dims{unit}, this model's {spec.head_dim}"
         if self.widest_group and spec.group > self.widest_group:
             yield f"they take up to {self.widest_group} query heads per KV head, and this model has {spec.group}"
+        if spec.latent_dim and self.widest_latent == 0:
+            yield "they have no latent attention"
+        if self.widest_latent and spec.latent_dim > self.widest_latent:
+            yield f"their latents have up to {self.widest_latent} values, this model's {spec.latent_dim}"
+        if spec.latent_dim and spec.fp8_cache:
+            yield "they keep no latents in 8 bits"
         if spec.fp8_cache and not self.fp8_cache:
             yield "they read no FP8 KV cache"
 
@@ -133,7 +144,9 @@ FLASH_DTYPES = ("bfloat16", "float16")  # of FlashAttention 2, in torch and in F
 FLASH_CAPABILITY = (8, 0)
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
-    "torch": AttentionBackend(kernels="the slower torch kernels", module="weft.kernels.plain", rest="torch"),
+    "torch": AttentionBackend(
+        kernels="the slower torch kernels", module="weft.kernels.plain", rest="torch", widest_latent=None
+    ),
     "cpu": AttentionBackend(
         kernels="the compiled CPU kernels",
         module="weft.kernels.native",
@@ -142,6 +155,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         dtypes=tuple(CPP_TYPES),
         widest_head=WIDEST_HEAD,
         widest_group=WIDEST_GROUP,
+        widest_latent=WIDEST_LATENT,
     ),
     "triton": AttentionBackend(
         kernels="the Triton kernels",
@@ -152,6 +166,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
         interpreted=True,
         fp8_cache=True,
         widest_head=256,  # wider tiles do not fit the shared memory of a multiprocessor
+        widest_latent=576,  # in two parts, of up to 512 and 64 values
         package="triton",
     ),
     "flashinfer": AttentionBackend(
@@ -259,8 +274,14 @@ def _vllm_choice(wanted: str, spec: AttentionSpec, device: KernelDevice) -> str:
     return "auto"
 
 
-def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
-    """Reason that Weft's engine has no 8-bit KV cache on these GPUs (none given: on a CPU); None if it has."""
+def no_narrow_cache(dtype: str, cards: Sequence[Card], shape: ModelShape) -> str | None:
+    """Reason that Weft's engine has no 8-bit KV cache of a model on these GPUs (none given: on a CPU); None if it
+    has."""
+    if shape.latent:
+        return (
+            f"weft keeps the latent vectors of {shape.architecture} in the dtype that it computes in, not in {dtype}: "
+            "leave --kv-cache-dtype out"
+        )
     if not cards:
         return f"weft keeps no {dtype} KV cache on a CPU; leave --kv-cache-dtype out"
     for name, capability in cards:
@@ -272,11 +293,11 @@ def no_narrow_cache(dtype: str, cards: Sequence[Card]) -> str | None:
     return None
 
 
-def kv_cache_dtype(config: EngineConfig, host: Host, devices: Sequence[str]) -> str:
-    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the GPUs have no FP8 cache."""
+def kv_cache_dtype(config: EngineConfig, shape: ModelShape, host: Host, devices: Sequence[str]) -> str:
+    """KV cache dtype of the plan: "auto" or "fp8". Raises ConfigError if the model or the GPUs have no FP8 cache."""
     requested = config.kv_cache_dtype
     if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]):
+    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)], shape):
         raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

@@ -75,7 +75,7 @@ def rank_weight_bytes(shape: ModelShape, place: Place, dtype: str, schemes: Mapp
         if schemes and cols is not None:
             scheme = checkpoint_scheme(parameter, layer, schemes)
         if scheme is None or cols is None:
-            total += DTYPE_BYTES[dtype] * prod(dims)
+            total += DTYPE_BYTES[parameter.dtype or dtype] * prod(dims)
         else:
             total += ALL_SCHEMES[scheme].nbytes(prod(dims[:-1]), owned(shape, place, cols))
     return total

@@ -78,7 +78,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
     dtype = compute_dtype(config, checkpoint, host, devices)
-    cache_dtype = kv_cache_dtype(config, host, devices)
+    cache_dtype = kv_cache_dtype(config, shape, host, devices)
     spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
     config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)

@@ -49,7 +49,7 @@ def step_bytes(
     Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
     once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt.
     """
-    attention = (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
+    attention = _attention_width(shape, place)
     feed_forward = FFN_COPIES * len(place.ffn)
     if shape.experts:
         # Each token is copied to its experts, and their results are copied back into the order of the tokens.
@@ -59,6 +59,14 @@ def step_bytes(
     width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
     return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
+
+
+def _attention_width(shape: ModelShape, place: Place) -> int:
+    """Numbers of a token at the widest point of attention."""
+    if latent := shape.latent:
+        # Queries, queries in the space of latents, and mixed latents.
+        return len(place.q_heads) * (latent.head_dim + latent.latent_dim + latent.kv_lora_rank) + latent.latent_dim
+    return (len(place.q_heads) * 2 + len(place.kv_heads) * 2) * shape.head_dim
 
 
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:

@@ -316,7 +316,7 @@ def held_tensors(shape: ModelShape, stored: Mapping[str, str]) -> dict[str, str]
     """
     schemes: dict[str, str] = {}
     for matrix in _matrices(shape):
-        if not _has_whole_units(shape, matrix.parameter):
+        if matrix.parameter.role == "expansion" or not _has_whole_units(shape, matrix.parameter):
             continue
         scheme = scheme_for_types(stored.get(name, "") for name in matrix.sources)
         if scheme is not None and (scheme not in FLOAT_SCHEMES or matrix.parameter.role == "expert"):

@@ -31,6 +31,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_gpus_in_use(question),
         *_on_cpu(question, best),
         *((*_slow_kernels(question, best), *_experts_on_gpus(question, best)) if best else ()),
+        *(_latent_copies(question, best) if best else ()),
         *_speculation(question, best),
     ]
     if best:
@@ -77,6 +78,20 @@ def _experts_on_gpus(question: Question, best: Candidate) -> Iterator[Note]:
         yield create_note("experts_not_measured")
     if best.layout.shares_experts:
         yield create_note("groups_without_graphs")
+
+
+def _latent_copies(question: Question, best: Candidate) -> Iterator[Note]:
+    """Tensor parallelism does not divide a cache of latents, attention groups do."""
+    shape, ranks = question.shape, best.layout.tensor_parallel
+    if shape.latent is None or ranks == 1:
+        return
+    yield create_note(
+        "latent_kv_copied",
+        ranks=ranks,
+        token_bytes=kv_bytes_per_token(shape, best.layout.kv_dtype),
+        groups=ranks * best.layout.data_parallel if best.layout.shares_experts else ranks,
+        experts=shape.experts is not None,
+    )
 
 
 def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:

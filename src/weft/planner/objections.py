@@ -74,7 +74,7 @@ def _kv_cache_dtype(question: Question, layout: CandidateLayout) -> Note | None:
     if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
         return None
     gpus = [device.gpu for device in layout.devices if device.gpu.kind == "gpu"]
-    reason = no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus])
+    reason = no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus], question.shape)
     return create_note("kv_cache_dtype", reason=reason) if reason else None
 
 

@@ -80,7 +80,8 @@ def allocate_parameters(
 ) -> dict[str, torch.Tensor | QuantisedWeight]:
     """Allocate the parameters of a rank, by name, without values.
 
-    Matrices are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if given.
+    Matrices of products are allocated on the device `matrices` if it is given. Only those in `names` are allocated, if
+    given.
     """
     shape, dtype = plan.shape, getattr(torch, plan.dtype)
     targets: dict[str, torch.Tensor | QuantisedWeight] = {}
@@ -90,7 +91,8 @@ def allocate_parameters(
         dims, cols = parameter_dims(shape, place, parameter), parameter.parts[0].cols
         scheme = checkpoint_scheme(parameter, layer, plan.schemes) if cols else None
         if scheme is None or cols is None:
-            targets[name] = torch.empty(dims, dtype=dtype, device=(matrices or device) if cols else device)
+            where = device if parameter.is_read_whole else matrices or device
+            targets[name] = torch.empty(dims, dtype=getattr(torch, parameter.dtype or plan.dtype), device=where)
         else:
             *experts, rows, _ = dims
             targets[name] = QuantisedWeight.empty(

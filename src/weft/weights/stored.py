@@ -11,6 +11,7 @@ import torch
 from weft.architectures.place import Span
 from weft.errors import ModelError
 from weft.formats.schemes import ALL_SCHEMES, GGUF_SCHEMES
+from weft.formats.split_heads import SplitHeads
 from weft.formats.tensor import ENCODINGS, Encoding, TensorInfo
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.blocks import dequantise
@@ -45,7 +46,9 @@ class StoredWeights:
         read.
         """
         info = self.tensors[source]
-        if len(info.dims) == 1:
+        if isinstance(info, SplitHeads):
+            self._read_heads(info, rows, into)
+        elif len(info.dims) == 1:
             # A vector is read as one row, of which `rows` are the columns.
             whole = Span(0, info.dims[0] * info.step)
             vector = torch.empty(1, len(whole), dtype=torch.float32)
@@ -90,6 +93,19 @@ class StoredWeights:
         for band, data in _row_bands(info, (info.dims[1], info.dims[0] * info.step), cols, within):
             values = view_bytes(data, DENSE[info.type])[:, info.first :: info.step]
             into[:, band.start : band.stop].copy_(values.t())
+
+    def _read_heads(self, info: SplitHeads, rows: Span, into: torch.Tensor) -> None:
+        """Copy the rows of some heads."""
+        per_head, rank = info.dims[0] // info.heads, info.dims[1]
+        first, last = rows.start // per_head, rows.stop // per_head
+        assert (first * per_head, last * per_head) == (rows.start, rows.stop), "whole heads"
+        heads, nope_dim = into.view(last - first, per_head, rank), info.keys.dims[1]
+        key_rows, value_rows = (Span(first, last).scaled(each) for each in (rank, per_head - nope_dim))
+        keys, values = into.new_empty(len(key_rows), nope_dim), into.new_empty(len(value_rows), rank)
+        self._read_matrix(info.keys, info.keys.dims, key_rows, Span(0, nope_dim), keys)
+        self._read_matrix(info.values, info.values.dims, value_rows, Span(0, rank), values)
+        heads[:, :nope_dim].copy_(keys.view(last - first, rank, nope_dim).transpose(1, 2))
+        heads[:, nope_dim:].copy_(values.view(last - first, -1, rank))
 
     def _read_matrix(self, info: TensorInfo, dims: tuple[int, ...], rows: Span, cols: Span, into: torch.Tensor) -> None:
         """Copy rows and columns of a tensor with these dims to `into`."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from weft.architectures.place import Place
+from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.hardware import host
 from weft.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
@@ -77,16 +80,26 @@ def allocate_caches(plan: Plan, rank: int, dtype: torch.dtype, device: torch.dev
     The i-th layers of all KV groups have the same memory, since a block belongs to one group at a time.
     """
     place, layout = plan.places[rank], plan.kv_layout
-    dims = (num_blocks, plan.block_size, len(place.kv_heads), plan.shape.head_dim)
-    memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+    memory: list[KVCache] = []
     counts, caches = [0] * len(layout.groups), []
     for layer in range(place.layers.start, place.layers.stop):
         group = layout.group_of(layer)
         if counts[group] == len(memory):
-            memory.append((allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device)))
-        caches.append(KVCache(*memory[counts[group]], group=group))
+            memory.append(allocate_cache(plan.shape, place, dtype, device, (num_blocks, plan.block_size)))
+        caches.append(replace(memory[counts[group]], group=group))
         counts[group] += 1
     return caches
+
+
+def allocate_cache(
+    shape: ModelShape, place: Place, dtype: torch.dtype, device: torch.device, blocks: tuple[int, int]
+) -> KVCache:
+    """Allocate the KV cache of one layer; `blocks` are the number of blocks and the tokens of a block."""
+    if shape.latent:
+        dims = (*blocks, 1, shape.latent.latent_dim)
+        return KVCache.of_latents(allocate_zeros(dims, dtype, device), shape.latent.kv_lora_rank)
+    dims = (*blocks, len(place.kv_heads), shape.head_dim)
+    return KVCache(allocate_zeros(dims, dtype, device), allocate_zeros(dims, dtype, device))
 
 
 def allocate_zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

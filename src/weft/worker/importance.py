@@ -10,17 +10,18 @@ squares do the rest (quant/rounding.py). docs/benchmarks.md says what it brings.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
+from weft.architectures.parameters import rank_parameters
 from weft.architectures.place import Span
 from weft.comm import Links
 from weft.formats.schemes import ALL_SCHEMES, UNIT
-from weft.kernels.base import EmbeddingTable, KVCache, Product
+from weft.kernels.base import EmbeddingTable, Product
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.plain import PlainMatrices, create_plain_kernels
 from weft.layers.exchange import create_exchange
@@ -31,6 +32,7 @@ from weft.quant.quantised import QuantisedWeight
 from weft.weights.derive import derive_parameters
 from weft.weights.load import WeightSource, check_fill, fill_target, open_source, reader_threads
 from weft.weights.quantised import row_bands
+from weft.worker.device import allocate_cache
 
 TOKENS = 64
 # Least importance, as a share of the group's mean: below it, chance in so few tokens would decide between columns.
@@ -55,12 +57,12 @@ def measure_importance(
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
     tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
-    dims = (1, tokens, len(place.kv_heads), shape.head_dim)
     # One cache for all layers, which run one after the other.
-    cache = KVCache(torch.empty(dims, dtype=dtype, device=device), torch.empty(dims, dtype=dtype, device=device))
+    cache = allocate_cache(shape, place, dtype, device, (1, tokens))
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
     with reader_threads() as pool:
-        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool)
+        whole = {name for name, parameter, _ in rank_parameters(shape, place) if parameter.is_read_whole}
+        matrices = StreamedMatrices(source, targets, rank_fills(shape, place), shape.head_dim, pool, whole)
         derive_parameters(shape, targets)
         kernels = replace(create_plain_kernels(), matrices=matrices)
         exchange = create_exchange(plan.exchange, links, plan.places, rank, device)
@@ -99,8 +101,8 @@ def random_batch(vocab: int, tokens: int, device: torch.device) -> Batch:
 class StreamedMatrices(PlainMatrices):
     """Matrices whose products read theirs from the checkpoint at each call, and record their columns' importance.
 
-    `targets` are the rank's parameters and `fills` the ranges that they are filled with. Parameters that are no
-    matrices are filled at once.
+    `targets` are the rank's parameters and `fills` the ranges that they are filled with. The parameters `whole` are
+    filled at once.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class StreamedMatrices(PlainMatrices):
         fills: Iterable[Fill],
         head_dim: int,
         pool: Executor,
+        whole: Collection[str],
     ) -> None:
         super().__init__()
         self.importance: dict[str, torch.Tensor] = {}
@@ -118,9 +121,10 @@ class StreamedMatrices(PlainMatrices):
         for fill in fills:
             check_fill(fill)
             self._fills[fill.weight].append(fill)
-            vector = fill_target(targets, fill)
-            if isinstance(vector, torch.Tensor) and fill.cols is None:
-                source.read_range(fill.source, fill.rows, None, vector)
+            if fill.param in whole:
+                target = fill_target(targets, fill)
+                assert isinstance(target, torch.Tensor), fill
+                source.read_range(fill.source, fill.rows, fill.cols, target)
 
     def matrix(self, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None, name: str = "") -> Product:
         is_rounded = isinstance(weight, QuantisedWeight) and weight.scheme.bits == 4 and UNIT % weight.scheme.group == 0

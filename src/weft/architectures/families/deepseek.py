@@ -1,10 +1,11 @@
-"""DeepSeek V2 and V3: latent attention, and shared beside routed experts after the first, dense layers."""
+"""DeepSeek V2 and V3, and Kimi-K2: latent attention, and shared beside routed experts after the first, dense layers."""
 
 from __future__ import annotations
 
 from weft.architectures.architecture import Architecture, ConfigFields, Names
 
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+NAMES = Names(latent=True, correction="mlp.gate.e_score_correction_bias")
 DEEPSEEK_V2 = Architecture(
     name="DeepseekV2ForCausalLM",
     config=ConfigFields(
@@ -12,20 +13,23 @@ DEEPSEEK_V2 = Architecture(
         max_positions=2048,
         bos=1,
         eos=(2,),
-        bias="none",
         normalised="config",
-        values=LATENT | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
+        values=LATENT
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+        | {"topk_method": "greedy", "scoring_func": "softmax"},
     ),
+    names=NAMES,
+    runs=True,
     gguf="deepseek2",
 )
 DEEPSEEK_V3 = Architecture(
     name="DeepseekV3ForCausalLM",
     config=ConfigFields(
         model_type="deepseek_v3",
+        other_types=("kimi_k2",),
         max_positions=4096,
         bos=0,
         eos=(1,),
-        bias="none",
         normalised="config",
         values=LATENT
         | {
@@ -35,8 +39,14 @@ DEEPSEEK_V3 = Architecture(
             "moe_intermediate_size": 2048,
             "first_k_dense_replace": 3,
             "norm_topk_prob": True,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
         },
     ),
-    names=Names(correction="mlp.gate.e_score_correction_bias"),
+    names=NAMES,
+    runs=True,
 )
 FAMILY = (DEEPSEEK_V2, DEEPSEEK_V3)

@@ -41,6 +41,7 @@ MINIMAX_M2 = Architecture(
         eos=(200020,),
         bias="none",
         qk_norm="all",
+        values={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     names=replace(NAMES, correction="block_sparse_moe.e_score_correction_bias"),
     gguf="minimax-m2",

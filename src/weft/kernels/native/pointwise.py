@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.native.experts import describe_routing
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.native.entries import Entries
 
@@ -44,14 +47,23 @@ class NativePointwise:
         return out
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert slots is None, "a CPU has no CUDA graphs"
         tokens, count = scores.shape
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64)
         shares = torch.empty(tokens, spec.top_k, dtype=torch.float32)
         self._entries.choose_experts(
-            scores.data_ptr(), count, tokens, spec.top_k, spec.normalised, chosen.data_ptr(), shares.data_ptr()
+            scores.data_ptr(),
+            count,
+            tokens,
+            ctypes.byref(describe_routing(spec, correction)),
+            chosen.data_ptr(),
+            shares.data_ptr(),
         )
         return chosen, shares
 

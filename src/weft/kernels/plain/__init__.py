@@ -8,6 +8,7 @@ import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
 from weft.kernels.plain.attention import PlainAttention
+from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.plain.matrices import PlainMatrices
 from weft.kernels.plain.pointwise import PlainPointwise
 from weft.kernels.plain.sampling import PlainSampling
@@ -47,4 +48,5 @@ def create_plain_kernels() -> Kernels:
         pointwise=PlainPointwise(),
         matrices=PlainMatrices(),
         sampling=PlainSampling(),
+        latents=PlainLatents(),
     )

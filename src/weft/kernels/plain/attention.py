@@ -33,7 +33,7 @@ class PlainAttention:
     ) -> torch.Tensor:
         """Causal attention, with decode rows padded to the longest context, and prefill rows to the longest chunk as
         well. The two groups are apart so that one long prompt does not pad every decode row."""
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], cache.values.shape[3])
         if lse is None and sinks is not None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         counts = batch.row_starts.diff()

@@ -35,9 +35,13 @@ class PlainPointwise:
         return F.silu(gate) * up
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_experts(scores, spec, slots)
+        return choose_experts(scores, spec, slots, correction)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, q_heads: int, rope: torch.Tensor, cache: KVCache, batch: Batch, norm: HeadNorm | None

@@ -40,10 +40,12 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
     """`attention` and all other parts in Triton."""
     from weft.kernels.triton.fp8 import has_fp8_units
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+    from weft.kernels.triton.latents import TritonLatents
 
     return Kernels(
         attention=attention,
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device), fp8_units=has_fp8_units(device)),
         sampling=TritonSampling(device),
+        latents=TritonLatents(multiprocessor_count(device), attention),
     )

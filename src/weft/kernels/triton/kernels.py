@@ -13,6 +13,8 @@ from weft.comm import Group
 from weft.comm.symmetric import SymmetricGroup
 from weft.kernels.base import EmbeddingTable, ExpertProducts, ExpertStack, HeadNorm, KVCache, Product
 from weft.kernels.batch import Batch
+from weft.kernels.experts import choose_experts as choose_in_torch
+from weft.kernels.experts import is_plain_choice
 from weft.kernels.held import HeldMatrices
 from weft.kernels.plain.sampling import score
 from weft.kernels.sampling import SampledRows, SamplingSettings, SettingsUpdate, SlotSettings
@@ -54,8 +56,14 @@ class TritonPointwise:
         return pointwise.silu_mul(gate_up)
 
     def choose_experts(
-        self, scores: torch.Tensor, spec: Experts, slots: torch.Tensor | None = None
+        self,
+        scores: torch.Tensor,
+        spec: Experts,
+        slots: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not is_plain_choice(spec):
+            return choose_in_torch(scores, spec, slots, correction)
         return choose_experts(scores, spec, slots)
 
     def rotate_and_store(

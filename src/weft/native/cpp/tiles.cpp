@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "dequantised.h"
 #include "float8.h"
+#include "latents.h"
 #include "masks.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -9,6 +10,7 @@
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
+template void run_latents(const PagedLatents<T> &, const LatentTiles &, LatentSums *, int64_t, int64_t);
 #undef T
 template void quantised_sums<Octets>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, float *, Ahead);

@@ -1,0 +1,149 @@
+"""Latent attention by each kind of kernels, against its published form in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cpu.attention import ragged
+from tests.cpu.kernels import native
+from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
+from weft.kernels.base import Kernels, KVCache
+from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
+from weft.kernels.plain import create_plain_kernels
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+CASES = [
+    # dims, counts, contexts, block_size
+    (SMALL, [1], [1], 16),
+    (SMALL, [1, 1, 1], [5, 70, 300], 4),
+    (SMALL, [1, 1, 40, 7, 50], [130, 9, 40, 90, 75], 16),
+    (LatentDims(20, 24, 6, 10, 7), [1, 1, 30], [33, 2, 64], 16),  # no whole vectors
+    (LatentDims(40, 64, 16, 32, 32), [1, 3, 60], [700, 90, 60], 32),
+    (PUBLISHED, [1, 1, 3], [600, 20, 40], 16),
+]
+CASE_NAMES = [f"{dims.heads}x{dims.rank}-{counts}" for dims, counts, _, _ in CASES]
+
+
+def kernels_of(kind: str, dtype: torch.dtype) -> Kernels:
+    return native(dtype) if kind == "native" else create_plain_kernels()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_absorbed_attention_is_exact(kind: str, case: tuple, dtype: torch.dtype) -> None:
+    dims, counts, contexts, block_size = case
+    kernels = kernels_of(kind, dtype)
+    q, weight, cache, batch = random_latents(dims, counts, contexts, dtype, block_size)
+    absorbed = kernels.matrices.latent_products(weight, dims).absorb(q)
+    scale = (dims.nope_dim + dims.rope_dim) ** -0.5
+    lse = torch.full((len(q), dims.heads), torch.nan)
+    got = kernels.latents.attend(absorbed, cache, batch, scale, lse)
+    want, want_lse = attend_absorbed_by_loop(absorbed, cache, batch, scale, dims.rank)
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(lse.double(), want_lse, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(kernels.latents.attend(absorbed, cache, batch, scale), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_either_form_is_the_published_one(kind: str, case: tuple, dtype: torch.dtype) -> None:
+    dims, counts, contexts, block_size = case
+    kernels = kernels_of(kind, dtype)
+    q, weight, cache, batch = random_latents(dims, counts, contexts, dtype, block_size)
+    scale = (dims.nope_dim + dims.rope_dim) ** -0.5
+    want = attend_as_published(q, weight, dims, cache, batch, scale)
+    got = attend_by_latents(kernels, kernels.matrices.latent_products(weight, dims), q, cache, batch, scale)
+    # Absorbed queries and mixed latents are rounded once more.
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_rows_of_many_tokens_are_expanded_a_few_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    dims, counts, contexts = SMALL, [1, 40, 5, 60], [30, 40, 50, 200]
+    kernels = create_plain_kernels()
+    q, weight, cache, batch = random_latents(dims, counts, contexts, torch.float32)
+    products = kernels.matrices.latent_products(weight, dims)
+    want = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    expanded, expand = list[tuple[int, slice]](), type(products).expand
+
+    def record(self: object, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        expanded.append((len(latents), heads))
+        return expand(self, latents, heads)
+
+    monkeypatch.setattr(type(products), "expand", record)
+    monkeypatch.setattr("weft.kernels.latents.EXPANDED_BYTES", 2 * 200 * (16 + 8 + 12) * 4)
+    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    torch.testing.assert_close(got, want)
+    assert dims.expands_from in range(6, 41)
+    assert expanded == [(40, slice(0, 3)), (200, slice(0, 2)), (200, slice(2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("dims", "tokens"),
+    [(PUBLISHED, 171), (LatentDims(2, 8, 4, 8, 8), 1 << 31)],
+    ids=["published", "small rank"],
+)
+def test_the_expanded_form_begins_with_the_fewest_multiply_adds(dims: LatentDims, tokens: int) -> None:
+    def absorbed(count: int) -> int:
+        return count * (2 * dims.rank + dims.rope_dim)
+
+    def expanded(count: int) -> int:
+        once = dims.rank * (dims.nope_dim + dims.value_dim)
+        return once + count * (dims.nope_dim + dims.rope_dim + dims.value_dim)
+
+    assert dims.expands_from == tokens
+    assert expanded(tokens - 1) >= absorbed(tokens - 1)
+    assert tokens == 1 << 31 or expanded(tokens) < absorbed(tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_latents_are_normalised_rotated_and_stored(kind: str, interleaved: bool, dtype: torch.dtype) -> None:
+    heads, rank, rope_dim, nope_dim, tokens = 3, 24, 8, 10, 9
+    kernels = kernels_of(kind, dtype)
+    batch, blocks = ragged([1, 8], [20, 12], 4, seed=1)
+    torch.manual_seed(2)
+    q, latents = (
+        torch.randn(tokens, heads, nope_dim + rope_dim).to(dtype),
+        torch.randn(tokens, rank + rope_dim).to(dtype),
+    )
+    angle = torch.rand(32, rope_dim // 2)
+    rope = torch.cat((angle.cos(), angle.sin()), dim=1)
+    norm = LatentNorm(torch.rand(rank).to(dtype) + 0.5, 1e-6)
+    cache = KVCache.of_latents(torch.zeros(blocks, 4, 1, rank + rope_dim, dtype=dtype), rank)
+    want_q, want = q.double(), latents.double()
+    want[:, :rank] *= (want[:, :rank].square().mean(1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()
+    want[:, rank:] = rotate_pairs(want[:, rank:], angle[batch.positions].double(), interleaved)
+    want_q[..., nope_dim:] = rotate_pairs(want_q[..., nope_dim:], angle[batch.positions].double()[:, None], interleaved)
+    kernels.latents.rotate_and_store(q, latents, rope, cache, batch, norm, interleaved=interleaved)
+    torch.testing.assert_close(q.double(), want_q, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    stored = cache.keys.flatten(0, 2)
+    torch.testing.assert_close(stored[batch.slots].double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    untouched = torch.ones(len(stored), dtype=torch.bool)
+    untouched[batch.slots] = False
+    assert not stored[untouched].any()
+
+
+def rotate_pairs(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Complex rotation of x [..., rope_dim] by angles [..., rope_dim / 2], real parts before imaginary ones."""
+    half = x.shape[-1] // 2
+    pairs = torch.complex(x[..., 0::2], x[..., 1::2]) if interleaved else torch.complex(x[..., :half], x[..., half:])
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_a_projection_of_latents_takes_other_values(kind: str) -> None:
+    kernels = kernels_of(kind, torch.float32)
+    q, weight, cache, batch = random_latents(SMALL, [1, 50], [40, 60], torch.float32)
+    products = kernels.matrices.latent_products(torch.zeros_like(weight), SMALL, "kv_b.weight")
+    kernels.matrices.replace("kv_b.weight", weight)
+    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    want = attend_as_published(q, weight, SMALL, cache, batch, 0.2)
+    torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
