@@ -10,7 +10,6 @@ import torch
 from tests.cpu.attention import shaped
 from weft.kernels.base import Kernels
 from weft.kernels.native import complete_kernels, create_attention
-from weft.kernels.plain.latents import PlainLatents
 from weft.native.build import build_library
 
 CPU = torch.device("cpu")
@@ -35,11 +34,14 @@ def triton_kernels(processors: int = 1, device: torch.device = CPU) -> Kernels:
     """The Triton kernels, as on a GPU with this number of multiprocessors."""
     from weft.kernels.triton.attention import TritonAttention
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+    from weft.kernels.triton.latents import TritonLatents
+
+    attention = TritonAttention(processors)
 
     return Kernels(
-        attention=TritonAttention(processors),
+        attention=attention,
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(processors),
         sampling=TritonSampling(device),
-        latents=PlainLatents(),
+        latents=TritonLatents(processors, attention),
     )

@@ -206,6 +206,29 @@ def test_choice(normalised: bool) -> None:
     torch.testing.assert_close(got[1], want[1])
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scaling": 2.5},
+        {"groups": 6, "top_groups": 2, "scaling": 16.0},
+        {"scoring": "sigmoid", "correction": True, "groups": 4, "top_groups": 2, "group_score": "top2"},
+        {"scoring": "sigmoid", "correction": True},
+    ],
+    ids=["scaled", "V2", "V3", "no groups"],
+)
+def test_choice_as_deepseek_has_it(fields: dict, normalised: bool) -> None:
+    spec = Experts(count=36, top_k=5, width=8, normalised=normalised, **fields)
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(200, spec.count, generator=generator) * 3
+    scores[:50] = scores[:50].round()  # equal scores: the lower number comes first
+    correction = torch.randn(spec.count, generator=generator) if spec.correction else None
+    got = native(torch.float32).pointwise.choose_experts(scores, spec, None, correction)
+    want = choose_experts(scores, spec, None, correction)
+    assert torch.equal(got[0], want[0])
+    torch.testing.assert_close(got[1], want[1])
+
+
 def test_choice_among_scores_that_are_not_finite() -> None:
     """Some experts, all different, so that nothing is read that is not there."""
     spec = Experts(count=6, top_k=4, width=8)

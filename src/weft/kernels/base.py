@@ -20,7 +20,7 @@ from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 
 if TYPE_CHECKING:
-    from weft.kernels.latents import LatentDims, LatentKernels, LatentProducts
+    from weft.kernels.latents import LatentDims, LatentKernels, LatentNorm, LatentProducts
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class FusedMixture:
     """The mixture of experts of a layer, of which this rank has `experts`; `exchange` leads to those of other groups.
 
     `shared` experts, if there are any, see every token. The sigmoid of its product with `weigher`, float32, multiplies
-    their result, if there is one.
+    their result, if there is one. `correction` [experts] float32 is the router's, see `Experts`.
     """
 
     spec: Experts
@@ -194,13 +194,15 @@ class FusedMixture:
     shared: FusedMLP | None = None
     weigher: Product | None = None
     exchange: ExchangeRanks | None = None
+    correction: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedLayer:
     """Weights and dimensions of one decoder layer, of this rank's heads, columns and experts.
 
-    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim.
+    Results of `out` and `ffn` are summed over the ranks. `eps` is that of the norms over the hidden dim. With `latent`,
+    `qkv` projects to queries alone.
     """
 
     attention_norm: torch.Tensor
@@ -214,6 +216,20 @@ class FusedLayer:
     scale: float
     sinks: torch.Tensor | None
     eps: float
+    latent: FusedLatent | None = None
+
+
+@dataclass(frozen=True)
+class FusedLatent:
+    """Latent attention of a layer. Queries are projected from the layer's input, or from the norm of its product with
+    `q_down`."""
+
+    q_down: Product | None
+    q_norm: LatentNorm | None
+    kv_down: Product
+    kv_norm: LatentNorm
+    products: LatentProducts
+    interleaved: bool
 
 
 class FusedStage(Protocol):
@@ -415,5 +431,5 @@ class Kernels:
 
     def launches(self, shape: AttentionShape, device: torch.device) -> Sequence[Sequence[KernelLaunch]]:
         """The launches of all parts, see `Attention.launches`."""
-        latents = self.latents.launches(shape, device) if shape.latent else ()
-        return [*self.matrices.launches(shape.tokens), *self.attention.launches(shape, device), *latents]
+        attention = self.latents if shape.latent else self.attention
+        return [*self.matrices.launches(shape.tokens), *attention.launches(shape, device)]

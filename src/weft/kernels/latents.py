@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from weft.architectures.shape import LatentAttention
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.warm import KernelLaunch
@@ -30,7 +31,7 @@ EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
 @dataclass(frozen=True)
 class LatentNorm:
-    """RMS norm over the first `rank` values of a latent: its weight [rank]."""
+    """RMS norm over the first `rank` values of a latent, or over the compressed queries: its weight."""
 
     weight: torch.Tensor
     eps: float
@@ -47,6 +48,11 @@ class LatentDims(NamedTuple):
     rope_dim: int
     nope_dim: int
     value_dim: int
+
+    @classmethod
+    def of(cls, spec: LatentAttention, heads: int) -> LatentDims:
+        """Dimensions of a rank with these heads of a model."""
+        return cls(heads, spec.kv_lora_rank, spec.rope_dim, spec.nope_dim, spec.v_dim)
 
     @property
     def expands_from(self) -> int:

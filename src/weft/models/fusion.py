@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LayerSpec
-from weft.kernels.base import FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
+from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LatentAttention, LayerSpec, Mixer
+from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
 from weft.kernels.batch import Batch
+from weft.kernels.latents import LatentNorm, long_rows
 from weft.layers.attention import AttentionBlock
 from weft.layers.experts import ExpertsBlock
+from weft.layers.latent import LatentAttentionBlock
 from weft.layers.mlp import MLPBlock
 
 if TYPE_CHECKING:
@@ -19,14 +21,23 @@ if TYPE_CHECKING:
 
 
 class FusedLayers:
-    """Consecutive layers with one rotary embedding that run as one call of the kernels."""
+    """Consecutive layers with one rotary embedding that run as one call of the kernels.
 
-    def __init__(self, layers: Sequence[DecoderLayer], stage: FusedStage) -> None:
-        self.layers, self._stage = layers, stage
-        self._rope = layers[0].mixer.rope
+    Fused latent attention has the absorbed form only: steps with rows that are expanded go through `one_by_one`.
+    """
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], stage: FusedStage, one_by_one: Callable[..., torch.Tensor]
+    ) -> None:
+        self.layers, self._stage, self._one_by_one = layers, stage, one_by_one
+        mixer = layers[0].mixer
+        self._rope = mixer.rope
+        self._longest = mixer.kv_up.dims.expands_from if isinstance(mixer, LatentAttentionBlock) else None
 
     def __call__(self, residual: torch.Tensor, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run all layers: [T, hidden] -> [T, hidden], in place. `caches` has one KV cache per layer."""
+        if self._longest is not None and long_rows(batch, self._longest):
+            return self._one_by_one(residual, caches, batch)
         return self._stage(residual, self._rope.angles, caches, batch)
 
     def serve_others(self, group_tokens: Sequence[int]) -> None:
@@ -34,9 +45,11 @@ class FusedLayers:
         self._stage.serve_others(group_tokens)
 
 
-def known_spec(mixer: Attention, ffn: FeedForward) -> LayerSpec:
+def known_spec(mixer: Mixer, ffn: FeedForward) -> LayerSpec:
     """The layer of this mixer and feed-forward part that fused kernels compute: all that is not named here is as
     usual."""
+    if isinstance(mixer, LatentAttention):
+        return LayerSpec(mixer=mixer, ffn=known_ffn(ffn), norms="pre")
     return LayerSpec(
         mixer=Attention(
             heads=mixer.heads,
@@ -65,7 +78,13 @@ def known_ffn(ffn: FeedForward) -> FeedForward:
         shared=ffn.shared,
         shared_width=ffn.shared_width,
         shared_gate=ffn.shared_gate,
+        scoring=ffn.scoring,
         normalised=ffn.normalised,
+        scaling=ffn.scaling,
+        groups=ffn.groups,
+        top_groups=ffn.top_groups,
+        group_score=ffn.group_score,
+        correction=ffn.correction,
         activation="silu",
         gain=ffn.gain,
         limit=ffn.limit,
@@ -77,29 +96,41 @@ def known_ffn(ffn: FeedForward) -> FeedForward:
 def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.
 
-    They know grouped-query attention, with sinks or without, and an MLP or a mixture of experts with a SiLU gate, each
-    behind an RMS norm.
+    They know grouped-query attention, with sinks or without, latent attention, and an MLP or a mixture of experts with
+    a SiLU gate, each behind an RMS norm.
     """
     mixer, ffn = layer.mixer, layer.ffn
     if layer.mixer_norm is None or layer.ffn_norm is None or layer.mixer_norm.kind != "rms":
-        return None
-    if not isinstance(mixer, AttentionBlock):
         return None
     if layer.spec != known_spec(mixer.spec, ffn.spec):
         return None
     return FusedLayer(
         attention_norm=layer.mixer_norm.weight,
-        qkv=mixer.qkv.weight,
-        head_norm=mixer.head_norm,
+        **describe_mixer(mixer),
         out=mixer.out.weight,
         ffn_norm=layer.ffn_norm.weight,
         ffn=describe_ffn(ffn),
         q_heads=mixer.q_heads,
         window=mixer.spec.window,
         scale=mixer.spec.scale,
-        sinks=mixer.sinks,
         eps=layer.mixer_norm.eps,
     )
+
+
+def describe_mixer(mixer: AttentionBlock | LatentAttentionBlock) -> dict[str, Any]:
+    """The fields of a FusedLayer in which kinds of attention differ."""
+    if isinstance(mixer, AttentionBlock):
+        return {"qkv": mixer.qkv.weight, "head_norm": mixer.head_norm, "sinks": mixer.sinks}
+    norm = mixer.q_norm and LatentNorm(mixer.q_norm.weight, mixer.q_norm.eps)
+    latent = FusedLatent(
+        q_down=mixer.q_down and mixer.q_down.weight,
+        q_norm=norm,
+        kv_down=mixer.kv_down.weight,
+        kv_norm=mixer.kv_norm,
+        products=mixer.kv_up,
+        interleaved=mixer.spec.interleaved,
+    )
+    return {"qkv": mixer.q_up.weight, "head_norm": None, "sinks": None, "latent": latent}
 
 
 def describe_ffn(ffn: MLPBlock | ExpertsBlock) -> FusedMLP | FusedMixture:
@@ -111,4 +142,4 @@ def describe_ffn(ffn: MLPBlock | ExpertsBlock) -> FusedMLP | FusedMixture:
         shared = FusedMLP(ffn.shared.gate_up.weight, ffn.shared.down.weight)
         weigher = ffn.shared.weigher and ffn.shared.weigher.weight
     exchange = ffn.exchange.ranks if ffn.exchange else None
-    return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts, shared, weigher, exchange)
+    return FusedMixture(ffn.spec, ffn.router.weight, ffn.experts, shared, weigher, exchange, ffn.correction)

@@ -60,14 +60,45 @@ class SharedExpertsDescriptor(ctypes.Structure):
     _fields_ = tuple((name, MatrixDescriptor) for name in ("gate_up", "down", "weigher"))
 
 
+class RoutingDescriptor(ctypes.Structure):
+    """`Routing` of routing.h: the choice of a token's experts."""
+
+    _fields_ = (
+        *((name, SIZE) for name in ("top_k", "normalised", "sigmoid", "groups", "top_groups", "group_best")),
+        ("correction", POINTER),
+        ("scaling", REAL),
+    )
+
+
 class MixtureDescriptor(ctypes.Structure):
     """`Mixture` of experts.h: a router and the experts of a rank."""
 
     _fields_ = (
         ("router", MatrixDescriptor),
-        *((name, SIZE) for name in ("top_k", "normalised")),
+        ("routing", RoutingDescriptor),
         ("experts", ExpertsDescriptor),
         ("shared", SharedExpertsDescriptor),
+    )
+
+
+class LatentProjectionDescriptor(ctypes.Structure):
+    """`LatentProjection` of latent_products.h: the projection from latents to each head's keys and values."""
+
+    _fields_ = (
+        *((name, MatrixDescriptor) for name in ("keys", "values")),
+        *((name, SIZE) for name in ("heads", "rope_dim")),
+    )
+
+
+class LatentDescriptor(ctypes.Structure):
+    """`Latent` of workspace.h: the weights of latent attention, but for those of its queries and its result."""
+
+    _fields_ = (
+        ("projection", LatentProjectionDescriptor),
+        *((name, MatrixDescriptor) for name in ("q_down", "kv_down")),
+        *((name, POINTER) for name in ("q_norm", "kv_norm")),
+        ("interleaved", SIZE),
+        *((name, REAL) for name in ("q_eps", "kv_eps")),
     )
 
 
@@ -80,6 +111,7 @@ class LayerDescriptor(ctypes.Structure):
         ("mixture", ctypes.POINTER(MixtureDescriptor)),
         *((name, SIZE) for name in ("q_heads", "kv_heads", "head_dim", "window", "group")),
         ("sinks", POINTER),
+        ("latent", ctypes.POINTER(LatentDescriptor)),
         *((name, REAL) for name in ("scale", "head_eps", "eps")),
     )
 
@@ -125,7 +157,10 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Matrix": MatrixDescriptor,
     "Experts": ExpertsDescriptor,
     "SharedExperts": SharedExpertsDescriptor,
+    "Routing": RoutingDescriptor,
     "Mixture": MixtureDescriptor,
+    "LatentProjection": LatentProjectionDescriptor,
+    "Latent": LatentDescriptor,
     "Layer": LayerDescriptor,
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,
@@ -138,6 +173,7 @@ CONSTANTS = {
     "BLOCK": UNIT,
     "WIDEST_HEAD": WIDEST_HEAD,
     "WIDEST_GROUP": WIDEST_GROUP,
+    "WIDEST_LATENT": WIDEST_LATENT,
     "LONGEST_GROUP": LONGEST_GROUP,
     "WORKSPACE_ALIGNMENT": WORKSPACE_ALIGNMENT,
     "Lowest::MIDDLE": LOWEST_KINDS["middle"],

@@ -11,12 +11,12 @@ from weft.comm import Group
 from weft.kernels.base import Attention, AttentionShape, FusedLayer, FusedStage, Kernels
 from weft.kernels.native.attention import NativeAttention
 from weft.kernels.native.entries import load_entries
+from weft.kernels.native.latents import NativeLatents
 from weft.kernels.native.matrices import NativeMatrices
 from weft.kernels.native.pointwise import NativePointwise
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.native.sampling import NativeSampling
 from weft.kernels.native.stage import NativeStage, can_fuse
-from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.usable import UnusableError
 from weft.quant.rounding import Rounding
 
@@ -46,6 +46,6 @@ def complete_kernels(attention: Attention, device: torch.device, shape: Attentio
         pointwise=NativePointwise(entries),
         matrices=NativeMatrices(entries),
         sampling=NativeSampling(entries),
-        latents=PlainLatents(),
+        latents=NativeLatents(entries),
         fuse_layers=fuse_layers,
     )

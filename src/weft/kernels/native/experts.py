@@ -13,7 +13,7 @@ from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
 from weft.kernels.native.matrix import allocate_packed, describe_matrix, pack_weight
 from weft.native.entries import Entries
-from weft.native.structures import PANEL, ExpertsDescriptor, MatrixDescriptor
+from weft.native.structures import PANEL, ExpertsDescriptor, MatrixDescriptor, RoutingDescriptor
 from weft.quant.quantised import QuantisedWeight, stack_size
 
 
@@ -83,6 +83,21 @@ def create_experts(
         up_offset=spec.up_offset,
     )
     return NativeExperts(entries, descriptor, (gate_up, down))
+
+
+def describe_routing(spec: Experts, correction: torch.Tensor | None) -> RoutingDescriptor:
+    """The choice of a token's experts as C++ reads it. `correction` [experts] float32 is read where it is."""
+    assert correction is None or correction.dtype == torch.float32, correction
+    return RoutingDescriptor(
+        top_k=spec.top_k,
+        normalised=spec.normalised,
+        sigmoid=spec.scoring == "sigmoid",
+        groups=spec.groups,
+        top_groups=spec.top_groups,
+        group_best=2 if spec.group_score == "top2" else 1,
+        correction=None if correction is None else correction.data_ptr(),
+        scaling=spec.scaling,
+    )
 
 
 def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None = None) -> NativeStack:

@@ -10,7 +10,9 @@ import torch
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertProducts, ExpertStack
 from weft.kernels.held import HeldMatrices
+from weft.kernels.latents import LatentDims, LatentProducts
 from weft.kernels.native.experts import NativeStack, create_experts, pack_gate_up, pack_stack
+from weft.kernels.native.latents import pack_latent_products
 from weft.kernels.native.matrix import NativeMatrix, pack_matrix
 from weft.kernels.warm import KernelLaunch
 from weft.native.entries import Entries
@@ -40,6 +42,11 @@ class NativeMatrices(HeldMatrices):
         for name, stack in zip((gate_up.name, down.name), stacks, strict=True):
             self._hold(name, stack)
         return create_experts(self._entries, spec, *stacks, first)
+
+    def latent_products(
+        self, weight: torch.Tensor | QuantisedWeight, dims: LatentDims, name: str = ""
+    ) -> LatentProducts:
+        return self._hold(name, pack_latent_products(self._entries, weight, dims))
 
     def embedding_table(self, weight: torch.Tensor | QuantisedWeight, name: str = "") -> NativeMatrix:
         return self.matrix(weight, None, name)

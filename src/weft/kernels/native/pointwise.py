@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from weft.architectures.shape import Experts
 from weft.comm import Group
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.experts import choose_experts, is_plain_choice
+from weft.kernels.native.experts import describe_routing
 from weft.kernels.staged import StagedStep, fill_batch
 from weft.native.entries import Entries
 
@@ -52,13 +54,16 @@ class NativePointwise:
         correction: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert slots is None, "a CPU has no CUDA graphs"
-        if not is_plain_choice(spec):
-            return choose_experts(scores, spec, slots, correction)
         tokens, count = scores.shape
         chosen = torch.empty(tokens, spec.top_k, dtype=torch.int64)
         shares = torch.empty(tokens, spec.top_k, dtype=torch.float32)
         self._entries.choose_experts(
-            scores.data_ptr(), count, tokens, spec.top_k, spec.normalised, chosen.data_ptr(), shares.data_ptr()
+            scores.data_ptr(),
+            count,
+            tokens,
+            ctypes.byref(describe_routing(spec, correction)),
+            chosen.data_ptr(),
+            shares.data_ptr(),
         )
         return chosen, shares
 

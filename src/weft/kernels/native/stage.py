@@ -12,15 +12,17 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels.base import ExchangeRanks, FusedLayer, FusedMixture, FusedMLP, KVCache
+from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.native.experts import NativeExperts
+from weft.kernels.native.experts import NativeExperts, describe_routing
+from weft.kernels.native.latents import NativeLatentProducts
 from weft.kernels.native.matrix import NativeMatrix
 from weft.native.entries import Entries
 from weft.native.structures import (
     PANEL,
     WORKSPACE_ALIGNMENT,
     ExchangeDescriptor,
+    LatentDescriptor,
     LayerDescriptor,
     MatrixDescriptor,
     MixtureDescriptor,
@@ -151,7 +153,10 @@ def can_fuse(layers: Sequence[FusedLayer], comm: Group) -> bool:
 
 def is_known(layer: FusedLayer) -> bool:
     """Return True if C++ computes the layer: its experts, if it has any, are packed for it, the up projection of shared
-    experts begins with a panel, and tokens are exchanged through shared memory."""
+    experts begins with a panel, and tokens are exchanged through shared memory. With latent attention none are
+    exchanged: groups with and without long prompts would exchange in different ways."""
+    if layer.latent is not None and exchange_ranks(layer) is not None:
+        return False
     if isinstance(layer.ffn, FusedMLP):
         return True
     shared, exchange = layer.ffn.shared, layer.ffn.exchange
@@ -192,10 +197,27 @@ def describe_layer(layer: FusedLayer) -> LayerDescriptor:
         q_heads=layer.q_heads,
         window=layer.window or 0,
         sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
+        latent=ctypes.pointer(describe_latent(layer.latent)) if layer.latent else None,
         scale=layer.scale,
         head_eps=norm.eps if norm else 0.0,
         eps=layer.eps,
     )
+
+
+def describe_latent(latent: FusedLatent) -> LatentDescriptor:
+    """Latent attention as C++ reads it."""
+    assert isinstance(latent.products, NativeLatentProducts), latent
+    descriptor = LatentDescriptor(
+        projection=latent.products.descriptor,
+        kv_down=matrix_descriptor(latent.kv_down),
+        kv_norm=latent.kv_norm.weight.data_ptr(),
+        interleaved=latent.interleaved,
+        kv_eps=latent.kv_norm.eps,
+    )
+    if latent.q_down is not None and latent.q_norm is not None:
+        descriptor.q_down = matrix_descriptor(latent.q_down)
+        descriptor.q_norm, descriptor.q_eps = latent.q_norm.weight.data_ptr(), latent.q_norm.eps
+    return descriptor
 
 
 def describe_mixture(mixture: FusedMixture) -> MixtureDescriptor:
@@ -203,8 +225,7 @@ def describe_mixture(mixture: FusedMixture) -> MixtureDescriptor:
     assert isinstance(mixture.experts, NativeExperts), mixture
     descriptor = MixtureDescriptor(
         router=matrix_descriptor(mixture.router),
-        top_k=mixture.spec.top_k,
-        normalised=mixture.spec.normalised,
+        routing=describe_routing(mixture.spec, mixture.correction),
         experts=mixture.experts.descriptor,
     )
     if mixture.shared is not None:

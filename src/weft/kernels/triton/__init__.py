@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.kernels.base import Attention, AttentionShape, Kernels
-from weft.kernels.plain.latents import PlainLatents
 from weft.kernels.usable import multiprocessor_count, shared_memory_bytes
 from weft.quant.rounding import Rounding, round_into
 
@@ -40,11 +39,12 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
 def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in Triton."""
     from weft.kernels.triton.kernels import TritonMatrices, TritonPointwise, TritonSampling
+    from weft.kernels.triton.latents import TritonLatents
 
     return Kernels(
         attention=attention,
         pointwise=TritonPointwise(),
         matrices=TritonMatrices(multiprocessor_count(device)),
         sampling=TritonSampling(device),
-        latents=PlainLatents(),
+        latents=TritonLatents(multiprocessor_count(device), attention),
     )

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "exchange.h"
+#include "latent_products.h"
 #include "masks.h"
 #include "matrix.h"
 #include "rounding.h"
@@ -30,14 +31,20 @@ constexpr AbiEntry ABI[] = {
     FIELD(Matrix, kind),
     STRUCTURE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, first), FIELD(Experts, count),
     FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset),
-    STRUCTURE(Mixture), FIELD(Mixture, router), FIELD(Mixture, top_k), FIELD(Mixture, normalised),
-    FIELD(Mixture, experts), FIELD(Mixture, shared),
+    STRUCTURE(Routing), FIELD(Routing, top_k), FIELD(Routing, normalised), FIELD(Routing, sigmoid),
+    FIELD(Routing, groups), FIELD(Routing, top_groups), FIELD(Routing, group_best), FIELD(Routing, correction),
+    FIELD(Routing, scaling),
+    STRUCTURE(Mixture), FIELD(Mixture, router), FIELD(Mixture, routing), FIELD(Mixture, experts), FIELD(Mixture, shared),
     STRUCTURE(SharedExperts), FIELD(SharedExperts, gate_up), FIELD(SharedExperts, down), FIELD(SharedExperts, weigher),
+    STRUCTURE(LatentProjection), FIELD(LatentProjection, keys), FIELD(LatentProjection, values),
+    FIELD(LatentProjection, heads), FIELD(LatentProjection, rope_dim),
     STRUCTURE(Layer), FIELD(Layer, attention_norm), FIELD(Layer, q_norm), FIELD(Layer, k_norm), FIELD(Layer, mlp_norm),
     FIELD(Layer, keys), FIELD(Layer, values), FIELD(Layer, qkv), FIELD(Layer, out),
     FIELD(Layer, gate_up), FIELD(Layer, down), FIELD(Layer, mixture), FIELD(Layer, q_heads), FIELD(Layer, kv_heads),
-    FIELD(Layer, head_dim), FIELD(Layer, window), FIELD(Layer, group), FIELD(Layer, sinks), FIELD(Layer, scale), FIELD(Layer, head_eps),
-    FIELD(Layer, eps),
+    FIELD(Layer, head_dim), FIELD(Layer, window), FIELD(Layer, group), FIELD(Layer, sinks),
+    FIELD(Layer, latent), FIELD(Layer, scale), FIELD(Layer, head_eps), FIELD(Layer, eps),
+    STRUCTURE(Latent), FIELD(Latent, projection), FIELD(Latent, q_down), FIELD(Latent, kv_down), FIELD(Latent, q_norm),
+    FIELD(Latent, kv_norm), FIELD(Latent, interleaved), FIELD(Latent, q_eps), FIELD(Latent, kv_eps),
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
@@ -50,7 +57,8 @@ constexpr AbiEntry ABI[] = {
     FIELD(Rounding, bits), FIELD(Rounding, kind), FIELD(Rounding, lacking), FIELD(Rounding, cols),
     STRUCTURE(SamplingSettings), FIELD(SamplingSettings, temperature), FIELD(SamplingSettings, log_min_p),
     FIELD(SamplingSettings, top_k), FIELD(SamplingSettings, top_p),
-    CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(LONGEST_GROUP),
+    CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(WIDEST_LATENT),
+    CONSTANT(LONGEST_GROUP),
     CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
     CONSTANT(Lowest::MXFP4), CONSTANT(Lowest::NESTED), CONSTANT(BF16), CONSTANT(FP16), CONSTANT(FP32),
     CONSTANT(SAMPLING_BLOCK), CONSTANT(MASK_BITS), CONSTANT(NOT_FINITE), CONSTANT(SPLITMIX_STEP),
@@ -91,7 +99,11 @@ static_assert(listed_fields("Matrix") == field_count<Matrix>(), "list all fields
 static_assert(listed_fields("Experts") == field_count<Experts>(), "list all fields of Experts in abi.h");
 static_assert(listed_fields("SharedExperts") == field_count<SharedExperts>(),
               "list all fields of SharedExperts in abi.h");
+static_assert(listed_fields("Routing") == field_count<Routing>(), "list all fields of Routing in abi.h");
 static_assert(listed_fields("Mixture") == field_count<Mixture>(), "list all fields of Mixture in abi.h");
+static_assert(listed_fields("LatentProjection") == field_count<LatentProjection>(),
+              "list all fields of LatentProjection in abi.h");
+static_assert(listed_fields("Latent") == field_count<Latent>(), "list all fields of Latent in abi.h");
 static_assert(listed_fields("Layer") == field_count<Layer>(), "list all fields of Layer in abi.h");
 static_assert(listed_fields("Step") == field_count<Step>(), "list all fields of Step in abi.h");
 static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");

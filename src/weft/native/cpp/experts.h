@@ -13,6 +13,7 @@
 #include "matrix.h"
 #include "memory.h"
 #include "product.h"
+#include "routing.h"
 #include "team.h"
 
 // The experts of a rank. Mirrored in native/structures.py. A matrix is that of the first expert; those of the others
@@ -40,10 +41,11 @@ struct SharedExperts {
 // native/structures.py.
 struct Mixture {
     Matrix router;
-    int64_t top_k, normalised;  // see `choose_experts`
+    Routing routing;
     Experts experts;
     SharedExperts shared;
 
+    int64_t top_k() const { return routing.top_k; }
     bool has_shared() const { return shared.down.rows; }
 };
 
@@ -203,7 +205,7 @@ template <class T> class ExpertPass {
     // Whether products of routed and of shared experts read rows as they are: by the number of rows that each can
     // expect.
     bool routed_plain(const Matrix &weight) const {
-        return reads_plain<T>(weight, space.tokens * m.top_k / e.count);
+        return reads_plain<T>(weight, space.tokens * m.top_k() / e.count);
     }
     bool shared_plain(const Matrix &weight) const { return reads_plain<T>(weight, space.tokens); }
 
@@ -367,7 +369,7 @@ public:
 // out = the experts' results for `tokens` rows of x, weighted and added up: for a caller without a team.
 template <class T>
 void run_experts(const Experts &e, const T *x, const Choice &choice, int64_t tokens, T *out, int64_t threads) {
-    const Mixture m{{}, choice.top_k, 0, e, {}};
+    const Mixture m{{}, {choice.top_k, 0, 0, 1, 1, 1, nullptr, 1.0f}, e, {}};
     int64_t most = tokens_at_once(tokens, choice.top_k);
     ExpertSpace<T> space(most, choice.top_k);
     space.include(m);

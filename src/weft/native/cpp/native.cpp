@@ -4,6 +4,8 @@
 #include "abi.h"
 #include "attention.h"
 #include "experts.h"
+#include "latent_products.h"
+#include "latents.h"
 #include "matrix.h"
 #include "pack.h"
 #include "product.h"
@@ -15,6 +17,7 @@
 // Instantiated in tiles.cpp, which is compiled at the same time.
 #define T WEFT_TYPE
 extern template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
+extern template void run_latents(const PagedLatents<T> &, const LatentTiles &, LatentSums *, int64_t, int64_t);
 #undef T
 extern template void quantised_sums<Octets>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, float *, Ahead);
@@ -71,6 +74,44 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
     together(threads, attention.work() > SMALL, [&](Team &team) { attend(team, attention, tiles, nothing); });
 }
 
+template <class T> void attend_latents(const PagedLatents<T> &attention, int64_t threads) {
+    bool parallel = attention.work() > SMALL;
+    LatentTiles tiles(attention, parallel ? threads : 1);
+    LatentSums *parts = latent_parts(tiles.parts());
+    together(threads, parallel, [&](Team &team) { attend(team, attention, tiles, parts, nothing); });
+}
+
+template <class T>
+void store_latents(const LatentRows<T> &rows, T *q, const T *latents, T *cache, const float *table,
+                   const int32_t *positions, const int64_t *slots, int64_t tokens, int64_t threads) {
+    together(threads, tokens >= 4, [&](Team &team) {
+        team.each(tokens, [&](int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; t++)
+                rows.run(q + t * rows.heads * rows.head_dim(), latents + t * rows.width(),
+                         cache + slots[t] * rows.width(), table + int64_t(positions[t]) * rows.rope_dim);
+        });
+    });
+}
+
+template <class T>
+void absorb(const LatentProjection &p, const T *q, int64_t tokens, T *out, int64_t threads) {
+    together(threads, tokens * p.heads * p.rank() * p.nope_dim() > SMALL,
+             [&](Team &team) { absorb(team, p, q, p.heads * p.head_dim(), tokens, out, nothing); });
+}
+
+template <class T>
+void latent_values(const LatentProjection &p, const T *mixed, int64_t tokens, T *out, int64_t threads) {
+    together(threads, tokens * p.heads * p.rank() * p.value_dim() > SMALL,
+             [&](Team &team) { latent_values(team, p, mixed, tokens, out, nothing); });
+}
+
+template <class T>
+void expand_latents(const LatentProjection &p, const T *latents, int64_t count, int64_t first, int64_t heads, T *keys,
+                    T *values, int64_t threads) {
+    together(threads, count * heads * p.rank() * p.nope_dim() > SMALL,
+             [&](Team &team) { expand_latents(team, p, latents, count, first, heads, keys, values); });
+}
+
 }  // namespace
 
 // Two macros, so that NAME is expanded before it is pasted.
@@ -99,6 +140,31 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
                         lse, sinks},                                                                                   \
                threads);                                                                                               \
     }                                                                                                                  \
+    ENTRY void weft_attend_latents_##NAME(const T *q, const T *latents, T *out, const int32_t *row_starts,             \
+                                          const int32_t *context, const int32_t *tables, int64_t table_width,          \
+                                          int64_t rows, int64_t block_size, int64_t heads, int64_t rank, int64_t width,\
+                                          float scale, float *lse, int64_t threads) {                                  \
+        Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
+        attend_latents(PagedLatents<T>{q, latents, out, all, heads, rank, width, scale, lse}, threads);                \
+    }                                                                                                                  \
+    ENTRY void weft_store_latents_##NAME(T *q, const T *latents, T *cache, const float *table,                         \
+                                         const int32_t *positions, const int64_t *slots, const T *norm, float eps,     \
+                                         int64_t interleaved, int64_t tokens, int64_t heads, int64_t rank,             \
+                                         int64_t rope_dim, int64_t nope_dim, int64_t threads) {                        \
+        store_latents(LatentRows<T>{heads, rank, rope_dim, nope_dim, norm, eps, interleaved != 0}, q, latents, cache,  \
+                      table, positions, slots, tokens, threads);                                                       \
+    }                                                                                                                  \
+    ENTRY void weft_absorb_##NAME(const LatentProjection *p, const T *q, int64_t tokens, T *out, int64_t threads) {    \
+        absorb(*p, q, tokens, out, threads);                                                                           \
+    }                                                                                                                  \
+    ENTRY void weft_latent_values_##NAME(const LatentProjection *p, const T *mixed, int64_t tokens, T *out,            \
+                                         int64_t threads) {                                                            \
+        latent_values(*p, mixed, tokens, out, threads);                                                                \
+    }                                                                                                                  \
+    ENTRY void weft_expand_latents_##NAME(const LatentProjection *p, const T *latents, int64_t count, int64_t first,   \
+                                          int64_t heads, T *keys, T *values, int64_t threads) {                        \
+        expand_latents(*p, latents, count, first, heads, keys, values, threads);                                       \
+    }                                                                                                                  \
     ENTRY int64_t weft_panel_size_##NAME(int64_t cols) { return panel_size<T>(cols); }                                 \
     ENTRY void weft_pack_dense_##NAME(const T *weight, T *to, int64_t rows, int64_t cols, int64_t threads) {           \
         pack_dense(weight, to, rows, cols, threads);                                                                   \
@@ -125,10 +191,10 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
         stage<T>(layers, count, *step, workspace, threads);                                                            \
     }
 
-ENTRY void weft_choose_experts(const float *scores, int64_t count, int64_t tokens, int64_t top_k, int64_t normalised,
+ENTRY void weft_choose_experts(const float *scores, int64_t count, int64_t tokens, const Routing *routing,
                                int64_t *chosen, float *shares) {
     for (int64_t t = 0; t < tokens; t++)
-        choose_experts(scores + t * count, count, top_k, normalised, chosen + t * top_k, shares + t * top_k);
+        choose_experts(scores + t * count, count, *routing, chosen + t * routing->top_k, shares + t * routing->top_k);
 }
 ENTRY void weft_pack_values(const char *values, char *to, int64_t rows, int64_t blocks, int64_t bits, int64_t threads) {
     (bits == 4 ? pack_values<4> : pack_values<8>)(values, to, rows, blocks, threads);

@@ -3,10 +3,13 @@
 
 #include <atomic>
 #include <deque>
+#include <optional>
 
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
+#include "latent_products.h"
+#include "latents.h"
 #include "matrix.h"
 #include "product.h"
 #include "routing.h"
@@ -47,7 +50,9 @@ constexpr int64_t LITTLE = 1 << 14;
 template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
-    const std::deque<Tiles> &tiles;  // by KV group
+    const std::deque<Tiles> &tiles;  // by KV group; none with latent attention
+    const LatentTiles *latent_tiles;  // null unless the layers have latent attention
+    LatentSums *const parts;          // room for the parts of these tiles
     const int64_t hidden;
     const bool little;
     const bool at_once;  // one thread goes on with the sums of a product as soon as they are complete
@@ -102,7 +107,59 @@ template <class T> class Stage {
         return true;
     }
 
+    // Latent attention of one layer, its cache and its mixed latents.
+    PagedLatents<T> paged_latents(const Layer &l) const {
+        const LatentProjection &p = l.latent->projection;
+        return {space.absorbed, static_cast<const T *>(l.keys), space.mixed_latents, step.all_rows(l.group), l.q_heads,
+                p.rank(), p.latent_dim(), l.scale, nullptr};
+    }
+
+    // Queries into space.qkv, and latents into space.latents.
+    void project_latents(Team &team, const Layer &l) {
+        const Latent &m = *l.latent;
+        const T *x = space.x;
+        product(team, m.kv_down, x, step.tokens, space.latents, space.prepared, false, nothing);
+        if (m.q_down.rows) {
+            product(team, m.q_down, x, step.tokens, space.q_low, space.prepared, false, nothing);
+            team.each(step.tokens, [&](int64_t first, int64_t last) {
+                for (int64_t t = first; t < last; t++) {
+                    T *row = space.q_low + t * m.q_down.rows;
+                    norm_row<T>(row, nullptr, static_cast<const T *>(m.q_norm), row, m.q_down.rows, m.q_eps);
+                }
+            });
+            x = space.q_low;
+        }
+        product(team, l.qkv, x, step.tokens, space.qkv, space.prepared, false, nothing);
+    }
+
+    bool latent_attention(Team &team, const Layer &l, Pieces rows) {
+        const Latent &m = *l.latent;
+        const LatentProjection &p = m.projection;
+        const int64_t *slots = step.slots + l.group * step.tokens;
+        project_latents(team, l);
+        LatentRows<T> stored{l.q_heads, p.rank(), p.rope_dim, p.nope_dim(), static_cast<const T *>(m.kv_norm), m.kv_eps,
+                             m.interleaved != 0};
+        // All rows before attention: a row may read what another one stores in this step.
+        team.each(step.tokens, [&](int64_t first, int64_t last) {
+            for (int64_t t = first; t < last; t++)
+                stored.run(space.qkv + t * l.qkv.rows, space.latents + t * stored.width(),
+                           static_cast<T *>(l.keys) + slots[t] * stored.width(),
+                           step.angles + int64_t(step.positions[t]) * p.rope_dim);
+        });
+        absorb(team, p, space.qkv, l.qkv.rows, step.tokens, space.absorbed, nothing);
+        attend(team, paged_latents(l), *latent_tiles, parts, nothing);
+        latent_values(team, p, space.mixed_latents, step.tokens, space.mixed,
+                      [&] { prepare(l.out, space.mixed, 0, step.tokens); });
+        return multiply_and_join(team, l.out, space.mixed, 0, rows);
+    }
+
+    // Prepare rows [first, last) of x for a layer's first product. Latent attention has several, and prepares its own.
+    void prepare_attention(const Layer &l, int64_t first, int64_t last) const {
+        if (!l.latent) prepare(l.qkv, space.x, first, last);
+    }
+
     bool attention(Team &team, const Layer &l, Pieces rows) {
+        if (l.latent) return latent_attention(team, l, rows);
         int64_t width = l.qkv.rows;
         T *keys = static_cast<T *>(l.keys), *values = static_cast<T *>(l.values);
         const int64_t *slots = step.slots + l.group * step.tokens;
@@ -164,8 +221,8 @@ template <class T> class Stage {
         const T *x = space.x + at * hidden;
         auto choose = [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)
-                choose_experts(space.scores + t * m.router.rows, m.router.rows, m.top_k, m.normalised,
-                               space.chosen + t * m.top_k, space.shares + t * m.top_k);
+                choose_experts(space.scores + t * m.router.rows, m.router.rows, m.routing,
+                               space.chosen + t * m.top_k(), space.shares + t * m.top_k());
             if (m.has_shared())
                 weigh_shared(m.shared.weigher, x + first * hidden, last - first, space.experts.shared_share + first);
         };
@@ -196,7 +253,7 @@ template <class T> class Stage {
         for (int64_t at = 0; at < step.tokens; at += most) {
             int64_t count = std::min(most, step.tokens - at);
             bool last = at + count == step.tokens;
-            route(team, m, at, count, [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); });
+            route(team, m, at, count, [&] { pass.assign({m.top_k(), space.chosen, space.shares}, count); });
             TokenRows x{pass.routed_rows(space.x, space.routed_rows, at),
                         pass.shared_rows(space.x, space.shared_rows, at), count, 0, count};
             pass.run(team, x, space.x + at * hidden, little, [&] {
@@ -209,7 +266,7 @@ template <class T> class Stage {
     // The same for the tokens of all attention groups, which the ranks exchange.
     bool exchanged_mixture(Team &team, const Mixture &m, Pieces rows) {
         const Exchange &given = *step.exchange;
-        TokenExchange<T> exchange(given, hidden, m.top_k);
+        TokenExchange<T> exchange(given, hidden, m.top_k());
         Tokens group{given.first, given.first + step.tokens};
         int64_t all = given.tokens(), most = std::min(space.experts.tokens, exchange.most());
         for (int64_t at = 0; at < all; at += most) {
@@ -239,7 +296,7 @@ template <class T> class Stage {
                 exchange.receive(chunk, some, space.received, space.chosen, space.shares);
                 pass.prepare_routed(space.received, space.routed_rows, from, to);
             },
-            [&] { pass.assign({m.top_k, space.chosen, space.shares}, count); });
+            [&] { pass.assign({m.top_k(), space.chosen, space.shares}, count); });
         TokenRows all{pass.routed_rows(space.received, space.routed_rows, 0),
                       pass.shared_rows(space.x, space.shared_rows, at), count, own.first - chunk.first, own.count()};
         auto combine = [&](int64_t from, int64_t to) {
@@ -268,8 +325,10 @@ template <class T> class Stage {
     }
 
 public:
-    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, int64_t hidden)
-        : step(step), space(space), tiles(tiles), hidden(hidden),
+    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, const LatentTiles *latent_tiles,
+          int64_t hidden)
+        : step(step), space(space), tiles(tiles), latent_tiles(latent_tiles),
+          parts(latent_tiles ? latent_parts(latent_tiles->parts()) : nullptr), hidden(hidden),
           little(step.routed() <= CHUNK && step.routed() * space.widest <= LITTLE),
           at_once(little && !step.shared && !step.sum) {}
 
@@ -283,7 +342,7 @@ public:
         const Layer *end = layers + count;
         team.each(step.tokens, [&](int64_t first, int64_t last) {
             norm(layers->attention_norm, layers->eps, false, first, last);
-            prepare(layers->qkv, space.x, first, last);
+            prepare_attention(*layers, first, last);
         });
         for (const Layer *l = layers; l < end; l++) {
             auto before_mlp = [&](int64_t first, int64_t last) {
@@ -294,7 +353,7 @@ public:
                 const Layer *next = l + 1;
                 if (next < end) {
                     norm(next->attention_norm, next->eps, true, first, last);
-                    return prepare(next->qkv, space.x, first, last);
+                    return prepare_attention(*next, first, last);
                 }
                 for (int64_t i = first * hidden; i < last * hidden; i++)
                     residual()[i] = narrow<T>(widen(residual()[i]) + widen(space.x[i]));
@@ -309,11 +368,19 @@ public:
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
     Workspace<T> space(layers, count, step.tokens, step.routed(), step.exchange, memory);
     int64_t groups = 0;
-    for (const Layer *l = layers; step.tokens && l < layers + count; l++) groups = std::max(groups, l->group + 1);
+    const Latent *latent = layers->latent;
+    for (const Layer *l = layers; step.tokens && !latent && l < layers + count; l++) groups = std::max(groups, l->group + 1);
     std::deque<Tiles> tiles;
     for (int64_t group = 0; group < groups; group++)
         tiles.emplace_back(step.all_rows(group), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
-    Stage<T> stage(step, space, tiles, layers->out.rows);
+    std::optional<LatentTiles> latent_tiles;
+    if (latent) {
+        const LatentProjection &p = latent->projection;
+        PagedLatents<T> rows{nullptr, nullptr, nullptr, step.all_rows(layers->group), layers->q_heads, p.rank(),
+                             p.latent_dim(), layers->scale, nullptr};
+        latent_tiles.emplace(rows, threads);
+    }
+    Stage<T> stage(step, space, tiles, latent_tiles ? &*latent_tiles : nullptr, layers->out.rows);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->opening().rows * layers->opening().cols;
     together(threads, weights * std::max(step.tokens, step.routed()) > SMALL, [&](Team &team) {
         if (step.tokens)

@@ -1,6 +1,7 @@
 // Attention, quantised products, sampling, scoring and masks: half of the code, compiled at the same time as native.cpp.
 #include "attention.h"
 #include "dequantised.h"
+#include "latents.h"
 #include "masks.h"
 #include "quantised.h"
 #include "sampling.h"
@@ -8,6 +9,7 @@
 
 #define T WEFT_TYPE
 template void run_tiles(const Paged<T> &, const Tiles &, int64_t, int64_t);
+template void run_latents(const PagedLatents<T> &, const LatentTiles &, LatentSums *, int64_t, int64_t);
 #undef T
 template void quantised_sums<Octets>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, float *, Ahead);

@@ -5,9 +5,20 @@
 #include <cstdint>
 
 #include "experts.h"
+#include "latent_products.h"
 #include "matrix.h"
 #include "memory.h"
 #include "product.h"
+
+// What latent attention has besides a layer's `qkv`, which projects to the queries of all heads: from x, or from the
+// norm of its product with `q_down`, if that has rows. Mirrored in native/structures.py.
+struct Latent {
+    LatentProjection projection;
+    Matrix q_down, kv_down;
+    const void *q_norm, *kv_norm;
+    int64_t interleaved;
+    float q_eps, kv_eps;
+};
 
 // One decoder layer with its KV cache; tensors are of T. A layer with a mixture of experts has no gate_up and down.
 // Mirrored in native/structures.py.
@@ -19,6 +30,7 @@ struct Layer {
     int64_t q_heads, kv_heads, head_dim, window;
     int64_t group;  // KV group, whose tables and slots say where its keys and values are
     const void *sinks;  // see `Paged`
+    const Latent *latent;  // null in a layer with keys and values of heads; else `keys` are latents
     float scale, head_eps, eps;
 
     // The first matrix of the feed-forward part.
@@ -34,6 +46,9 @@ template <class T> struct Workspace {
     T *x;        // [tokens, hidden]: a norm's result, then what is to be added to the residual
     T *qkv;      // [tokens, (q_heads + 2 kv_heads) * head_dim], q rotated in place
     T *mixed;    // [tokens, q_heads * head_dim]
+    // Of latent attention: [tokens, rows of q_down], latents [tokens, latent_dim], queries in their space [tokens,
+    // q_heads, latent_dim] and their results [tokens, q_heads, rank].
+    T *q_low, *latents, *absorbed, *mixed_latents;
     T *gate_up;  // [CHUNK, 2 * inner]
     T *inner;    // [CHUNK, inner]
     char *prepared;  // rows as the next product reads them
@@ -51,7 +66,7 @@ template <class T> struct Workspace {
     Workspace(const Layer *layers, int64_t count, int64_t tokens, int64_t all, bool exchanged, char *memory)
         : experts(tokens_at_once(all, most_chosen(layers, count)), most_chosen(layers, count)) {
         int64_t chunk = std::min(tokens, CHUNK), hidden = 0, qkv_rows = 0, heads = 0, wide = 0, scratch = 0;
-        int64_t scored = 0, routed = 0, shared = 0;
+        int64_t scored = 0, routed = 0, shared = 0, low = 0, latent_dim = 0, absorbed_dim = 0, mixed_dim = 0;
         for (const Layer *l = layers; l < layers + count; l++) {
             hidden = std::max(hidden, l->out.rows);
             qkv_rows = std::max(qkv_rows, l->qkv.rows);
@@ -59,6 +74,14 @@ template <class T> struct Workspace {
             for (const Matrix *m : {&l->qkv, &l->out, &l->gate_up, &l->down})
                 scratch = std::max(scratch, scratch_bytes<T>(*m, tokens));
             wide = std::max(wide, l->gate_up.rows);
+            if (const Latent *m = l->latent) {
+                const LatentProjection &p = m->projection;
+                for (const Matrix *d : {&m->q_down, &m->kv_down}) scratch = std::max(scratch, scratch_bytes<T>(*d, tokens));
+                low = std::max(low, m->q_down.rows);
+                latent_dim = std::max(latent_dim, p.latent_dim());
+                absorbed_dim = std::max(absorbed_dim, p.heads * p.latent_dim());
+                mixed_dim = std::max(mixed_dim, p.heads * p.rank());
+            }
             if (const Mixture *m = l->mixture) {
                 experts.include(*m);
                 scored = std::max(scored, m->router.rows);
@@ -71,6 +94,10 @@ template <class T> struct Workspace {
         parts.reserve(x, tokens * hidden);
         parts.reserve(qkv, tokens * qkv_rows);
         parts.reserve(mixed, tokens * heads);
+        parts.reserve(q_low, tokens * low);
+        parts.reserve(latents, tokens * latent_dim);
+        parts.reserve(absorbed, tokens * absorbed_dim);
+        parts.reserve(mixed_latents, tokens * mixed_dim);
         parts.reserve(gate_up, chunk * wide);
         parts.reserve(inner, chunk * wide / 2);
         parts.reserve(prepared, scratch);
@@ -89,7 +116,7 @@ private:
     static int64_t most_chosen(const Layer *layers, int64_t count) {
         int64_t most = 0;
         for (const Layer *l = layers; l < layers + count; l++)
-            if (l->mixture) most = std::max(most, l->mixture->top_k);
+            if (l->mixture) most = std::max(most, l->mixture->top_k());
         return most;
     }
 };
