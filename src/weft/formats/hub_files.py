@@ -52,7 +52,7 @@ def fetch_files(
 ) -> None:
     """Fetch the files of a repository that match `patterns` and are not in the hub's cache yet.
 
-    Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a file with a wrong hash, which is
+    Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a wrong hash, whose file is
     removed; and the library's errors for files that do not come.
     """
     try:
