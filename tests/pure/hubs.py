@@ -25,7 +25,7 @@ class Request:
 
 @dataclass
 class Fault:
-    """What happens to requests whose path has `part` in it, the first `times` of them.
+    """A fault that the first `times` requests meet whose path has `part` in it.
 
     They get `status` with `headers`, or break off after `bytes`.
     """

@@ -36,6 +36,6 @@ def test_a_vocabulary_larger_than_the_embedding(folder: Path) -> None:
 
 
 def test_added_tokens_need_no_row(folder: Path) -> None:
-    tokenizer, checkpoint = with_rows(folder, VOCAB)
+    tokenizer, _ = with_rows(folder, VOCAB)
     assert tokenizer.base_size <= VOCAB
     check_vocabulary(*with_rows(folder, tokenizer.base_size), str(folder))

@@ -96,7 +96,7 @@ def check_room(plan: Plan, folder: Path) -> None:
 
 
 def state_of(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> sharded.ShardedState:
-    """What the files of a plan say about it."""
+    """The description of a plan that its files hold."""
     return sharded.ShardedState(
         format=sharded.FORMAT,
         rank=0,

@@ -41,8 +41,8 @@ class RankWorker(Protocol):
     """Protocol of the class that a rank runs.
 
     Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread: `load`, `allocate`, then commands
-    and steps in any order, `close`. `report_read` is set before `load`, for the bytes that it has read of the bytes that
-    it will read.
+    and steps in any order, `close`. `report_read` is set before `load`: it gets the bytes that are read so far, and all
+    that will be.
     """
 
     report_read: Callable[[int, int], None]

@@ -66,11 +66,11 @@ def cached_repository(name: str, folder: str | None = None) -> Path | None:
 
 def _silent_bars() -> Any:
     """A class of bars that are not shown: all files are here when the library looks for them."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Silent(tqdm):  # type: ignore[misc]
+    class Silent(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "disable": True})
+            super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
     return Silent
 

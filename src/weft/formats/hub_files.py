@@ -52,7 +52,7 @@ def fetch_files(
 ) -> None:
     """Fetch the files of a repository that match `patterns` and are not in the hub's cache yet.
 
-    Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a file with a wrong hash, which is
+    Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a wrong hash, whose file is
     removed; and the library's errors for files that do not come.
     """
     try:
@@ -85,7 +85,7 @@ def _list_missing(
     name: str, revision: str | None, token: str | None, folder: str | None, patterns: list[str], ignored: list[str]
 ) -> Commit:
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils._paths import filter_repo_objects
 
     info = HfApi(token=token).model_info(name, revision=revision, files_metadata=True)
     assert info.sha is not None
@@ -136,7 +136,7 @@ def _continue_file(
     that the hub has in pieces (Xet), which the library fetches otherwise, and while another process fetches the same.
     """
     from huggingface_hub import errors, file_download, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils._headers import build_hf_headers
 
     url = hf_hub_url(commit.repository, file, revision=commit.sha)
     try:

@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer.gguf"  # tokenizer and settings of a model that was a GGU
 
 
 class ShardedState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of a layout hold.
+    """A layout, and the form of the weights that its ranks hold.
 
     - `cut`: the options of an EngineConfig that cut the model so.
     - `precision`: name of the precision that the weights are held in, as `weft plan` shows it.

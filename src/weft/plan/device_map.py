@@ -35,6 +35,8 @@ OFF_GPU: tuple[OffGpu, ...] = get_args(OffGpu)
 Device = int | OffGpu
 Placed = tuple[PipelineUnit, Device]
 
+DISK_BPS = 3e9  # bytes per second of an NVMe disk on PCIe 3.0 x4, read in sequence: its four lanes have 3.9 GB/s
+
 _LISTED = 4  # names in a message before "and N more"
 _CUDA = re.compile(r"(?:cuda(?::(?P<number>\d+))?|(?P<bare>\d+))")
 
@@ -258,12 +260,18 @@ def _off_gpu_error(off: Sequence[Placed], available: AvailableDevices) -> Config
     size = sum(available.nbytes(unit) for unit, _ in off)
     where = " and ".join(sorted({str(device) for _, device in off}))
     puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
+    on_disk = sum(available.nbytes(unit) for unit, device in off if device == "disk")
+    from_disk = f"{on_disk / DISK_BPS:.2g} s from a disk of {DISK_BPS / 1e9:.0f} GB/s"
     if not available.gpus:
-        return ConfigError(f"{puts}; Weft keeps all weights in memory: put them on cpu", code="map-to-disk")
+        return ConfigError(
+            f"{puts}; every token would take {from_disk}: Weft keeps all weights in memory, put them on cpu",
+            code="map-to-disk",
+        )
     cost = "would be fetched for every token"
     if available.fetch_Bps:
         cost += f", {size / available.fetch_Bps:.2g} s at the {available.fetch_Bps / 1e9:.0f} GB/s of PCIe"
-        cost += ", and longer from a disk" if "disk" in where else ""
+    if on_disk:
+        cost += f", {from_disk}"
     return ConfigError(
         f"{puts}: that {cost}, so Weft runs no layers off the GPUs; spread them with --device-map balanced, or take "
         "more GPUs or a checkpoint of fewer bits",

@@ -47,7 +47,9 @@ def load_tokenizer(path: str, *, gguf: bool | None = None) -> Tokenizer:
 class Tokenizer:
     """A vocabulary with its model's settings.
 
-    `vocab_size`: highest id plus one. `base_size`: number of tokens without added ones. `special_tokens`: texts by Transformers' names ("bos_token"), for chat templates.
+    `vocab_size`: highest id plus one. `base_size`: number of tokens without added ones.
+
+    `special_tokens`: texts by Transformers' names ("bos_token"), for chat templates.
     `special_ids`: ids that `skip_special_tokens` omits. `end_ids`: ids that end a completion, as far as the tokenizer
     knows; generation_config.json may list more.
     """
