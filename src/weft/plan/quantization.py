@@ -256,7 +256,7 @@ def _cut_error(
     sizes = _working_sizes(shape, quantised)
     return PlanError(
         f"rank {place.rank} would hold columns {cols.start} to {cols.stop} of {name}, which is quantised ({held}) and "
-        f"cut in multiples of {UNIT}; use --tensor-parallel-size {join_commas(sizes)}, another --tensor-split, "
+        f"cut in multiples of {UNIT}; use one of --tensor-parallel-size {join_commas(sizes)}, another --tensor-split, "
         f"pipeline parallel, or {otherwise}",
         code="quantised-columns-off-grid",
     )
