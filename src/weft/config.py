@@ -121,7 +121,8 @@ class ModelOptions(Options):
         choices=QUANTIZATIONS,
         help="format of the weights in memory; auto: the checkpoint's, if there are kernels for it; none: 16 or 32 "
         "bits as --dtype says; int8 to q8_0: compress the weights while they load (int4 means q4_1, fp8 a scale per "
-        "row), unless the checkpoint has that format; the others are vLLM's names of checkpoint formats and mean auto",
+        "row), unless the checkpoint has that format; the others are vLLM's names of checkpoint formats and mean "
+        "auto, in float32 too",
     )
     seed: int = option(0, minimum=0, help="random seed for requests that give none")
     generation_config: str = option(

@@ -4,8 +4,8 @@ NAME.weight has the numbers of a matrix one after the other, row by row, two to 
 bits. Each is an index of a table of 16 values (`schemes.TABLES`). Beside it lie
 
 - NAME.weight.absmax: a scale for each `blocksize` numbers, in float32; with double quantisation a byte for each, an
-  index of NAME.weight.nested_quant_map, to be multiplied by one of NAME.weight.nested_absmax per `nested_blocksize` bytes and
-  added to `nested_offset`;
+  index of NAME.weight.nested_quant_map, to be multiplied by one of NAME.weight.nested_absmax per `nested_blocksize`
+  bytes and added to `nested_offset`;
 - NAME.weight.quant_map: the table;
 - NAME.weight.quant_state.bitsandbytes__nf4 (or fp4): the other figures, as the bytes of a JSON object.
 

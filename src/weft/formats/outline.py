@@ -157,15 +157,15 @@ def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
         return KVEstimate(low=0, high=0, state=state, reason="the config tells no width of heads: KV bytes are unknown")
     each = [2 * count * width * KV_NUMBER for count in kv_heads]
     low, reasons = sum(each), ["every layer caches keys and values of every token"]
-    latent = _number(fields, LATENT)
+    latent, full = _number(fields, LATENT), _full_layers(fields, layers)
     if latent is not None:
         low = layers * (latent + (_number(fields, ROPE) or 0)) * KV_NUMBER
         reasons.append("or a compressed form of them (kv_lora_rank)")
-    elif full := _full_layers(fields, layers):
+    elif full is not None:
         low = sum(each) * full[0] // layers
         reasons.append(full[1])
     if state:
-        low = min(low, sum(each) * (full[0] if latent is None and full else 0) // layers)
+        low = low if full is not None else 0
         reasons.append("some layers have a state per sequence instead")
     return KVEstimate(low=low, high=sum(each), state=state, reason=", ".join(reasons))
 

@@ -1,7 +1,7 @@
 """Matrices of integers of 8 bits with a sign, as bitsandbytes and compressed-tensors publish them for int8 products.
 
-- bitsandbytes (LLM.int8()): NAME.weight [rows, cols] I8 and NAME.SCB [rows], the largest number of each row: a weight is
-  number * SCB / 127. NAME.weight_format is 0 for rows as they are. Source: bitsandbytes, nn.Linear8bitLt.
+- bitsandbytes (LLM.int8()): NAME.weight [rows, cols] I8 and NAME.SCB [rows], the largest number of each row: a weight
+  is number * SCB / 127. NAME.weight_format is 0 for rows as they are. Source: bitsandbytes, nn.Linear8bitLt.
 - compressed-tensors (int-quantized): NAME.weight I8 and NAME.weight_scale, [rows, 1] or a single number. Source:
   compressed-tensors, compressors.
 

@@ -175,7 +175,8 @@ class PackedWeight:
     `words` [rows, cols * bits / 32] int32 are a quantised weight's numbers; those of 4 bits are in the order of their
     columns (`nibbles_in_order`), as x has them. Without a `scheme` they are the weight itself. `scales` and `lowest`
     are those of `QuantisedWeight`, except that two bytes are one int16, and `lowest` is the table [16] float32 of a
-    scheme that has one. They are unused (any tensor) if the scheme has none. The first group lacks `lacking` units. `dtype` is that of activations.
+    scheme that has one. They are unused (any tensor) if the scheme has none. The first group
+    lacks `lacking` units. `dtype` is that of activations.
     """
 
     words: torch.Tensor
