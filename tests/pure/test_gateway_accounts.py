@@ -26,7 +26,7 @@ COST = (10 * 1.0 + 5 * 2.0) / 1e6
 
 
 async def answer_usage(exchange: Exchange) -> None:
-    """As a cloud does: whole or streamed, with the usage if it is asked for."""
+    """Answer like a cloud: whole or streamed, with the usage if it is asked for."""
     if not exchange.json.get("stream"):
         body = json.dumps({"model": exchange.json["model"], "choices": [], "usage": USAGE}).encode()
         exchange.head("200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
@@ -195,33 +195,39 @@ async def test_requests_overflow_beyond_the_objective(tmp_path: Path, objective:
         await go_on.wait()
         await answer_usage(exchange)
 
-    async with upstream() as own, upstream() as cloud:
-        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger", objective=objective)) as live:
-            live.replica(own).prefill_tok_s = 18.0  # a chat of the tests has about 18 tokens
-            own.answer, cloud.answer = slow, answer_usage
-            asking = [asyncio.create_task(live.chat(max_tokens=5)) for _ in range(2)]
-            async with asyncio.timeout(PATIENCE_S):
-                while len(own.seen) + len(cloud.seen) < 2:
-                    await asyncio.sleep(0.005)
-            assert (await live.chat(max_tokens=5)).status_code == 200 and cloud.seen
-            picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-            sent, stayed = len(cloud.seen), len(own.seen)
-            asking.append(asyncio.create_task(live.chat(messages=picture)))  # its price has no bound
-            async with asyncio.timeout(PATIENCE_S):
-                while len(own.seen) == stayed:
-                    await asyncio.sleep(0.005)
-            assert len(cloud.seen) == sent
-            go_on.set()
-            assert {(await task).status_code for task in asking} == {200}
-            live.assert_idle()
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger", objective=objective)) as live,
+    ):
+        live.replica(own).prefill_tok_s = 18.0  # a chat of the tests has about 18 tokens
+        own.answer, cloud.answer = slow, answer_usage
+        asking = [asyncio.create_task(live.chat(max_tokens=5)) for _ in range(2)]
+        async with asyncio.timeout(PATIENCE_S):
+            while len(own.seen) + len(cloud.seen) < 2:
+                await asyncio.sleep(0.005)
+        assert (await live.chat(max_tokens=5)).status_code == 200 and cloud.seen
+        picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        sent, stayed = len(cloud.seen), len(own.seen)
+        asking.append(asyncio.create_task(live.chat(messages=picture)))  # its price has no bound
+        async with asyncio.timeout(PATIENCE_S):
+            while len(own.seen) == stayed:
+                await asyncio.sleep(0.005)
+        assert len(cloud.seen) == sent
+        go_on.set()
+        assert {(await task).status_code for task in asking} == {200}
+        live.assert_idle()
 
 
 async def test_without_a_limit_of_the_client_an_answer_gets_one(tmp_path: Path) -> None:
-    async with upstream() as own, upstream() as cloud:
-        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live:
-            own.answer, cloud.answer = answer_status("429 X"), answer_usage
-            assert (await live.chat()).status_code == 200
-            assert cloud.seen[-1].json["max_tokens"] == 4096
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        assert (await live.chat()).status_code == 200
+        assert cloud.seen[-1].json["max_tokens"] == 4096
 
 
 @pytest.mark.parametrize(

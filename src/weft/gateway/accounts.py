@@ -73,7 +73,7 @@ class Accounts:
             self._rates.leave(exchange.client.name, taken.tokens - exchange.prompt_tokens)
 
     def describe(self) -> dict[str, object] | None:
-        """What was spent today, for /gateway/status; None without a ledger."""
+        """Spending of today, for /gateway/status; None without a ledger."""
         ledger, budget = self.ledger, self.budget
         if ledger is None:
             return None
@@ -95,7 +95,7 @@ class Accounts:
 
     @staticmethod
     def _taken(exchange: Exchange, replica: Replica, most: Amount) -> Amount:
-        """What a request took: by the usage of its answer, else nothing if it was refused, else all it could."""
+        """Amount that a request took: by the usage of its answer, else nothing if it was refused, else all it could."""
         usage = exchange.answer.usage if exchange.answer is not None else None
         prompt, completion = ((usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens"))
         if isinstance(prompt, int) and isinstance(completion, int):

@@ -137,7 +137,7 @@ class Dispatcher:
     def _answer(
         self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
     ) -> StreamedAnswer | WholeAnswer | None:
-        """What reads a response on its way; None if the gateway need not read it."""
+        """Reader of a response on its way; None if the gateway need not read it."""
         completion = exchange.completion
         alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
         if completion is None or head.status != 200 or head.header(b"content-encoding"):

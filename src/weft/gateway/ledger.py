@@ -51,7 +51,7 @@ class Reservation(NamedTuple):
 
 
 class Ledger:
-    """What requests took, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
+    """Amounts that requests took, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
 
     A request's amount is reserved before it is sent, and settled when it has ended. What was reserved when a gateway
     died counts as spent in full: nobody knows how far the upstream came. Raises ConfigError for a file that is no
@@ -100,7 +100,7 @@ class Ledger:
         return self._sum("dollars", "dollars > 0", hours)
 
     def rows(self, hours: int) -> list[dict[str, object]]:
-        """What was spent in the last `hours` hours, by key, model and upstream."""
+        """Amounts spent in the last `hours` hours, by key, model and upstream."""
         names = ("key", "model", "upstream", "requests", "prompt_tokens", "completion_tokens", "dollars")
         found = self._database.execute(
             "SELECT key, model, upstream, SUM(requests), SUM(prompt_tokens), SUM(completion_tokens), SUM(dollars) "

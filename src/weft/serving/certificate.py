@@ -11,7 +11,7 @@ FAULTS = {9: "is not valid yet", 10: "has expired"}
 
 
 def validity_fault(certfile: str, keyfile: str | None) -> str:
-    """What is wrong with the dates of a certificate; "" if nothing is.
+    """Fault in the dates of a certificate; "" if there is none.
 
     A client that trusts exactly this certificate shakes hands with a server that has it, in memory: Python's ssl reads
     the dates of a certificate only for a connection. Raises OSError for files that cannot be used.
