@@ -1,7 +1,7 @@
 """DeepSeek's models in NumPy float64, from their published description, for what Transformers' classes leave out.
 
-Sources: DeepSeek-V2 (arXiv 2405.04434, section 2), DeepSeek-V3 (arXiv 2412.19437, section 2.1), and modeling_deepseek.py
-in the repositories deepseek-ai/DeepSeek-V2 and deepseek-ai/DeepSeek-V3. Transformers 5.23 ignores `moe_layer_freq`, and
+Sources: DeepSeek-V2 (arXiv 2405.04434, section 2), DeepSeek-V3 (arXiv 2412.19437, section 2.1), modeling_deepseek.py in
+the repositories deepseek-ai/DeepSeek-V2 and deepseek-ai/DeepSeek-V3. Transformers 5.23 ignores `moe_layer_freq`, and
 `norm_topk_prob` in V2.
 """
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cpu import checkpoints, deepseek
 from tests.cpu.layouts import logits_of, plan_for
-from tests.cpu.test_parity import NEW, PROMPTS, greedy
+from tests.cpu.test_parity import NEW, PROMPTS, greedy, reference_logits
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
 from weft.errors import ConfigError, ModelError
@@ -117,7 +117,7 @@ def test_ranks_in_processes(third: Path) -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_rounded_while_loading(folder: Path, quantization: str) -> None:
-    """The same tokens in two ranks: what leads from latents to keys and values stays in 16 bits or more."""
+    """Nearly the same numbers in two ranks. What leads from latents to keys and values stays as it is."""
     recipe = checkpoints.Recipe(
         "DeepseekV3", sizes=checkpoints.LATENT_SIZES | {"hidden_size": 96, "q_lora_rank": 32, "v_head_dim": 32}
     )
@@ -129,8 +129,12 @@ def test_weights_rounded_while_loading(folder: Path, quantization: str) -> None:
     plan = plan_for(path, "whole", quantization=quantization, dtype="float32")
     held = {name.split("self_attn.")[1] for name in plan.schemes if "self_attn" in name}
     assert held == {f"{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")}
-    whole = tokens_of(path, quantization=quantization)
-    assert tokens_of(path, quantization=quantization, tensor_parallel_size=2) == whole
+    prompt = PROMPTS[1]
+    options = {"quantization": quantization, "dtype": "float32"}
+    whole, halves = (logits_of(plan_for(path, layout, **options), prompt) for layout in ("whole", "tp2"))
+    rounding = (whole - reference_logits(path, torch.float32, prompt)).abs().mean()
+    # The importance of columns, by which weights are rounded to 4 bits, differs in the last bits.
+    assert 0 < rounding < whole.std() and (halves - whole).abs().mean() <= 0.2 * rounding
 
 
 def test_latents_lie_whole_on_every_rank(third: Path) -> None:
