@@ -1,7 +1,8 @@
 """Kernels at their default sizes, and the work of one pass of each one's inner loop, as data.
 
 Sizes are those of Llama-3.1-8B, of Llama-3.2-1B with its heads of 64, of Qwen3-30B-A3B with its experts, or of
-DeepSeek-V2-Lite with its latents. Launches go through the functions that the engine calls, so that tiles, warps and stages are the engine's own choice.
+DeepSeek-V2-Lite with its latents. Launches go through the functions that the engine calls, so that tiles, warps and
+stages are the engine's own choice.
 """
 
 from __future__ import annotations

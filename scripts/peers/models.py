@@ -1,6 +1,6 @@
 """The same weights for everybody: the demo's, dequantised to bfloat16, and random ones: 1.1 billion of a dense model,
-1.4 billion of a mixture of experts, 1.05 billion of one with latent attention. Each form is made once, by the peers' own converters, below the folder of the
-benchmark."""
+1.4 billion of a mixture of experts, 1.05 billion of one with latent attention. Each form is made once, by the peers'
+own converters, below the folder of the benchmark."""
 
 from __future__ import annotations
 
