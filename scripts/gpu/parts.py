@@ -47,6 +47,7 @@ FIRST = (
 )
 TESTS_ALL = (
     GpuTests("kernels", 480, (f"{GPU}test_triton_cuda.py",)),
+    GpuTests("latents", 480, (f"{GPU}test_latents_cuda.py",)),
     GpuTests(
         "sampling", 480, tuple(f"{GPU}test_{name}_cuda.py" for name in ("sampling", "links", "sums")),
     ),

@@ -1,7 +1,8 @@
 """Kernels at their default sizes, and the work of one pass of each one's inner loop, as data.
 
-Sizes are those of Llama-3.1-8B, of Llama-3.2-1B with its heads of 64, or of Qwen3-30B-A3B with its experts. Launches go
-through the functions that the engine calls, so that tiles, warps and stages are the engine's own choice.
+Sizes are those of Llama-3.1-8B, of Llama-3.2-1B with its heads of 64, of Qwen3-30B-A3B with its experts, or of
+DeepSeek-V2-Lite with its latents. Launches go through the functions that the engine calls, so that tiles, warps and
+stages are the engine's own choice.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import ExpertStack, HeadNorm, KVCache
 from weft.kernels.sampling import mask_words
-from weft.kernels.triton import attention, experts, pointwise, products, reduce, rounding, routing, sampling
+from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
 from weft.kernels.triton.staged import fill_batch
 from weft.quant.quantised import QuantisedWeight
 
 PROCESSORS = 132  # of the GPU that launches are cut for: an H200
 HIDDEN, FFN, Q_HEADS, KV_HEADS, VOCAB = 4096, 14336, 32, 8, 128256
+LATENT_HEADS, RANK, ROPE_DIM = 16, 512, 64
 RANKS = 2  # of a sum over ranks
 MIXTURE, MIXTURE_HIDDEN = Experts(count=128, top_k=8, width=768), 2048
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -50,6 +52,16 @@ def decode_work(a: Arguments) -> Work:
 def join_work(a: Arguments) -> Work:
     """Results of AT_ONCE parts of a context, of the heads that share keys."""
     return Work(bytes=attention.AT_ONCE.value * a["q_heads"] // a["kv_heads"] * a["head_dim"] * a["parts"].itemsize)
+
+
+def latents_work(a: Arguments) -> Work:
+    """A tile of latents, which are keys and values of a block of heads. The parts of a tile are padded."""
+    return Work(bytes=a["TILE"] * (a["rank"] + a["rope_dim"]) * a["latents"].itemsize)
+
+
+def latents_flops(a: Arguments) -> Work:
+    """Scores and weighted latents of a tile."""
+    return Work(flops=2 * a["ROWS"] * a["TILE"] * (2 * a["RANK"] + a["ROPE"]))
 
 
 def prefill_work(a: Arguments) -> Work:
@@ -186,6 +198,15 @@ def decode(rows: int, head_dim: int, kept: torch.dtype = BF16) -> None:
     attention.decode(q, made_cache(head_dim, kept), made_batch(rows), rows, 1.0, None, PROCESSORS, out)
 
 
+def attend_latents(rows: int, decodes: int) -> None:
+    """A step of `rows` requests, of which `decodes` write one token each."""
+    batch = made_batch(rows)
+    batch.decodes = decodes
+    cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
+    kernels = latents.TritonLatents(PROCESSORS, attention.TritonAttention(PROCESSORS))
+    kernels.attend(torch.empty(rows, LATENT_HEADS, RANK + ROPE_DIM, dtype=BF16), cache, batch, 1.0)
+
+
 def prefill(head_dim: int, kept: torch.dtype = BF16) -> None:
     q = torch.empty(256, Q_HEADS, head_dim, dtype=BF16)
     out = torch.empty(256, Q_HEADS * head_dim, dtype=BF16)
@@ -306,6 +327,9 @@ CASES = (
     Case("_decode", "FP8 cache, head 128", decode_work, partial(decode, 256, 128, FP8), FP8_SINCE),
     Case("_decode", "FP8 cache, head 64", decode_work, partial(decode, 256, 64, FP8), FP8_SINCE),
     Case("_decode", "head 128, parts joined", join_work, partial(decode, 1, 128), loop=1),
+    Case("_decode_latents", "bf16, 512 + 64", latents_work, partial(attend_latents, 256, 256)),
+    Case("_decode_latents", "bf16, 512 + 64, context split", latents_work, partial(attend_latents, 1, 1)),
+    Case("_prefill_latents", "bf16, 512 + 64", latents_flops, partial(attend_latents, 256, 0)),
     Case("_prefill", "bf16, head 128", prefill_work, partial(prefill, 128)),
     Case("_prefill", "bf16, head 64", prefill_work, partial(prefill, 64)),
     Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE),

@@ -16,9 +16,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from weft.kernels.triton import attention, experts, pointwise, products, reduce, rounding, routing, sampling, staged
+from weft.kernels.triton import (
+    attention,
+    experts,
+    latents,
+    pointwise,
+    products,
+    reduce,
+    rounding,
+    routing,
+    sampling,
+    staged,
+)
 
-MODULES = (attention, staged, pointwise, products, reduce, rounding, sampling, routing, experts)
+MODULES = (attention, latents, staged, pointwise, products, reduce, rounding, sampling, routing, experts)
 
 
 @dataclass(frozen=True)

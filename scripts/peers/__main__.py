@@ -21,7 +21,7 @@ from pathlib import Path
 import report
 from engine import ENGINES, Ended, Engine, Round
 from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, VLLM_CPU, Environment, Missing
-from models import LARGE, MIXTURE, SMALL, Models
+from models import LARGE, LATENT, MIXTURE, SMALL, Models
 from work import FIRST, LATENCY, PREFILL, THROUGHPUT, WORKS, Work, ask
 
 from weft.cache import cache_path
@@ -44,7 +44,7 @@ class Peer:
     models: tuple[str, ...] = (SMALL,)
 
 
-ALL, EVERY = WORKS, (SMALL, LARGE, MIXTURE)
+ALL, EVERY = WORKS, (SMALL, LARGE, MIXTURE, LATENT)
 PLAIN = (LATENCY, THROUGHPUT, PREFILL)
 
 

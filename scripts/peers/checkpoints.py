@@ -9,6 +9,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -93,6 +95,43 @@ def mixture(source: Path, target: Path) -> None:
     random_weights(Qwen3MoeForCausalLM, config, source, target)
 
 
+def latent(source: Path, target: Path) -> None:
+    """1.05 billion random weights in the form of DeepSeek-V2-Lite, a third of which a token meets, under the small
+    one's tokeniser. llama.cpp takes 27 layers for the sign that queries are projected in one step."""
+    config = DeepseekV2Config(
+        vocab_size=49152,
+        hidden_size=768,
+        intermediate_size=3072,
+        moe_intermediate_size=384,
+        num_hidden_layers=27,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=32,
+        n_shared_experts=1,
+        num_experts_per_tok=4,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        norm_topk_prob=False,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        dtype="bfloat16",
+    )
+    random_weights(DeepseekV2ForCausalLM, config, source, target)
+
+
 def random_weights(kind: type[PreTrainedModel], config: PretrainedConfig, source: Path, target: Path) -> None:
     """A model with random weights (seed 0), and the tokeniser of another one."""
     torch.manual_seed(0)
@@ -114,5 +153,11 @@ def text(source: Path, target: Path) -> None:
 
 if __name__ == "__main__":
     what, source, target = sys.argv[1:]
-    recipes = {"SmolLM2-135M": small, "Llama-1.1B-random": large, "Qwen3-MoE-1.4B-random": mixture, "text": text}
+    recipes = {
+        "SmolLM2-135M": small,
+        "Llama-1.1B-random": large,
+        "Qwen3-MoE-1.4B-random": mixture,
+        "DeepSeek-V2-1B-random": latent,
+        "text": text,
+    }
     recipes[what](Path(source), Path(target))

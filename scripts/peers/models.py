@@ -1,6 +1,6 @@
 """The same weights for everybody: the demo's, dequantised to bfloat16, and random ones: 1.1 billion of a dense model,
-1.4 billion of a mixture of experts. Each form is made once, by the peers' own converters, below the folder of the
-benchmark."""
+1.4 billion of a mixture of experts, 1.05 billion of one with latent attention. Each form is made once, by the peers'
+own converters, below the folder of the benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from environments import LLAMA_CPP, ONNX_RUNTIME, OPENVINO, TRANSFORMERS, Missing, run
 
 SMALL, LARGE, MIXTURE = "SmolLM2-135M", "Llama-1.1B-random", "Qwen3-MoE-1.4B-random"
+LATENT = "DeepSeek-V2-1B-random"
 FILE_TYPES = {"q4_0": 2, "q4_k_m": 15}  # llama.cpp's llama_ftype
 HERE = Path(__file__).parent
 

@@ -45,12 +45,15 @@ HOWS: dict[str, dict[str, Any]] = {
 
 
 class Model(NamedTuple):
-    """A recipe, how it is quantised, and what else differs from the recipe. C++ knows `fused` layers as a whole."""
+    """A recipe, how it is quantised, and what else differs from the recipe.
+
+    With latent attention Python exchanges the tokens of attention groups, else C++.
+    """
 
     recipe: str
     quantization: str | None = None
     mxfp4: bool = False
-    fused: bool = True
+    latent: bool = False
 
 
 MODELS = {
@@ -59,8 +62,8 @@ MODELS = {
     "qwen3-moe": Model("qwen3-moe-biased"),
     "gpt-oss": Model("gpt-oss"),
     "gpt-oss in MXFP4": Model("gpt-oss-mxfp4", mxfp4=True),
-    "deepseek-v2": Model("deepseek-v2", fused=False),
-    "deepseek-v3": Model("deepseek-v3", fused=False),
+    "deepseek-v2": Model("deepseek-v2", latent=True),
+    "deepseek-v3": Model("deepseek-v3", latent=True),
     "qwen2-moe in 8 bits": Model("qwen2-moe-normalised", quantization="int8"),
 }
 # A way of scheduling for each model and layout, so that each meets every other.
@@ -72,7 +75,7 @@ class Truth(NamedTuple):
     path: Path
     options: dict[str, Any]
     answers: list[list[int]]
-    fused: bool
+    latent: bool
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +97,12 @@ def find_truth(model: Model, folder: Path) -> Truth:
     path = checkpoints.make(model.recipe, folder)
     if model.mxfp4:
         path, exact = publish_mxfp4(path)
-        return Truth(path, {}, transformers_answers(exact), model.fused)
+        return Truth(path, {}, transformers_answers(exact), model.latent)
     if model.quantization is None:
-        return Truth(path, {}, transformers_answers(path), model.fused)
+        return Truth(path, {}, transformers_answers(path), model.latent)
     options = {"quantization": model.quantization}
     with start(path, **options) as llm:
-        return Truth(path, options, answers(llm), model.fused)
+        return Truth(path, options, answers(llm), model.latent)
 
 
 def transformers_answers(path: Path) -> list[list[int]]:
@@ -121,7 +124,7 @@ def test_every_mixture_in_every_layout(
 ) -> None:
     """Together, again from the prefix cache, and one at a time, beside groups that then have nothing."""
     options = {**EXPERTS, **truth.options, **LAYOUTS[layout], **HOWS[how]}
-    for exchange in (GatherExchange, DispatchExchange) if truth.fused else ():
+    for exchange in () if truth.latent else (GatherExchange, DispatchExchange):
         monkeypatch.setattr(exchange, "dispatch", None)  # C++ exchanges
     if how == "preempted":
         options |= little_cache(truth.path, options)

@@ -123,6 +123,28 @@ def launch_all():
     + COMPILED
 )
 
+LATENTS = (
+    LAUNCHES
+    + """
+from weft.kernels.latents import LatentNorm
+from weft.kernels.triton.attention import TritonAttention
+from weft.kernels.triton.latents import TritonLatents
+
+dtype, ints = getattr(torch, sys.argv[2]), torch.zeros(4, 4, dtype=torch.int32)
+batch = types.SimpleNamespace(tables=ints, context=ints[0], row_starts=ints[0], rows=2, decodes=1, positions=ints[0],
+                              slots=ints[0].long(), order=ints[0])
+
+def launch_all():
+    kernels = TritonLatents(132, TritonAttention(132))
+    cache = KVCache.of_latents(torch.zeros(1, 16, 1, 576, dtype=dtype), 512)
+    kernels.attend(torch.zeros(2, 16, 576, dtype=dtype), cache, batch, 1.0)
+    norm = LatentNorm(torch.zeros(512, dtype=dtype), 1e-6)
+    kernels.rotate_and_store(torch.zeros(2, 16, 192, dtype=dtype), torch.zeros(2, 576, dtype=dtype),
+                             torch.zeros(9, 64), cache, batch, norm, interleaved=True)
+"""
+    + COMPILED
+)
+
 
 @pytest.mark.parametrize(
     ("capability", "head_dims", "dtype", "kept"),
@@ -178,6 +200,22 @@ def test_products_compile_and_fit(capability: int, dtype: str) -> None:
 def test_experts_compile_and_fit(capability: int, dtype: str, kinds: str) -> None:
     shared = compiled(EXPERTS, str(capability), dtype, kinds)
     assert shared.keys() == {"_choose", "_sort", "_multiply_experts", "_sum"}
+    assert max(shared.values()) <= most_shared(capability), shared
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, "bfloat16"),
+        pytest.param(86, "bfloat16", marks=pytest.mark.long),
+        pytest.param(86, "float32", marks=pytest.mark.long),
+        pytest.param(75, "float16", marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_latent_attention_compiles_and_fits(capability: int, dtype: str) -> None:
+    shared = compiled(LATENTS, str(capability), dtype)
+    assert shared.keys() == {"_decode_latents", "_prefill_latents", "_store_latents"}
     assert max(shared.values()) <= most_shared(capability), shared
 
 

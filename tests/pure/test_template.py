@@ -47,6 +47,53 @@ def test_whitespace_loops_and_filters_are_those_of_transformers() -> None:
     assert ChatTemplate(source).render([USER] * 3) == line * 2 + "G1"
 
 
+# In the published forms: DeepSeek V2, V3 with its namespace, Kimi-K2 with its macro.
+DEEPSEEK2 = (
+    "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] + eos_token }}"
+    "{% elif message['role'] == 'system' %}{{ message['content'] + '\n\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+DEEPSEEK3 = (
+    "{% set ns = namespace(is_tool=false, system_prompt='', is_first_sp=true) %}{%- for message in messages %}"
+    "{%- if message['role'] == 'system' %}{%- if ns.is_first_sp %}"
+    "{% set ns.system_prompt = ns.system_prompt + message['content'] %}{% set ns.is_first_sp = false %}{%- else %}"
+    "{% set ns.system_prompt = ns.system_prompt + '\n\n' + message['content'] %}{%- endif %}{%- endif %}{%- endfor %}"
+    "{{ bos_token }}{{ ns.system_prompt }}{%- for message in messages %}{%- if message['role'] == 'user' %}"
+    "{%- set ns.is_tool = false -%}{{'<User>' + message['content']}}{%- endif %}"
+    "{%- if message['role'] == 'assistant' and message['content'] is not none %}{% set content = message['content'] %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{'<Assistant>' + content + eos_token}}{%- endif %}{%- endfor -%}"
+    "{% if add_generation_prompt and not ns.is_tool %}{{'<Assistant>'}}{% endif %}"
+)
+KIMI = (
+    "{% macro render(content) -%}{%- if content is string %}{{- content }}{%- else %}"
+    "{%- for part in content -%}{{ part['text'] }}{%- endfor -%}{%- endif -%}{%- endmacro %}"
+    "{%- for message in messages -%}{%- if loop.first and messages[0]['role'] != 'system' -%}"
+    "{{ '<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>' }}{%- endif -%}"
+    "{%- set name = message.get('name') or message['role'] -%}"
+    "{%- if message['role'] == 'user' -%}<|im_user|>{{ name }}<|im_middle|>"
+    "{%- elif message['role'] == 'assistant' -%}<|im_assistant|>{{ name }}<|im_middle|>"
+    "{%- else -%}<|im_system|>{{ name }}<|im_middle|>{%- endif -%}{{ render(message['content']) }}<|im_end|>"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
+)
+
+
+def test_templates_as_deepseek_and_kimi_publish_them() -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    turns = [USER, {"role": "assistant", "content": "<think>hm</think>hello"}, {"role": "user", "content": "so?"}]
+    system = {"role": "system", "content": "Be brief."}
+    second, third, kimi = (ChatTemplate(source, tokens).render for source in (DEEPSEEK2, DEEPSEEK3, KIMI))
+    assert second([system, USER]) == "<s>Be brief.\n\nUser: hi\n\nAssistant:"
+    assert third([system, *turns]) == "<s>Be brief.<User>hi<Assistant>hello</s><User>so?<Assistant>"
+    assert third([USER], add_generation_prompt=False) == "<s><User>hi"
+    assert kimi([USER]) == (
+        "<|im_system|>system<|im_middle|>You are Kimi.<|im_end|><|im_user|>user<|im_middle|>hi<|im_end|>"
+        "<|im_assistant|>assistant<|im_middle|>"
+    )
+
+
 def test_the_date() -> None:
     assert ChatTemplate("{{ strftime_now('%Y') }}").render([USER]).startswith("20")
 

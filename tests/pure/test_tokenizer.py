@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import struct
@@ -391,6 +392,56 @@ def test_gguf_byte_level(tmp_path: Path, pre: str) -> None:
         assert this.encode(text)[:1] == [1] or not words.bos
     assert (this.bos_id, this.eos_id, this.end_ids) == (1, 2, (2, 0))
     assert this.special_ids == {0, 1, 2}
+
+
+TEXT = "Weft's 12345 x, 你好ü!?a\n\nb"
+WORDS = {
+    "deepseek-llm": [
+        "Weft",
+        "'",
+        "s",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        " x",
+        ",",
+        " ",
+        "你好",
+        "ü",
+        "!?",
+        "a",
+        "\n",
+        "\n",
+        "b",
+    ],
+    "deepseek-v3": ["Weft", "'s", " ", "123", "45", " x", ",", " ", "你好", "ü", "!?", "a", "\n\n", "b"],
+    "kimi-k2": ["Weft's", " ", "123", "45", " x", ",", " ", "你好", "ü", "!?", "a", "\n\n", "b"],
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_words_of_deepseek_and_kimi(pre: str) -> None:
+    """By the published patterns; of DeepSeek V2 the digits are apart, of V3 and Kimi-K2 up to three are one word."""
+    cut = PRE_TOKENIZERS[pre].create_pre_tokenizer().pre_tokenize_str(TEXT)
+    assert [TEXT[first:last] for _, (first, last) in cut] == WORDS[pre]
+
+
+def test_kimi_names_special_tokens_in_another_file(tmp_path: Path) -> None:
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
+    lines.append(f"{base64.b64encode(b'ab').decode()} 256")
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines))
+    named = {257: "[BOS]", 258: "[EOS]", 261: "<|im_user|>", 512: "[PAD]"}
+    listed = {str(id): {"content": text, "special": True} for id, text in named.items()}
+    config = {"added_tokens_decoder": listed, "bos_token": "[BOS]", "eos_token": "[EOS]"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    this = load_tokenizer(str(tmp_path))
+    assert this.encode("ab<|im_user|>b[PAD]") == [256, 261, ord("b"), 512]
+    assert (this.bos_id, this.eos_id, this.vocab_size) == (257, 258, 257 + 256)
+    assert this.id("<|reserved_token_260|>") == 260
+    assert this.decode([256, 261, 98]) == "abb"
 
 
 def test_smollm_takes_digits_singly(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def describe_mixer(mixer: AttentionBlock | LatentAttentionBlock) -> dict[str, An
     """The fields of a FusedLayer in which kinds of attention differ."""
     if isinstance(mixer, AttentionBlock):
         return {"qkv": mixer.qkv.weight, "head_norm": mixer.head_norm, "sinks": mixer.sinks}
-    norm = mixer.q_norm and LatentNorm(mixer.q_norm.weight, mixer.q_norm.eps)
+    norm = None if mixer.q_norm is None else LatentNorm(mixer.q_norm.weight, mixer.q_norm.eps)
     latent = FusedLatent(
         q_down=mixer.q_down and mixer.q_down.weight,
         q_norm=norm,

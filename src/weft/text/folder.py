@@ -21,7 +21,8 @@ from weft.text.settings import TokenizerSettings
 
 log = logging.getLogger(__name__)
 
-PATTERNS = "tokenizer.json, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
+PATTERNS = "tokenizer.json, tiktoken.model, tokenizer.model, vocab.json, *.tiktoken, *.gguf"
+KIMI_FILE = "tiktoken.model"
 MERGES = "merges.txt"  # beside vocab.json, in GPT-2's form
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -29,8 +30,11 @@ TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def read_folder(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read the vocabulary in the file or directory `path`, and the settings in the files beside it."""
     folder = path if path.is_dir() else path.parent
-    hf_tokenizer, settings = _vocabulary(_vocabulary_file(path))
+    file = _vocabulary_file(path)
+    hf_tokenizer, settings = _vocabulary(file)
     config = _json(folder / "tokenizer_config.json")
+    if file.name == KIMI_FILE:
+        tiktoken_file.reserve_tokens(hf_tokenizer, _listed_names(config))
     _add_tokens(hf_tokenizer, config)
     tokens = settings.tokens | _named_tokens(hf_tokenizer, folder, config)
     for text in tokens.values():
@@ -69,6 +73,8 @@ def _vocabulary(file: Path) -> tuple[Tokenizer, TokenizerSettings]:
         hf_tokenizer.no_truncation()
         hf_tokenizer.no_padding()
         return hf_tokenizer, TokenizerSettings()
+    if file.name == KIMI_FILE:
+        return load_cached(file, tiktoken_file.read_kimi)
     if file.suffix == ".model":
         return load_cached(file, spm.read_sentencepiece)
     if file.suffix == ".tiktoken":
@@ -105,16 +111,26 @@ def _vocabulary_file(path: Path) -> Path:
 
 def _add_tokens(hf_tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
-    listed = config.get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        tokens = {int(id): token for id, token in listed.items() if id.isdecimal()}
-        for id in sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys()):
-            _add_token(hf_tokenizer, id, tokens[id])
+    tokens = _listed_tokens(config)
+    for id in sorted(tokens.keys() - hf_tokenizer.get_added_tokens_decoder().keys()):
+        _add_token(hf_tokenizer, id, tokens[id])
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens")
     for token in extra if isinstance(extra, list) else ():
         text = _token_text(token)
         if text is not None:
             _make_special(hf_tokenizer, text)
+
+
+def _listed_tokens(config: Mapping[str, Any]) -> dict[int, object]:
+    """Tokens that tokenizer_config.json lists, by id."""
+    listed = config.get("added_tokens_decoder")
+    return {int(id): token for id, token in listed.items() if id.isdecimal()} if isinstance(listed, dict) else {}
+
+
+def _listed_names(config: Mapping[str, Any]) -> dict[int, str]:
+    """Texts of tokens that tokenizer_config.json lists, by id."""
+    texts = {id: _token_text(token) for id, token in _listed_tokens(config).items()}
+    return {id: text for id, text in texts.items() if text is not None}
 
 
 def _add_token(hf_tokenizer: Tokenizer, id: int, token: object) -> None:

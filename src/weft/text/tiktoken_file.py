@@ -1,11 +1,12 @@
-"""Tokenizers from *.tiktoken files: lines with a token in base64 and its rank, as published for Qwen's first models."""
+"""Tokenizers from tiktoken files: lines with a token in base64 and its rank, as published for Qwen's first models
+(*.tiktoken) and for Kimi-K2 (tiktoken.model)."""
 
 from __future__ import annotations
 
 import binascii
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, normalizers
@@ -13,30 +14,51 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from weft.errors import ModelError
 from weft.text.byte_level import build_byte_level, spell_bytes
 from weft.text.merges import derive_merges
-from weft.text.pretokenizers import QWEN
+from weft.text.pretokenizers import KIMI, QWEN, PreTokenizerSpec
 from weft.text.settings import TokenizerSettings
 
 # Special tokens that Qwen's own tokenizer appends to those of the file, in this order.
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205)))
+RESERVED = 256  # special tokens of Kimi-K2 after those of the file, most of them without a name
 NUM_ENDS = 3  # the first of them end a completion
 
 
 def read_tiktoken(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
     """Read a .tiktoken file, with Qwen's pre-tokenizer, special tokens and NFC normalization."""
-    ranks = _read_ranks(path)
-    pairs = derive_merges(ranks)
-    hf_tokenizer = build_byte_level(
-        {spell_bytes(token): rank for token, rank in ranks.items()},
-        [(spell_bytes(left), spell_bytes(right)) for left, right in pairs],
-        QWEN.create_pre_tokenizer(),
-        whole_words=True,
-        normalizer=normalizers.NFC(),
-    )
+    hf_tokenizer = _read_ranked(path, QWEN, normalizers.NFC())
     hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in QWEN_SPECIAL])
     ids = (hf_tokenizer.token_to_id(text) for text in QWEN_SPECIAL[:NUM_ENDS])
     end_ids = tuple(id for id in ids if id is not None)
     return hf_tokenizer, TokenizerSettings(
         tokens={"eos_token": QWEN_SPECIAL[0]}, add_bos=False, add_eos=False, end_ids=end_ids
+    )
+
+
+def read_kimi(path: Path) -> tuple[Tokenizer, TokenizerSettings]:
+    """Read Kimi-K2's tiktoken.model, without special tokens, whose names are in tokenizer_config.json."""
+    return _read_ranked(path, KIMI, None), TokenizerSettings(add_bos=False, add_eos=False)
+
+
+def reserve_tokens(hf_tokenizer: Tokenizer, names: Mapping[int, str]) -> None:
+    """Add Kimi-K2's special tokens: those with `names`, by their ids, and reserved ones between and after them.
+
+    Source: tokenization_kimi.py in the repository moonshotai/Kimi-K2-Instruct on the Hugging Face hub.
+    """
+    first = hf_tokenizer.get_vocab_size(with_added_tokens=False)
+    ids = range(first, first + RESERVED)
+    texts = [names.get(id, f"<|reserved_token_{id}|>") for id in ids]
+    hf_tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in texts])
+
+
+def _read_ranked(path: Path, words: PreTokenizerSpec, normalizer: normalizers.Normalizer | None) -> Tokenizer:
+    ranks = _read_ranks(path)
+    pairs = derive_merges(ranks)
+    return build_byte_level(
+        {spell_bytes(token): rank for token, rank in ranks.items()},
+        [(spell_bytes(left), spell_bytes(right)) for left, right in pairs],
+        words.create_pre_tokenizer(),
+        whole_words=True,
+        normalizer=normalizer,
     )
 
 

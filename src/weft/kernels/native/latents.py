@@ -84,8 +84,8 @@ class NativeLatents:
 
 @dataclass(frozen=True)
 class NativeLatentProducts:
-    """`LatentProducts` in C++. The descriptor points into the stacks: `keys` are matrices [nope_dim, rank] of all heads,
-    `projected` are those [value_dim, rank] of their values."""
+    """`LatentProducts` in C++. The descriptor points into the stacks: `keys` are matrices [nope_dim, rank] of all
+    heads, `projected` are those [value_dim, rank] of their values."""
 
     entries: Entries
     dims: LatentDims

@@ -41,8 +41,8 @@ def _mix_latents(
     low, high, latents, table, start, stop, last, rank, rope_dim, scale,
     KV_BLOCK: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Weighted latents [ROWS, RANK] over positions [start, stop), and logarithms to base 2 of the sums of weights. A row
-    sees positions up to its `last`; one that sees none gets zeros."""
+    """Weighted latents [ROWS, RANK] over positions [start, stop), and logarithms to base 2 of the sums of weights. A
+    row sees positions up to its `last`; one that sees none gets zeros."""
     columns, turned = tl.arange(0, RANK), tl.arange(0, ROPE)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -211,8 +211,8 @@ def widths_of(rank: int, width: int, dtype: torch.dtype) -> tuple[int, int, int]
 
 
 class TritonLatents:
-    """The Triton implementation of `LatentKernels`; `attention` is used in the expanded form. `processors` is the number
-    of the device's multiprocessors."""
+    """The Triton implementation of `LatentKernels`; `attention` is used in the expanded form. `processors` is the
+    number of the device's multiprocessors."""
 
     def __init__(self, processors: int, attention: Attention) -> None:
         self._processors, self._attention = processors, attention
