@@ -46,14 +46,24 @@ inline void choose_plainly(const float *scores, int64_t count, int64_t top_k, bo
 
 // Weights of all experts: a softmax, or sigmoids.
 inline void weigh_experts(const float *scores, int64_t count, bool sigmoid, float *weights) {
-    float top = scores[0], total = 0;
-    if (sigmoid) {
-        for (int64_t e = 0; e < count; e++) weights[e] = 1.0f / (1.0f + exp_moderate(-scores[e]));
-        return;
+    // In whole vectors: what is left over would be rounded in another way, and equal scores get unequal weights.
+    constexpr int64_t PIECE = 16;
+    float top = 0, total = 0;
+    if (!sigmoid) top = *std::max_element(scores, scores + count);
+    for (int64_t at = 0; at < count; at += PIECE) {
+        int64_t n = std::min(PIECE, count - at);
+        float piece[PIECE] = {};
+        std::memcpy(piece, scores + at, n * sizeof(float));
+        if (sigmoid)
+            for (int64_t i = 0; i < PIECE; i++) piece[i] = 1.0f / (1.0f + exp_moderate(-piece[i]));
+        else
+            for (int64_t i = 0; i < PIECE; i++) piece[i] = exp_moderate(piece[i] - top);
+        for (int64_t i = 0; i < n; i++) total += piece[i];
+        std::memcpy(weights + at, piece, n * sizeof(float));
     }
-    for (int64_t e = 1; e < count; e++) top = std::max(top, scores[e]);
-    for (int64_t e = 0; e < count; e++) total += weights[e] = exp_moderate(scores[e] - top);
-    for (int64_t e = 0; e < count; e++) weights[e] /= total;
+    if (sigmoid) return;
+    float share = 1.0f / total;
+    for (int64_t e = 0; e < count; e++) weights[e] *= share;
 }
 
 constexpr int64_t MOST_GROUP_BEST = 2;
