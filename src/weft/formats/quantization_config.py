@@ -1,7 +1,7 @@
 """quantization_config: how GPTQ, AWQ, compressed-tensors, MXFP4 and FP8 describe quantised weights in a config.json.
 
 Fields: GPTQModel's quantize_config, AutoAWQ's quant_config and compressed-tensors' quantization_config, as Transformers
-writes them into `quantization_config`; those of FP8 are in `formats.fp8_config`. `formats.packed` reads the tensors themselves.
+into `quantization_config`; `formats.fp8_config` has those of FP8. `formats.packed` reads the tensors themselves.
 """
 
 from __future__ import annotations
