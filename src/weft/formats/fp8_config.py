@@ -41,7 +41,8 @@ def parse_config(config: Fields) -> PublishedQuantization:
     method = METHODS[config.text_or("quant_method", None) or ""]
     if method == "fbgemm_fp8":
         return _published(method, 1, ROW)
-    rows, columns = config.values.get("weight_block_size") or (ROW, ROW)
+    block = config.values.get("weight_block_size")
+    rows, columns = block if isinstance(block, list) else (ROW, ROW)
     return _published(method, rows, columns)
 
 
