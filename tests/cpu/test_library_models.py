@@ -188,7 +188,7 @@ def test_refused_classes(tmp_path: Path, golden: Callable[[str, str], None]) -> 
 
 
 def test_refused_cuts(olmo2: Path, folder: Path) -> None:
-    with refuses(PlanError, "library-model-uneven-split", "tensor_split 2, 1", "evenly"):
+    with refuses(PlanError, "library-model-uneven-split", "tensor_split 2,1", "evenly"):
         plan_for(olmo2, "tp 2:1")
     with refuses(PlanError, "library-model-uneven-split", 3, 2, "KV heads"):
         plan_for(olmo2, "tp3")

@@ -34,7 +34,7 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     - `before`, `after`: the other tensors of the first and of the last stage.
     - `kinds`: tensors of each kind of layer; `layers` has the kind of each layer.
     - `joined`: modules of linear layers whose results all ranks gather.
-    - `whole`: a reason not to cut layers among ranks; `one_stage`: a reason not to make a pipeline; "" if there is none.
+    - `whole`: a reason not to cut layers among ranks; `one_stage`: one not to make a pipeline; "" if there is none.
     """
 
     config: str

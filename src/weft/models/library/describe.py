@@ -120,7 +120,7 @@ def check_config(config: PreTrainedConfig) -> None:
     """Raise ClassError for a config of a kind of model that Weft does not run through its class."""
     for key, what in UNSUPPORTED.items():
         if getattr(config, key, None):
-            raise ClassError(f"it has {what} ({key}), and only Weft's own models run such a checkpoint")
+            raise ClassError(f"it has {what} ({key}), which Weft does not run through Transformers' class")
     if config.is_encoder_decoder:
         raise ClassError("it has an encoder beside its decoder")
     for kind in getattr(config, "layer_types", None) or ():
@@ -150,7 +150,7 @@ def check_modules(model: PreTrainedModel) -> None:
     """Raise ClassError for a model with modules that Weft does not run."""
     name = type(model).__name__
     if any("experts" in path.split(".") or tensor.dim() > 2 for path, tensor in model.named_parameters()):
-        raise ClassError(f"{name} has experts, and only Weft's own models run them")
+        raise ClassError(f"{name} has experts, which Weft does not run through Transformers' class")
     embedding = type(model.get_input_embeddings())
     if embedding is not nn.Embedding:
         raise ClassError(f"{name} has an embedding of its own kind, {embedding.__name__}")
