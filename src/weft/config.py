@@ -107,6 +107,7 @@ class ModelOptions(Options):
     model_impl: str = option(
         "auto",
         choices=("auto", "weft", "transformers"),
+        synonyms={"vllm": "weft"},  # as a vLLM command line says it
         help="weft: Weft's own models; transformers: Transformers' class for the model, with Weft's products and "
         "attention; auto: that class for architectures that Weft has no model of",
     )

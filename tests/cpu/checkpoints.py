@@ -199,10 +199,29 @@ GGUF_RECIPES = {
     ),
 }
 
+# Of models that Weft has no table of; `head_dim` is not a field of all of their configurations.
+LIBRARY_SIZES = {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+LIBRARY_RECIPES = {
+    "olmo2": Recipe("Olmo2", {"tie_word_embeddings": False}, sizes=LIBRARY_SIZES),
+    "granite": Recipe(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+        sizes=LIBRARY_SIZES,
+    ),
+    "cohere": Recipe("Cohere", {"logit_scale": 0.25}, sizes=LIBRARY_SIZES),
+    "starcoder2": Recipe("Starcoder2", {"use_bias": True, "sliding_window": 9}, sizes=LIBRARY_SIZES),
+}
+
 
 def make(name: str, folder: Path) -> Path:
     """Write the checkpoint of a recipe in fp32 into a new folder of its name, and return that folder."""
-    recipe = (RECIPES | GGUF_RECIPES)[name]
+    recipe = (RECIPES | GGUF_RECIPES | LIBRARY_RECIPES)[name]
     values = {**recipe.sizes, **recipe.config}
     if recipe.model in ("Qwen2", "Qwen2Moe"):
         values.pop("head_dim")

@@ -1,4 +1,4 @@
-"""Models of Transformers that Weft has no table of: their tensors and cuts as the library's own class describes them."""
+"""Models that run through Transformers' classes: their tensors and cuts, as those classes describe them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class LibraryModel(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     - `config`: its config.json, from which the class is built.
     - `layer`: prefix of a layer's tensors, with `{layer}` for its number.
-    - `embedding`, `head`: names of the embedding's weight, and of the head's weight and, behind it, bias. With tied
-      weights the head's is the embedding's.
+    - `embedding`, `head`: names of the embedding's weight, and of the head's weight and, behind it, bias. With
+      tied weights the head's is the embedding's.
+    - `width`: length of the embedding's rows.
     - `before`, `after`: the other tensors of the first and of the last stage.
     - `kinds`: tensors of each kind of layer; `layers` has the kind of each layer.
     - `joined`: modules of linear layers whose results all ranks gather.
-    - `whole`: a reason not to cut layers among ranks; `one_stage`: a reason not to make a pipeline; "" if there is none.
+    - `whole`: a reason not to cut layers among ranks; `one_stage`: one not to make a pipeline; "" if there is none.
     """
 
     config: str

@@ -111,7 +111,9 @@ def _describe(config: str, where: str) -> LibraryReport:
         )
     report = _ask_child(config)
     if report.refusal:
-        raise ModelError(f"{where}: {report.refusal}", code="not-run-through-transformers")
+        raise ModelError(
+            f"{where}: {report.refusal}; docs/models.md lists the models that run", code="not-run-through-transformers"
+        )
     return report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.architectures.kv import kv_bytes_per_token
+from weft.architectures.library import PREFIX
 from weft.architectures.place import whole
 from weft.architectures.registry import RUNNABLE
 from weft.formats.gguf_types import MIXES
@@ -32,6 +33,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_on_cpu(question, best),
         *((*_slow_kernels(question, best), *_experts_on_gpus(question, best)) if best else ()),
         *(_latent_copies(question, best) if best else ()),
+        *_library_model(question),
         *_speculation(question, best),
     ]
     if best:
@@ -54,6 +56,12 @@ def _gpus_in_use(question: Question) -> Iterator[Note]:
     for number, gpu in enumerate(question.cluster.gpus):
         if gpu.held_bytes:
             yield create_note("gpu_in_use", held_bytes=gpu.held_bytes, gpu=number, name=gpu.name)
+
+
+def _library_model(question: Question) -> Iterator[Note]:
+    """Our own engine computes much of a model outside its kernels if it has no table of it."""
+    if question.engine == "weft" and question.shape.library is not None:
+        yield create_note("library_model", model=question.shape.architecture.removeprefix(PREFIX))
 
 
 def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:

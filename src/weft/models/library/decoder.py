@@ -1,8 +1,8 @@
 """LibraryDecoder: one rank's part of a model that runs through Transformers' class.
 
-It has the interface of `models.decoder.DecoderModel`. The library's class computes norms, rotary embeddings and whatever
-else its layers have; products, attention, embedding and head are Weft's. The tokens of a step are one text of T tokens
-for the class, with their own positions: only attention, which is Weft's, knows the rows of the batch.
+It has the interface of `models.decoder.DecoderModel`. The library's class computes norms, rotary embeddings and
+whatever else its layers have; products, attention, embedding and head are Weft's. The tokens of a step are one text of
+T tokens for the class, with their own positions: only attention, which is Weft's, knows the rows of the batch.
 """
 
 from __future__ import annotations

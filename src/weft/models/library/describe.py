@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from weft.architectures.library import LibraryModel, LibraryTensor
 from weft.formats.library import LibraryReport
@@ -24,6 +24,16 @@ from weft.models.library.build import ClassError, base_model, build_on_meta, lay
 PROBE = "weft_probe"
 POSITIONS = 32768  # length of a model whose config gives none
 LENGTH_BOUND = ("dynamic", "longrope")  # rotary embeddings whose angles depend on the longest text of a batch
+# Fields of a config.json that a model must not have, and what they say that it has.
+UNSUPPORTED = {
+    "quantization_config": "quantised weights",
+    "num_local_experts": "experts",
+    "num_experts": "experts",
+    "n_routed_experts": "experts",
+    "kv_lora_rank": "latent attention",
+    "attn_logit_softcapping": "capped attention scores",
+    "alibi": "biased attention scores",
+}
 # What Transformers' plan calls the cuts that Weft makes: the dimension that is cut, and whether results are gathered.
 STYLES: dict[str, tuple[Literal["", "rows", "cols"], bool]] = {
     "colwise": ("rows", False),
@@ -35,7 +45,7 @@ STYLES: dict[str, tuple[Literal["", "rows", "cols"], bool]] = {
 
 
 class Call(NamedTuple):
-    """What a layer's attention was called with."""
+    """The arguments that a layer's attention was called with."""
 
     heads: int
     kv_heads: int
@@ -51,6 +61,9 @@ def main() -> None:
         report = describe(sys.stdin.read())
     except ClassError as error:
         report = LibraryReport(refusal=str(error))
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        report = LibraryReport(refusal=f"Transformers cannot build its class: {type(error).__name__}: {reason:.160}")
     print(msgspec.json.encode(report).decode(), flush=True)
 
 
@@ -58,17 +71,20 @@ def describe(text: str) -> LibraryReport:
     """The report on the model of a config.json. Raises ClassError for one that cannot be run this way."""
     config = read_config(text)
     check_config(config)
+    check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     calls: dict[int, Call] = {}
 
-    def probe(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
+    def probe(
+        module: nn.Module, query: Any, key: Any, value: Any, mask: Any = None, **options: Any
+    ) -> tuple[Any, None]:
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in calls:
             raise ClassError(f"{type(module).__name__} is not the one attention of a numbered layer")
         calls[index] = read_call(module, query, key, value, mask, options)
-        return query.transpose(1, 2), None
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     model = build_on_meta(config, PROBE, probe)
-    check_class(model)
+    check_modules(model)
     _, layers = layer_list(model)
     single = run_on_meta(model)
     if sorted(calls) != list(range(len(layers))):
@@ -76,7 +92,8 @@ def describe(text: str) -> LibraryReport:
     shapes = {call._replace(window=None) for call in calls.values()}
     if len(shapes) > 1:
         raise ClassError("its layers have different numbers or lengths of heads")
-    call = shapes.pop()
+    call, windows = shapes.pop(), tuple(calls[layer].window for layer in range(len(layers)))
+    check_windows(config, windows)
     if call.head_dim != call.value_dim or call.head_dim % 2 or call.heads % call.kv_heads:
         raise ClassError(f"its heads, {call.heads} for {call.kv_heads} keys of {call.head_dim}, are not the usual ones")
     table = describe_tensors(model, text, call.head_dim, single)
@@ -87,7 +104,7 @@ def describe(text: str) -> LibraryReport:
         kv_heads=call.kv_heads,
         head_dim=call.head_dim,
         scale=call.scale,
-        windows=tuple(calls[layer].window for layer in range(len(layers))),
+        windows=windows,
         ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         hidden=table.width,
         vocab=model.get_input_embeddings().weight.shape[0],
@@ -101,39 +118,56 @@ def describe(text: str) -> LibraryReport:
 
 def check_config(config: PreTrainedConfig) -> None:
     """Raise ClassError for a config of a kind of model that Weft does not run through its class."""
-    if getattr(config, "quantization_config", None):
-        raise ClassError("its weights are quantised, and only Weft's own models read such checkpoints")
+    for key, what in UNSUPPORTED.items():
+        if getattr(config, key, None):
+            raise ClassError(f"it has {what} ({key}), which Weft does not run through Transformers' class")
     if config.is_encoder_decoder:
         raise ClassError("it has an encoder beside its decoder")
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for fields in (parameters, *parameters.values()):
-        kind = fields.get("rope_type") if isinstance(fields, Mapping) else None
-        if kind in LENGTH_BOUND:
-            raise ClassError(f"its rotary embedding ({kind}) depends on the longest text of a batch")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise ClassError(f"it has layers of {kind}, a state or a mask that Weft's cache does not hold")
-    for key in ("attn_logit_softcapping", "alibi"):
-        if getattr(config, key, None):
-            raise ClassError(f"it has {key}, which Weft's attention does not compute")
+    kind = next((kind for kind in rope_kinds(config) if kind in LENGTH_BOUND), None)
+    if kind is not None:
+        raise ClassError(f"its rotary embedding ({kind}) depends on the longest text of a batch")
 
 
-def check_class(model: PreTrainedModel) -> None:
+def rope_kinds(config: PreTrainedConfig) -> list[object]:
+    """The kinds of all rotary embeddings of a config, which may have one set of parameters for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = (parameters, *parameters.values())
+    return [fields.get("rope_type") for fields in sets if isinstance(fields, Mapping)]
+
+
+def check_class(kind: type[PreTrainedModel]) -> None:
     """Raise ClassError for a class that Weft does not run."""
+    if kind._is_stateful:
+        raise ClassError(f"{kind.__name__} has recurrent states, which Weft's cache does not hold")
+    if not kind._supports_attention_backend:
+        raise ClassError(f"{kind.__name__} does not let its attention be replaced")
+
+
+def check_modules(model: PreTrainedModel) -> None:
+    """Raise ClassError for a model with modules that Weft does not run."""
     name = type(model).__name__
-    if model._is_stateful:
-        raise ClassError(f"{name} has recurrent states, which Weft's cache does not hold")
     if any("experts" in path.split(".") or tensor.dim() > 2 for path, tensor in model.named_parameters()):
-        raise ClassError(f"{name} has experts, and only Weft's own models run them")
-    if not model._supports_attention_backend:
-        raise ClassError(f"{name} does not let its attention be replaced")
-    if type(model.get_input_embeddings()) is not nn.Embedding:
-        raise ClassError(f"{name} has an embedding of its own kind, {type(model.get_input_embeddings()).__name__}")
+        raise ClassError(f"{name} has experts, which Weft does not run through Transformers' class")
+    embedding = type(model.get_input_embeddings())
+    if embedding is not nn.Embedding:
+        raise ClassError(f"{name} has an embedding of its own kind, {embedding.__name__}")
     if type(model.get_output_embeddings()) is not nn.Linear:
         raise ClassError(f"{name} has no linear head")
     stored = set(model.state_dict()).difference(name for name, _ in model.named_parameters(remove_duplicate=False))
     if stored:
         raise ClassError(f"{name} reads {min(stored)}, which is no parameter, from its checkpoint")
+
+
+def check_windows(config: PreTrainedConfig, windows: Sequence[int | None]) -> None:
+    """Raise ClassError if the config has sliding windows that the attention of the layers is not told of."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    slides = [kind == "sliding_attention" for kind in types] if types else [bool(window)] * len(windows)
+    if any(slid and own is None for slid, own in zip(slides, windows, strict=True)):
+        raise ClassError("it has sliding windows that its attention is not told of")
 
 
 def read_call(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, options: Mapping[str, Any]) -> Call:
