@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -71,7 +71,7 @@ def describe(text: str) -> LibraryReport:
     """The report on the model of a config.json. Raises ClassError for one that cannot be run this way."""
     config = read_config(text)
     check_config(config)
-    check_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    check_class(cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]))
     calls: dict[int, Call] = {}
 
     def probe(
@@ -107,7 +107,7 @@ def describe(text: str) -> LibraryReport:
         windows=windows,
         ffn=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         hidden=table.width,
-        vocab=model.get_input_embeddings().weight.shape[0],
+        vocab=embedding_dims(model)[0],
         max_positions=getattr(config, "max_position_embeddings", None) or POSITIONS,
         tied=is_tied(model),
         dtype=own_dtype(text),
@@ -154,7 +154,7 @@ def check_modules(model: PreTrainedModel) -> None:
     embedding = type(model.get_input_embeddings())
     if embedding is not nn.Embedding:
         raise ClassError(f"{name} has an embedding of its own kind, {embedding.__name__}")
-    if type(model.get_output_embeddings()) is not nn.Linear:
+    if type(output_head(model)) is not nn.Linear:
         raise ClassError(f"{name} has no linear head")
     stored = set(model.state_dict()).difference(name for name, _ in model.named_parameters(remove_duplicate=False))
     if stored:
@@ -232,7 +232,7 @@ def describe_tensors(model: PreTrainedModel, text: str, head_dim: int, single: b
         layer=f"{prefix}{layers_name}.{{layer}}.",
         embedding=embedding,
         head=head,
-        width=model.get_input_embeddings().weight.shape[1],
+        width=embedding_dims(model)[1],
         before=tuple(before),
         after=tuple(after),
         kinds=tuple(kinds),
@@ -273,10 +273,22 @@ def head_tensors(tensors: tuple[LibraryTensor, ...], joined: Collection[str], he
             yield f"{tensor.name} has values for each head, which its plan for tensor parallelism leaves whole"
 
 
+def embedding_dims(model: PreTrainedModel) -> tuple[int, int]:
+    """Rows of the embedding, and their length."""
+    rows, width = cast(nn.Embedding, model.get_input_embeddings()).weight.shape
+    return rows, width
+
+
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """The head, if the model has a linear one."""
+    head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return head
+
+
 def outer_names(model: PreTrainedModel) -> tuple[str, tuple[str, ...]]:
     """Names of the embedding's weight, and of the head's weight and bias."""
     modules = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), output_head(model)
     names = [modules[id(head)] + ".weight"] + [modules[id(head)] + ".bias"] * (head.bias is not None)
     return modules[id(embedding)] + ".weight", tuple(names)
 
