@@ -42,6 +42,13 @@ def truth(checkpoint: Path) -> list[list[int]]:
     return [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
+@pytest.fixture(scope="module")
+def true_logits(checkpoint: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the second prompt by Transformers, in float32 and in bfloat16."""
+    exact, rounded = (reference_logits(checkpoint, dtype, PROMPTS[1]) for dtype in (torch.float32, torch.bfloat16))
+    return exact, rounded
+
+
 def reference_logits(checkpoint: Path, dtype: torch.dtype, prompt: list[int]) -> torch.Tensor:
     """Transformers' logits [len(prompt), vocab] float32, computed in `dtype`."""
     with torch.inference_mode():
@@ -57,9 +64,11 @@ def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_agree_in_every_layout(checkpoint: Path, layout: str) -> None:
+def test_logits_agree_in_every_layout(
+    checkpoint: Path, true_logits: tuple[torch.Tensor, torch.Tensor], layout: str
+) -> None:
     prompt = PROMPTS[1]
-    exact, rounded = (reference_logits(checkpoint, dtype, prompt) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = true_logits
     got = logits_of(plan_for(checkpoint, layout, dtype="float32"), prompt)
     assert (got - exact).abs().max() <= 1e-4 * exact.std()
     # In bfloat16 as close to the exact logits as Transformers: layers multiply what a rounding changes. Where it
