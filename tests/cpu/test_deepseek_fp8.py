@@ -16,7 +16,7 @@ from tests.cpu.layouts import logits_of, plan_for
 from weft import LLM, SamplingParams
 
 RECIPE = fp8_checkpoints.RECIPES["blocks"]
-FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "quantization_config": RECIPE.config}
+FIELDS = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 PROMPT = list(range(3, 40))
 GROUPS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 
@@ -45,7 +45,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     save_file(stored, made / "model.safetensors", metadata={"format": "pt"})
     save_file(exact, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | FIELDS))
+    (plain / "config.json").write_text(json.dumps(config | FIELDS))
+    (made / "config.json").write_text(json.dumps(config | FIELDS | {"quantization_config": RECIPE.config}))
     return Published(made, plain)
 
 

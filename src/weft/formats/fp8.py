@@ -73,12 +73,13 @@ def _rows_and_columns(
     dims: tuple[int, ...], rows: int, cols: int, published: PublishedQuantization
 ) -> tuple[int, int] | None:
     """Rows and columns that share a scale, by the dims of a matrix' scales; None if these do not fit the matrix."""
+    # A small matrix may be one block, or one block wide: it is of the same scheme as the others.
+    blocks = -(-rows // published.rows), -(-cols // published.group)
+    if published.group != ROW and dims == blocks:
+        return published.rows, published.group
     if prod(dims) == 1:
         return ROW, ROW
-    if dims in ((rows,), (rows, 1)):
-        return 1, ROW
-    blocks = -(-rows // published.rows), -(-cols // published.group)
-    return (published.rows, published.group) if dims == blocks and published.group != ROW else None
+    return (1, ROW) if dims in ((rows,), (rows, 1)) else None
 
 
 def _misshapen(name: str, values: TensorInfo, scales: TensorInfo, published: PublishedQuantization) -> ModelError:

@@ -64,7 +64,7 @@ def _row_chunks(info: Packed, rows: Span, device: torch.device) -> Iterator[tupl
 def _read_numbers(info: Packed, source: str, rows: Span, cols: Span) -> torch.Tensor:
     """Bits of the numbers: [rows, cols] uint8, on the CPU. Raises ModelError for one that is no number."""
     width, (first, last) = info.dims[1], _file_rows(info, rows)
-    data = map_bytes(info.values, first * width, (last - first) * width, whole=len(cols) == width and info.step == 1)
+    data = map_bytes(info.values, first * width, (last - first) * width)
     numbers = data.view(last - first, width)[:: info.step, cols.start : cols.stop]
     if numbers.bitwise_and(NOT_A_NUMBER).eq(NOT_A_NUMBER).any():
         raise ModelError(f"{info.file}: tensor {source} has a NaN; fetch it again", code="weight-not-a-number")
@@ -86,7 +86,7 @@ def _scales(info: Packed, rows: Span, cols: Span, group: int) -> torch.Tensor:
 
 def _read_scales(info: TensorInfo) -> torch.Tensor:
     """All scales of a matrix: [blocks of rows, blocks of columns] float32."""
-    data = map_bytes(info, 0, info.nbytes, whole=True)
+    data = map_bytes(info, 0, info.nbytes)
     if info.type == "F8_E8M0":
         numbers = torch.exp2(data.float() - 127)
     else:

@@ -46,12 +46,12 @@ class SignedWeights(StoredWeights):
 def _numbers(info: Packed, rows: Span, cols: Span) -> torch.Tensor:
     """Bytes of the numbers: [rows, cols] uint8, on the CPU."""
     width = info.dims[1]
-    data = map_bytes(info.values, rows.start * width, len(rows) * width, whole=len(cols) == width)
+    data = map_bytes(info.values, rows.start * width, len(rows) * width)
     return data.view(len(rows), width)[:, cols.start : cols.stop]
 
 
 def _scales(info: Packed, rows: Span) -> torch.Tensor:
     """Scale of each row: [rows, 1] float32."""
-    stored = view_bytes(map_bytes(info.scales, 0, info.scales.nbytes, whole=True), DENSE[info.scales.type]).float()
+    stored = view_bytes(map_bytes(info.scales, 0, info.scales.nbytes), DENSE[info.scales.type]).float()
     scales = stored.expand(info.dims[0])[rows.start : rows.stop, None]
     return scales / LARGEST if info.published.method == "bitsandbytes" else scales

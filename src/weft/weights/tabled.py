@@ -63,7 +63,7 @@ def _numbers(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
     """Indices of the table: [rows, cols] uint8, on the CPU."""
     width = info.dims[1]
     first, last = rows.start * width, rows.stop * width
-    data = map_bytes(info.values, first // 2, -(-last // 2) - first // 2, whole=len(cols) == width)
+    data = map_bytes(info.values, first // 2, -(-last // 2) - first // 2)
     if width % 2 == 0 and cols.start % 2 == 0 and cols.stop % 2 == 0:
         data = data.view(len(rows), width // 2)[:, cols.start // 2 : cols.stop // 2]
         return torch.stack((data >> 4, data & 15), dim=2).flatten(1)
@@ -74,7 +74,7 @@ def _numbers(info: TablePacked, rows: Span, cols: Span) -> torch.Tensor:
 def _scales(info: TablePacked, rows: Span, cols: torch.Tensor) -> torch.Tensor:
     """Scale of each of some columns, in some rows: [rows, columns] float32, on the CPU."""
     block = (torch.arange(rows.start, rows.stop)[:, None] * info.dims[1] + cols) // info.state.blocksize
-    stored = map_bytes(info.scales, 0, info.scales.nbytes, whole=False)
+    stored = map_bytes(info.scales, 0, info.scales.nbytes)
     if info.nested_map is None or info.nested_scales is None:
         return view_bytes(stored, torch.float32)[block]
     outer = _floats(info.nested_scales)[block // info.state.nested_blocksize]
@@ -82,7 +82,7 @@ def _scales(info: TablePacked, rows: Span, cols: torch.Tensor) -> torch.Tensor:
 
 
 def _floats(info: TensorInfo) -> torch.Tensor:
-    return view_bytes(map_bytes(info, 0, info.nbytes, whole=True), torch.float32)
+    return view_bytes(map_bytes(info, 0, info.nbytes), torch.float32)
 
 
 def _check_table(info: TablePacked, source: str) -> None:
