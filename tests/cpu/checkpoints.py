@@ -159,6 +159,10 @@ RECIPES = {
         sizes=LATENT_SIZES,
         style=4,
     ),
+    # Columns of every matrix in blocks of 32, as quantised weights are held.
+    "deepseek-v3-wide": Recipe(
+        "DeepseekV3", sizes=LATENT_SIZES | {"hidden_size": 96, "q_lora_rank": 32, "v_head_dim": 32}, style=4
+    ),
     "opt": Recipe("OPT", sizes=OPT_SIZES),
     "opt-post-norm": Recipe("OPT", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}, sizes=OPT_SIZES),
     "gpt2": Recipe("GPT2", sizes=GPT2_SIZES),

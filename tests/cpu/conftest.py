@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +21,22 @@ def kept_fork_server() -> Iterator[None]:
     yield
     pool.min_forks, pool.keep = MIN_FORKS, False
     pool.close()
+
+
+MUCH_MEMORY = 500e6  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freed_models() -> Iterator[None]:
+    """Models of a file of tests are gone after it.
+
+    Those of Transformers refer to themselves, and have too few Python objects for Python to look for them.
+    """
+    process = psutil.Process()
+    before = process.memory_info().rss
+    yield
+    if process.memory_info().rss > before + MUCH_MEMORY:
+        gc.collect()
 
 
 @pytest.fixture

@@ -118,14 +118,7 @@ def test_ranks_in_processes(third: Path) -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_weights_rounded_while_loading(folder: Path, quantization: str) -> None:
     """Nearly the same numbers in two ranks. What leads from latents to keys and values stays as it is."""
-    recipe = checkpoints.Recipe(
-        "DeepseekV3", sizes=checkpoints.LATENT_SIZES | {"hidden_size": 96, "q_lora_rank": 32, "v_head_dim": 32}
-    )
-    checkpoints.RECIPES["rounded"] = recipe
-    try:
-        path = checkpoints.make("rounded", folder / quantization)
-    finally:
-        del checkpoints.RECIPES["rounded"]
+    path = checkpoints.make("deepseek-v3-wide", folder / quantization)
     plan = plan_for(path, "whole", quantization=quantization, dtype="float32")
     held = {name.split("self_attn.")[1] for name in plan.schemes if "self_attn" in name}
     assert held == {f"{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")}

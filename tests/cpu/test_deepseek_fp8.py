@@ -30,7 +30,7 @@ class Published(NamedTuple):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
-    made = checkpoints.make("deepseek-v3", tmp_path_factory.mktemp("published"))
+    made = checkpoints.make("deepseek-v3-wide", tmp_path_factory.mktemp("published"))
     plain = made.with_name("plain")
     shutil.copytree(made, plain)
     stored: dict[str, torch.Tensor] = {}
@@ -52,7 +52,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 
 @pytest.mark.parametrize("layout", ["whole", "tp3", "tp2 x pp2"])
 def test_logits_are_those_of_the_dequantised_weights(published: Published, layout: str) -> None:
-    plan = plan_for(published.path, layout, dtype="float32")
+    plan = plan_for(published.path, layout, dtype="float32", quantization="fp8")
     exact = torch.from_numpy(deepseek.Reference(published.plain).logits(PROMPT))
     error = (logits_of(plan, PROMPT) - exact).norm() / exact.norm()
     assert error <= 0.01
@@ -64,9 +64,10 @@ def test_logits_are_those_of_the_dequantised_weights(published: Published, layou
 
 def test_attention_groups_answer_as_one_rank_does(published: Published) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    answers = []
+    answers: list[list[list[int]]] = []
     for options in ({}, GROUPS):
-        with LLM(str(published.path), dtype="float32", skip_tokenizer_init=True, executor="inline", **options) as llm:
+        settings = {"dtype": "float32", "quantization": "fp8", "skip_tokenizer_init": True, "executor": "inline"}
+        with LLM(str(published.path), **settings, **options) as llm:
             outputs = llm.generate([PROMPT, [5, 6, 7]], params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1]
