@@ -549,6 +549,8 @@ def test_attention_is_tuned_for_a_model_s_heads_and_their_even_cuts(
         ]
 
     monkeypatch.setattr(bench_calibrate, "tune_attention", tune)
+    # By which the measured models are so large that no cache holds them.
+    monkeypatch.setattr(engine_speed, "last_cache_bytes", lambda: 32 << 20)
     found = bench_calibrate.tune_on_gpu(plan, 2, keep=False)
     for gpus in (1, 2, 5, 8):
         bench_calibrate.tune_on_gpu(wide, gpus, keep=True)

@@ -172,7 +172,7 @@ def test_architecture() -> None:
     by_type = {key: value for key, value in LLAMA.items() if key != "architectures"} | {"model_type": "qwen3"}
     assert shape(by_type).architecture == "Qwen3ForCausalLM"
     known = "LlamaForCausalLM, MistralForCausalLM"
-    fails(LLAMA | {"architectures": ["MambaForCausalLM"]}, "unknown-architecture", "'MambaForCausalLM'", known)
+    fails(LLAMA | {"architectures": ["TapirForCausalLM"]}, "unknown-architecture", "'TapirForCausalLM'", known)
     fails(LLAMA | {"architectures": None, "model_type": "mamba"}, "unknown-architecture", "'mamba'", known)
     fails(LLAMA | {"architectures": "Llama"}, "wrong-field-value", "architectures", "'Llama'")
 

@@ -103,7 +103,7 @@ async def test_health_is_forward_progress() -> None:
     assert (await world.client.get("/health")).status_code == 200
     wire = Wire(world, "/v1/chat/completions", {**CHAT, "stream": True})
     await wire.text(until='"content":"a"')
-    assert (await world.client.get("/load")).json() == {"server_load": 1}
+    assert (await world.client.get("/load")).json()["server_load"] == 1
     world.engine.stats = replace_steps(world.engine.stats, 1)
     assert (await world.client.get("/health")).status_code == 200
     refused(await world.client.get("/health"), 503, code="unhealthy")
