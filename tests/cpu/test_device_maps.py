@@ -152,6 +152,9 @@ def test_sequential_is_accelerate_s(llama: tuple[Any, ModelShape], shares: list[
     model, shape = llama
     ours = load(shape)
     rooms = [int(share * (sum(ours.weights) + ours.both)) for share in shares]
+    # It counts a few bytes of its own: no room is for a whole number of layers, but for less than a hundredth of one.
+    beside = (0, ours.first, ours.last, ours.both)
+    assume(all(0.01 < (room - other) / ours.weights[0] % 1 < 0.99 for room in rooms for other in beside))
     buffers = compute_module_sizes(model)["model.rotary_emb"]
     # It keeps the largest layer's room free on the first GPU.
     caps: dict[Any, int] = {gpu: room + buffers for gpu, room in enumerate(rooms)}
@@ -164,8 +167,8 @@ def test_sequential_is_accelerate_s(llama: tuple[Any, ModelShape], shares: list[
     )
     on = {name: device for name, device in theirs.items() if "rotary" not in name}
     assume(not {"cpu", "disk"} & set(on.values()) and on.get("model") is None and on.get("") is None)
-    last = on[f"model.layers.{len(shape.layers) - 1}"]
-    assume(last != 0 and on["model.norm"] == on["lm_head"] == last)
+    last = on.get(f"model.layers.{len(shape.layers) - 1}")
+    assume(last not in (0, None) and on["model.norm"] == on["lm_head"] == last)
     assume(on["model.embed_tokens"] == on["model.layers.0"])
     assert balance_layers(ours, rooms, "sequential") == layers_of(on, shape, len(rooms))
     assert stages(shape, theirs).layers == tuple(filter(None, layers_of(on, shape, len(rooms))))

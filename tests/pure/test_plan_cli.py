@@ -233,7 +233,7 @@ def test_the_first_line_is_the_answer() -> None:
         found = plan(words)[1]
         assert found["summary_code"] == code
         assert run(*words.split())[1].startswith(found["summary"] + "\n")
-    found = plan("deepseek-v3 --nodes 2x8xH200")[1]
+    found = plan("Phi-3-mini-4k-instruct --gpus 1xH100")[1]
     assert found["summary_code"] == "fits" and not found["model"]["runs"]
 
 

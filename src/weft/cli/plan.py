@@ -59,7 +59,7 @@ def main(arguments: Namespace) -> int:
     except ModelError as error:
         from weft.cli import plan_outline
 
-        if error.code != plan_outline.UNKNOWN or promised:
+        if error.code not in plan_outline.NOT_RUN or promised:
             raise
         return plan_outline.main(arguments, planned_cluster(vars(arguments)), error)
     if promised:

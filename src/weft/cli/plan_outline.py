@@ -16,13 +16,16 @@ from weft.hardware.cluster import Cluster
 from weft.planner.deployment import default_lengths
 from weft.planner.outline_fit import UTILIZATION, Fit, fit_outline
 
-UNKNOWN = "unknown-architecture"  # the code of the error that leads here
+# Codes of the errors that lead here.
+NOT_RUN = frozenset({"unknown-architecture", "not-run-through-transformers", "transformers-not-installed"})
 NO_CONTEXT = 4096  # tokens that are planned for at most if the config tells no longest sequence
 
 
 def main(arguments: Namespace, cluster: Cluster, error: ModelError) -> int:
-    """Print the fit of the model of the arguments. `error` says that its architecture is unknown; it is raised again if
-    the sizes cannot be read either. Returns 3 if the model does not fit."""
+    """Print the fit of the model of the arguments; return 3 if it does not fit.
+
+    `error` says why the engine does not run the model; it is raised again if the sizes cannot be read either.
+    """
     given: dict[str, Any] = vars(arguments)
     try:
         outline = read_outline(arguments.model, revision=given.get("revision"), hf_token=given.get("hf_token"))
@@ -39,13 +42,13 @@ def main(arguments: Namespace, cluster: Cluster, error: ModelError) -> int:
         utilization=share[0] if isinstance(share, tuple | list) else share or UTILIZATION,
     )
     if given.get("json"):
-        print(json.dumps(outline_json(outline, fit, cluster)))
+        print(json.dumps(outline_json(outline, fit, cluster, error)))
     else:
-        print("\n".join(outline_lines(outline, fit, cluster)))
+        print("\n".join(outline_lines(outline, fit, cluster, error)))
     return 3 if fit.verdict == "does not fit" else 0
 
 
-def outline_json(outline: Outline, fit: Fit, cluster: Cluster) -> dict[str, Any]:
+def outline_json(outline: Outline, fit: Fit, cluster: Cluster, error: ModelError) -> dict[str, Any]:
     """The plan as JSON; `best` is null, since there is no layout that the engine runs."""
     return {
         "model": {
@@ -61,7 +64,7 @@ def outline_json(outline: Outline, fit: Fit, cluster: Cluster) -> dict[str, Any]
             "state_bytes_per_sequence": outline.kv.state,
         },
         "runs": False,
-        "reason": _not_run(outline),
+        "reason": _not_run(outline, error),
         "hardware": {"gpus": len(cluster.gpus), "names": [gpu.name for gpu in cluster.gpus]},
         "fit": msgspec.to_builtins(fit),
         "best": None,
@@ -71,7 +74,7 @@ def outline_json(outline: Outline, fit: Fit, cluster: Cluster) -> dict[str, Any]
     }
 
 
-def outline_lines(outline: Outline, fit: Fit, cluster: Cluster) -> Iterator[str]:
+def outline_lines(outline: Outline, fit: Fit, cluster: Cluster, error: ModelError) -> Iterator[str]:
     """The plan as text."""
     kv = outline.kv
     exactly = "in equal layers, since only their sum is known" if outline.equal_layers else "summed from their headers"
@@ -81,7 +84,7 @@ def outline_lines(outline: Outline, fit: Fit, cluster: Cluster) -> Iterator[str]
     yield f"  KV cache  {per_token} bytes per token in 16 bits, estimated: {kv.reason}"
     if kv.state:
         yield f"  state     about {format_bytes(kv.state)} per sequence, estimated"
-    yield f"The engine does not run it: {_not_run(outline)}."
+    yield f"The engine does not run it: {_not_run(outline, error)}."
     yield _verdict(fit, cluster)
     for share in fit.shares:
         last = share.first_layer + share.layers - 1
@@ -94,8 +97,10 @@ def outline_lines(outline: Outline, fit: Fit, cluster: Cluster) -> Iterator[str]
         yield f"An engine that runs it, layer by layer so, makes {fit.bound_tok_s:,.1f} tok/s at most for one request."
 
 
-def _not_run(outline: Outline) -> str:
-    return f"{outline.architecture} is not among the architectures that Weft knows"
+def _not_run(outline: Outline, error: ModelError) -> str:
+    if error.code == "unknown-architecture":
+        return f"{outline.architecture} is not among the architectures that Weft knows"
+    return str(error)
 
 
 def _verdict(fit: Fit, cluster: Cluster) -> str:

@@ -145,6 +145,8 @@ def similar_layers(shape: ModelShape, precision: str) -> tuple[int, ...]:
 
 def part_format(shape: ModelShape, precision: str, parameter: Parameter, part: Part, layer: int) -> NumberFormat:
     """Format of one tensor of the model; `precision` as `canonical` or `held_precision` returns it."""
+    if parameter.dtype == "float32":
+        return FP32
     held, precision = precision.endswith(gguf_types.HELD_SUFFIX), precision.removesuffix(gguf_types.HELD_SUFFIX)
     published = own_quantization(shape, precision)
     if held and (published or precision in gguf_types.MIXES):
