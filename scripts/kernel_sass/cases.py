@@ -21,6 +21,7 @@ from weft.architectures.shape import Experts
 from weft.formats.schemes import UNIT, Scheme
 from weft.hardware.gpus import FP8_CAPABILITY
 from weft.kernels.base import ExpertStack, HeadNorm, KVCache
+from weft.kernels.latents import LatentNorm
 from weft.kernels.sampling import mask_words
 from weft.kernels.triton import attention, experts, latents, pointwise, products, reduce, rounding, routing, sampling
 from weft.kernels.triton.staged import fill_batch
@@ -57,6 +58,11 @@ def join_work(a: Arguments) -> Work:
 def latents_work(a: Arguments) -> Work:
     """A tile of latents, which are keys and values of a block of heads. The parts of a tile are padded."""
     return Work(bytes=a["TILE"] * (a["rank"] + a["rope_dim"]) * a["latents"].itemsize)
+
+
+def store_latents_work(a: Arguments) -> Work:
+    """A latent as it comes and as the cache keeps it; other programs rotate the queries of some heads."""
+    return Work(bytes=2 * (a["rank"] + 2 * a["half"]) * a["latents"].itemsize)
 
 
 def latents_flops(a: Arguments) -> Work:
@@ -207,6 +213,15 @@ def attend_latents(rows: int, decodes: int) -> None:
     kernels.attend(torch.empty(rows, LATENT_HEADS, RANK + ROPE_DIM, dtype=BF16), cache, batch, 1.0)
 
 
+def store_latents(tokens: int) -> None:
+    cache = KVCache.of_latents(torch.empty(1, 16, 1, RANK + ROPE_DIM, dtype=BF16), RANK)
+    kernels = latents.TritonLatents(PROCESSORS, attention.TritonAttention(PROCESSORS))
+    q = torch.empty(tokens, LATENT_HEADS, 128 + ROPE_DIM, dtype=BF16)
+    new, norm = torch.empty(tokens, RANK + ROPE_DIM, dtype=BF16), LatentNorm(torch.empty(RANK, dtype=BF16), 1e-6)
+    rope = torch.empty(64, ROPE_DIM)
+    kernels.rotate_and_store(q, new, rope, cache, made_batch(tokens), norm, interleaved=True)
+
+
 def prefill(head_dim: int, kept: torch.dtype = BF16) -> None:
     q = torch.empty(256, Q_HEADS, head_dim, dtype=BF16)
     out = torch.empty(256, Q_HEADS * head_dim, dtype=BF16)
@@ -330,6 +345,7 @@ CASES = (
     Case("_decode_latents", "bf16, 512 + 64", latents_work, partial(attend_latents, 256, 256)),
     Case("_decode_latents", "bf16, 512 + 64, context split", latents_work, partial(attend_latents, 1, 1)),
     Case("_prefill_latents", "bf16, 512 + 64", latents_flops, partial(attend_latents, 256, 0)),
+    Case("_store_latents", "512 + 64", store_latents_work, partial(store_latents, 2)),
     Case("_prefill", "bf16, head 128", prefill_work, partial(prefill, 128)),
     Case("_prefill", "bf16, head 64", prefill_work, partial(prefill, 64)),
     Case("_prefill", "FP8 cache, head 128", prefill_work, partial(prefill, 128, FP8), FP8_SINCE),
