@@ -91,8 +91,10 @@ class LatentTiles {
     int64_t slots = 0;
 
 public:
-    template <class T> LatentTiles(const PagedLatents<T> &a, int64_t threads) {
+    // Of rows with fewer than `longest` tokens.
+    template <class T> LatentTiles(const PagedLatents<T> &a, int64_t threads, int64_t longest) {
         for (int64_t row = 0; row < a.rows.count; row++) {
+            if (a.rows.tokens(row) >= longest) continue;
             int64_t queries = a.queries(row), count = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
             for (int64_t i = count - 1; i >= 0; i--)
                 tiles.push_back({row, queries * i / count, queries * (i + 1) / count, 0});
