@@ -12,31 +12,13 @@
 #include "numbers.h"
 #include "team.h"
 #include "tiles.h"
+#include "wide.h"
 
 constexpr int64_t WIDEST_LATENT = 640;  // values of a latent at most
 constexpr int64_t LATENT_QUERIES = 32;  // query vectors, tokens x heads, that go over latents together, at most
 constexpr int64_t LATENT_KEYS = 48;     // latents that are worked on at once
 constexpr int64_t LATENT_PART = 10 * LATENT_KEYS;  // positions of a part of a context, unless it has too many parts
 constexpr int64_t MOST_PARTS = 32;
-
-// A vector register, which GCC and clang multiply and add as a whole.
-#ifdef __AVX512F__
-constexpr int64_t WIDE = 16;
-#else
-constexpr int64_t WIDE = 8;
-#endif
-typedef float Wide __attribute__((vector_size(WIDE * sizeof(float)), aligned(4), may_alias));
-
-inline const Wide &vector_at(const float *at) { return *reinterpret_cast<const Wide *>(at); }
-inline Wide &vector_at(float *at) { return *reinterpret_cast<Wide *>(at); }
-
-inline float sum_of(Wide v) {
-    float part[WIDE];
-    std::memcpy(part, &v, sizeof part);
-    for (int64_t half = WIDE / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
-}
 
 constexpr int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
 
