@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -12,6 +14,11 @@ import torch
 from tests.cpu.shared_threads import threads_share_memory
 from weft.executors import forks
 from weft.executors.forks import MIN_FORKS, pool
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from tests.cpu.interpreter import remember_searches
+
+    remember_searches()
 
 
 @pytest.fixture(scope="session", autouse=True)
