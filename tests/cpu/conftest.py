@@ -14,6 +14,7 @@ import torch
 from tests.cpu.shared_threads import threads_share_memory
 from weft.executors import forks
 from weft.executors.forks import MIN_FORKS, pool
+from weft.plan import memory
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     from tests.cpu.interpreter import remember_searches
@@ -57,6 +58,12 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks that are threads exchange through shared memory, in C++ where layers are fused."""
     with threads_share_memory(monkeypatch):
         yield
+
+
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV caches of 100 MB: 4 GB are millions of blocks of a tiny model, whose lists take longer than its answers."""
+    monkeypatch.setattr(memory, "CPU_KV_BYTES", 100_000_000)
 
 
 @pytest.fixture
