@@ -35,6 +35,8 @@ from weft.models.library.modules import kernel_norm
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 ask_child = library._ask_child
 
