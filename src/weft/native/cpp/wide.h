@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #include "numbers.h"
 
@@ -17,11 +20,15 @@ inline const Wide &vector_at(const float *at) { return *reinterpret_cast<const W
 inline Wide &vector_at(float *at) { return *reinterpret_cast<Wide *>(at); }
 
 inline float sum_of(Wide v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);  // of the loop below GCC makes branches
+#else
     float part[WIDE];
     std::memcpy(part, &v, sizeof part);
     for (int64_t half = WIDE / 2; half; half /= 2)
         for (int64_t i = 0; i < half; i++) part[i] += part[i + half];
     return part[0];
+#endif
 }
 
 // WIDE numbers as floats.
