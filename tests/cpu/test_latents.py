@@ -147,3 +147,14 @@ def test_a_projection_of_latents_takes_other_values(kind: str) -> None:
     got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
     want = attend_as_published(q, weight, SMALL, cache, batch, 0.2)
     torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_values_longer_than_keys(kind: str) -> None:
+    kernels, dims = kernels_of(kind, torch.float32), LatentDims(3, 32, 8, 16, 30)
+    q, weight, cache, batch = random_latents(dims, [1, 120], [40, 130], torch.float32)
+    assert dims.expands_from < 120
+    products = kernels.matrices.latent_products(weight, dims, "kv_b.weight")
+    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    want = attend_as_published(q, weight, dims, cache, batch, 0.2)
+    torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
