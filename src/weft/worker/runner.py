@@ -79,7 +79,7 @@ class ModelRunner:
         # The table of parameters gives every dim, so tensors are allocated once, where they stay.
         tensors = allocate_parameters(plan, self.place, self.device)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        backend = plan.attention_backend, self.device, self.attention
+        backend = plan.rank_backend(self.rank), self.device, self.attention
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance, report_read)
         self.kernels = create_kernels(*backend)
@@ -185,7 +185,7 @@ class ModelRunner:
             self._copies = None
             self._drop_model()
             return
-        backend = plan.attention_backend, self.device, self.attention
+        backend = plan.rank_backend(self.rank), self.device, self.attention
         outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
         importance = measure_importance(plan, self.rank, self.links, outline, self.device)
         for names in parameter_groups(plan, self.place):
