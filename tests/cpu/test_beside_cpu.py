@@ -67,4 +67,8 @@ def test_a_stage_on_the_cpu_makes_the_same_tokens(
         assert [row["device"] for row in rows] == list(devices)
         on_cpu = rows[devices.index("cpu")]
         assert on_cpu["layers"] == 1 and on_cpu["driver_bytes"] is None
+        if devices[0] == "cpu" and "device_map" in how:
+            llm.sleep()
+            llm.wake_up()
+            assert tokens(llm) == truth
     assert card.replays > 0  # steps of the GPU's stage are graphs, as without a CPU

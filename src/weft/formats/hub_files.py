@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -187,7 +187,7 @@ def _continue_file(
 
 
 @contextlib.contextmanager
-def _locked_file(path: Path, file: HubFile, progress: FetchProgress) -> Iterator[IO[bytes]]:
+def _locked_file(path: Path, file: HubFile, progress: FetchProgress) -> Iterator[BinaryIO]:
     """A file that is open to be continued, locked against other processes. Waits for one that has it locked."""
     is_waiting = False
     while True:

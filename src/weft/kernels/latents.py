@@ -21,11 +21,11 @@ from weft.architectures.shape import LatentAttention
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.warm import KernelLaunch
+from weft.plan.memory import EXPANDED_BYTES
 
 if TYPE_CHECKING:
     from weft.kernels.base import Kernels
 
-EXPANDED_BYTES = 64 << 20  # of a row's keys and values that are expanded at once, unless one head has more
 EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
 

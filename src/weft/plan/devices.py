@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan.split import split
 

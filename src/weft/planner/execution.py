@@ -102,10 +102,15 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     if plan.on_cpu:
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
+        from weft.hardware.cpus import TYPICAL
         from weft.planner.forecast import step_token_budget
+        from weft.probes.speeds import load_speeds
 
+        known = load_speeds(host)
+        if plan.uses_cpu and known.cpu is None:
+            known = msgspec.structs.replace(known, cpu=TYPICAL)  # a measurement would delay the start
         try:
-            tokens, why = step_token_budget(plan, host, measured_speeds(plan, host))
+            tokens, why = step_token_budget(plan, host, known)
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)

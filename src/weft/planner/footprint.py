@@ -341,7 +341,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         # A step has as many tokens on all devices.
         tokens, sequences = self.profile.batch_limits(0 if at_most else gpu.memory_bytes)
         weights = rank_weights(shape, profile.held_precision(self.precision), place)
-        activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[dtype])
+        activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[dtype], context=length)
         # The steps of a draft model are graphs of their own.
         graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft else 1)
         ranks = max(place.tp_size, min(place.stages, 2))

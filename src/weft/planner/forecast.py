@@ -90,7 +90,13 @@ def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     layout, cluster, profile = plan_as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(
-            plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
+            plan.shape,
+            place,
+            plan.max_num_batched_tokens,
+            plan.max_num_seqs,
+            profile,
+            DTYPE_BYTES[plan.dtype],
+            context=plan.max_model_len,
         )
         for place in plan.places
     )
