@@ -202,8 +202,8 @@ class MemoryOptions(Options):
     max_memory: MaxMemory | None = option(
         None,
         metavar="0=40GB,1=40GB",
-        help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate. With cpu=SIZE "
-        "beside GPUs, layers that no GPU has room for run on the CPU",
+        help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate. With "
+        "cpu=SIZE beside GPUs, layers that no GPU has room for run on the CPU",
     )
     kv_cache_memory_bytes: int | None = option(
         None,

@@ -1,4 +1,4 @@
-"""Layers on a CPU beside GPUs: stages of a CPU rank, with the C++ kernels, beside a stand-in for a GPU (fake_cuda.py)."""
+"""Layers on a CPU beside GPUs: stages of a rank with the C++ kernels, beside a stand-in for a GPU (fake_cuda.py)."""
 
 from __future__ import annotations
 

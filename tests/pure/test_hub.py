@@ -235,7 +235,7 @@ def test_what_is_not_hashed_is_not_taken_for_whole(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(hub_files, "_hash_file", interrupted)
         fetch()
-    assert not [path for path in (tmp_path / "hub").rglob(hashlib.sha256(WEIGHTS).hexdigest())]
+    assert not list((tmp_path / "hub").rglob(hashlib.sha256(WEIGHTS).hexdigest()))
     with refuses(ModelError, "wrong-hash", "model-1.safetensors"):
         fetch()
 

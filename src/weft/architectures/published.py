@@ -1,4 +1,4 @@
-"""Published quantisation: the storage format of a GPTQ, AWQ, compressed-tensors, MXFP4, FP8 or bitsandbytes checkpoint."""
+"""Published quantisation: the format of a GPTQ, AWQ, compressed-tensors, MXFP4, FP8 or bitsandbytes checkpoint."""
 
 from __future__ import annotations
 

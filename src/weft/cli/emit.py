@@ -68,7 +68,6 @@ def main(arguments: Namespace) -> int:
         choice = choose_plan(question, target)
     except NothingFits as error:
         return dispatch.fail(str(error), plan.NOTHING_FITS)
-    check_no_cpu_layers(choice)
     deployment = named_deployment(arguments, target, model, config, choice)
     warnings = [str(gap) for gap in deployment.gaps]
     if config:
@@ -84,16 +83,6 @@ def main(arguments: Namespace) -> int:
     for written in files.write_files(texts, Path(folder).expanduser(), force=getattr(arguments, "force", False)):
         print(f"wrote {written}", file=sys.stderr)
     return 0
-
-
-def check_no_cpu_layers(choice: ExportChoice) -> None:
-    """Raise UsageError for a plan with layers on the CPU beside GPUs: only plan files have them."""
-    if choice.candidate.layout.gpu_count(choice.question.cluster) < len(set(choice.candidate.layout.gpus)):
-        raise UsageError(
-            "--emit writes no layers on the CPU beside GPUs: write the plan with --json, and run it with weft serve "
-            "--plan FILE, or leave cpu out",
-            code="emit-of-cpu-layers",
-        )
 
 
 def find_emitted_model(arguments: Namespace, target: ExportTarget, config: NodeConfig | None) -> Model:

@@ -137,7 +137,7 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
 
 
 class _Cpu(_Fields, frozen=True, kw_only=True):
-    """The CPU of a machine, which computes if it has no GPUs or if layers are put on it; `memory` is the free memory."""
+    """The CPU of a machine, for layers that are put on it, or without GPUs for all; `memory` is the free memory."""
 
     name: str = "CPU"
     memory: Bytes

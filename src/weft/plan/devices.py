@@ -33,7 +33,8 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
     if device == "cpu":
         if config.device_ids is not None:
             raise ConfigError(
-                f"device_ids {','.join(map(str, config.device_ids))} names GPUs, but the ranks run on the CPU; leave it out",
+                f"device_ids {','.join(map(str, config.device_ids))} names GPUs, but the ranks run on the CPU; leave "
+                "it out",
                 code="device-ids-on-cpu",
             )
         return ("cpu",) * ranks
@@ -58,8 +59,8 @@ def check_beside_cpu(devices: Sequence[str], stages: int) -> None:
     if len(set(devices)) > 1 and "cpu" in devices and len(devices) != stages:
         raise ConfigError(
             f"the CPU beside GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in {stages} "
-            f"{'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert parallelism "
-            "out, or the CPU",
+            f"{'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
+            "parallelism out, or the CPU",
             code="cpu-beside-other-cut",
         )
 
@@ -87,8 +88,9 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
 def rank_cores(host: Host, devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """CPU numbers of each rank: this host's cores divided among its ranks, neighbours together.
 
-    Beside ranks on the CPU, one on a GPU gets one core. With more ranks than cores, each rank gets one core in turn. OMP_NUM_THREADS limits a rank's threads and not its
-    cores: otherwise engines side by side would all be bound to the first few.
+    Beside ranks on the CPU, one on a GPU gets one core. With more ranks than cores, each rank gets one core in turn.
+    OMP_NUM_THREADS limits a rank's threads and not its cores: otherwise engines side by side would all be bound to the
+    first few.
     """
     cores, ranks = host.cores, len(devices)
     if ranks > len(cores):

@@ -90,8 +90,8 @@ def device_caps(
 ) -> dict[str, int]:
     """Cap in bytes of each device that ranks may run on, by the engine's device name; {} without --max-memory.
 
-    `gpus` is the number of GPUs, `ids` those of --device-ids, which may name the CPU beside them. Raises ConfigError as `check_caps` does, for one of `ids`
-    that is left out, and for caps of GPUs if the ranks run on the CPU.
+    `gpus` is the number of GPUs, `ids` those of --device-ids, which may name the CPU beside them. Raises ConfigError as
+    `check_caps` does, for one of `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
     """
     if max_memory is None:
         return {}
@@ -119,8 +119,8 @@ def _check_device_ids(caps: Caps, ids: Sequence[int | str]) -> None:
 
 
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
-    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. Beside GPUs a CPU without a
-    cap is as if it were not there.
+    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. Beside GPUs a CPU
+    without a cap is as if it were not there.
 
     Raises ConfigError as `check_caps` does.
     """

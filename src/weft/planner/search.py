@@ -81,7 +81,7 @@ def search(question: Question) -> SearchResult:
 
 
 def _with_cpu_stage(question: Question) -> Question | None:
-    """The question for a pipeline over the CPU and all GPUs; None without a CPU, or if the user wants another layout."""
+    """The question for a pipeline over the CPU and all GPUs; None without a CPU, or for another layout of the user."""
     wanted, gpus = question.constraints, usable_devices(question.cluster)
     sizes = (wanted.tensor_parallel, wanted.data_parallel, len(wanted.tensor_split or (1.0,)))
     decided = wanted.devices or wanted.expert_parallel or any(size not in (None, 1) for size in sizes)

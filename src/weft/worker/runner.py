@@ -109,8 +109,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure(self, rehearse: Rehearse) -> None:
-        """Find `activation_bytes` and `graph_bytes`: measured on a GPU, computed on a CPU. All stages of a pipeline with a
-        GPU run the same steps."""
+        """Find `activation_bytes` and `graph_bytes`: measured on a GPU, computed on a CPU.
+
+        All stages of a pipeline with a GPU run the same steps.
+        """
         plan = self.plan
         rows, tokens = rehearsal.step_limits(plan)
         if self.device.type == "cpu":
