@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -65,6 +65,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
     what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants. `overflow`: it gets requests only
     if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of weft[cost].
+    `limit_field`: the only name under which it takes the limit of an answer, if it refuses two.
     """
 
     url: str
@@ -74,6 +75,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_file: str | None = None
     overflow: bool = False
     price: Price | None = None
+    limit_field: Literal["max_tokens", "max_completion_tokens"] | None = None
 
     @property
     def aliases(self) -> dict[str, str] | None:

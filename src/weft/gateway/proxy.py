@@ -23,15 +23,17 @@ from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
 from weft.gateway.fingerprint import fingerprint, model_of, read_fields
-from weft.gateway.fleet import Fleet
+from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.paths import is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_frame, error_response
 from weft.serving.sse import DONE, encode_event
 
 LENGTH = frozenset((b"content-length",))
+MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
 class Proxy:
@@ -88,10 +90,12 @@ class Proxy:
     def _note_end(self, exchange: Exchange) -> None:
         """Release what a request holds; count and log it."""
         self._release_body(exchange)
-        self.accounts.leave(exchange)
-        self.metrics.count(exchange)
-        if self.access_log is not None:
-            self.access_log.write(exchange.log_row())
+        try:
+            self.accounts.leave(exchange)
+        finally:
+            self.metrics.count(exchange)
+            if self.access_log is not None:
+                self.access_log.write(exchange.log_row())
 
     def _release_body(self, exchange: Exchange) -> None:
         """Forget the body of a request that goes to no other replica."""
@@ -110,6 +114,7 @@ class Proxy:
         """Receive the request as a whole, with what routing reads. Raises WeftError."""
         scope = exchange.scope
         exchange.client = client = self.keys.identify(scope)
+        self._check_path(exchange)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
@@ -118,9 +123,16 @@ class Proxy:
         exchange.bytes_in = len(exchange.body)
         fields = read_fields(exchange.body)
         if scope["method"] == "POST" and scope["path"] in PATHS:
-            exchange.completion = Completion(fields, exchange.body)
+            exchange.completion = Completion(fields, scope["path"])
             self._check_begun(exchange)
         exchange.model = model_of(fields)
+        if len(exchange.model) > MODEL_CHARACTERS:
+            raise HttpError(
+                400,
+                f"model has {len(exchange.model)} characters; a name has at most {MODEL_CHARACTERS}",
+                code="model-name-too-long",
+                param="model",
+            )
         exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
             raise HttpError(
@@ -129,13 +141,25 @@ class Proxy:
                 code="model-not-allowed",
             )
         if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
-            raise HttpError(
-                404,
-                f"the model {exchange.model!r:.200} does not exist; GET /v1/models lists those that do",
-                code="model-not-found",
-                param="model",
-            )
+            raise unknown_model(exchange.model)
         self.accounts.enter(exchange)
+
+    @property
+    def _open_to_all(self) -> bool:
+        """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
+        return not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
+
+    def _check_path(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
+        path: str = exchange.scope["path"]
+        raw_path: bytes = exchange.scope.get("raw_path", path.encode())
+        if not exchange.client.admin and not is_public(path, raw_path) and not self._open_to_all:
+            raise HttpError(
+                403,
+                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
+                "are open to all clients",
+                code="path-not-public",
+            )
 
     def _check_begun(self, exchange: Exchange) -> None:
         """Raise HttpError 403 for a client that must not say what a model has said.
@@ -143,8 +167,7 @@ class Proxy:
         Upstreams with keys would let the gateway do it, so it may be done by administrators only.
         """
         assert exchange.completion is not None
-        open_to_all = not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
-        if exchange.completion.begun and not open_to_all and not exchange.client.admin:
+        if exchange.completion.begins and not self._open_to_all and not exchange.client.admin:
             raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
@@ -219,7 +242,12 @@ class Proxy:
                     answer.check()
                     if answer.progressed or not answer.continuable:
                         self._last(exchange).note_token()
+                    if not answer.continuable:
+                        self._last(exchange).pin()
                     piece = await self._last(exchange).read()
+                if shown := answer.finish():
+                    yield shown
+                answer.check()
                 answer.check_complete()
                 return
             except UpstreamError as error:
@@ -256,7 +284,7 @@ def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     """The last event of a broken stream: the replica's own, if it sent one."""
     if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
         return exchange.answer.error_event
-    broken = HttpError(502, f"upstream {exchange.upstream}: {error}", code=error.code)
+    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
     return encode_event(error_frame(broken))
 
 

@@ -58,9 +58,16 @@ class Rates:
                 code="too-many-at-once",
                 retry_after_s=1,
             )
-        for unit, cost in (("tokens", tokens), ("requests", 1)):
+        costs = (("tokens", max(tokens, 1)), ("requests", 1))
+        for unit, cost in costs:  # a request that one limit forbids must not count for the other
+            self._test(name, unit, cost)
+        for unit, cost in costs:
             self._hit(name, unit, cost)
         self._running[name] += 1
+
+    def counts_tokens(self, name: str | None) -> bool:
+        """Return True if a key has a limit of tokens."""
+        return (name or "", "tokens") in self._items
 
     def leave(self, name: str | None, tokens: int) -> None:
         """Note the end of a request that `enter` counted; it took `tokens` more tokens than were counted then."""
@@ -71,9 +78,15 @@ class Rates:
         if item is not None and self._limiter is not None and tokens > 0:
             left = self._limiter.get_window_stats(item, name, "tokens").remaining
             if left > 0:
-                self._limiter.hit(item, name, "tokens", cost=min(tokens, left))
+                self._hit(name, "tokens", min(tokens, left))
 
     def _hit(self, name: str, unit: str, cost: int) -> None:
+        item, limiter = self._items.get((name, unit)), self._limiter
+        if item is not None and limiter is not None:
+            limiter.hit(item, name, unit, cost=cost)
+
+    def _test(self, name: str, unit: str, cost: int) -> None:
+        """Raise HttpError 429 if a limit has no room for `cost`."""
         item, limiter = self._items.get((name, unit)), self._limiter
         if item is None or limiter is None:
             return
@@ -83,7 +96,7 @@ class Rates:
                 f"about {cost} {unit} in one request; the key {name!r} has {item.amount} a minute",
                 code="rate-limit",
             )
-        if not limiter.hit(item, name, unit, cost=max(cost, 1)):
+        if not limiter.test(item, name, unit, cost=cost):
             reset = limiter.get_window_stats(item, name, unit).reset_time
             raise HttpError(
                 429,

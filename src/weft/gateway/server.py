@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 from weft.errors import ConfigError, error_reason
 from weft.gateway.access_log import AccessLog
-from weft.gateway.accounts import Accounts, price_of
+from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch, check_forever
@@ -22,6 +22,7 @@ from weft.gateway.keys import Keys
 from weft.gateway.ledger import Ledger
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.policy import POLICIES
+from weft.gateway.prices import price_of
 from weft.gateway.proxy import Proxy
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit

@@ -17,12 +17,14 @@ HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pa
 class UpstreamError(WeftError):
     """A request without a complete response.
 
-    `sent`: the upstream may have begun to work on it. `stalled`: it took too long.
+    `sent`: the upstream may have begun to work on it, and may charge for it. `stalled`: it took too long. `upstream`:
+    name of the upstream; "" for the one that was asked last.
     """
 
     def __init__(self, message: str, *, code: str, sent: bool = True, stalled: bool = False) -> None:
         super().__init__(message, code=code)
         self.sent, self.stalled = sent, stalled
+        self.upstream = ""
 
 
 class ResponseHead(NamedTuple):
