@@ -12,14 +12,57 @@ MILLION = 1e6
 
 # The fields of a completion that change no price but by tokens, which max_tokens and the length of the body bound.
 PRICED_FIELDS = frozenset(
-    """
-    model messages prompt suffix echo stream stream_options n best_of max_tokens max_completion_tokens min_tokens
-    temperature top_p top_k min_p seed stop stop_token_ids ignore_eos presence_penalty frequency_penalty
-    repetition_penalty logit_bias allowed_token_ids bad_words logprobs top_logprobs prompt_logprobs tools tool_choice
-    parallel_tool_calls functions function_call response_format structured_outputs reasoning_effort
-    chat_template_kwargs add_generation_prompt skip_special_tokens include_stop_str_in_output return_token_ids
-    continue_token_ids user session_id prompt_cache_key metadata store priority
-    """.split()
+    [
+        "model",
+        "messages",
+        "prompt",
+        "suffix",
+        "echo",
+        "stream",
+        "stream_options",
+        "n",
+        "best_of",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "response_format",
+        "structured_outputs",
+        "reasoning_effort",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "return_token_ids",
+        "continue_token_ids",
+        "user",
+        "session_id",
+        "prompt_cache_key",
+        "metadata",
+        "store",
+        "priority",
+    ]
 )
 
 
