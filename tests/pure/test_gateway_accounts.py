@@ -7,6 +7,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.gateway.config import make_config
 from weft.gateway.ledger import DAY_HOURS, HOUR_S, Amount, Ledger
+from weft.gateway.shares import ACTIVE_S, Shares
+from weft.serving.errors import HttpError
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 PRICE = {"input": 1.0, "output": 2.0}
@@ -257,6 +260,75 @@ async def test_usage_and_quota_of_a_key(tmp_path: Path, fields: dict[str, Any]) 
         assert [(row["key"], row["requests"], row["prompt_tokens"], row["completion_tokens"]) for row in rows] == [
             ("a", 3, 30, 15)
         ]
+
+
+# Shares
+
+
+def fill(shares: Shares, name: str) -> int:
+    """Number of requests that a key gets beside those that run."""
+    count = 0
+    with suppress(HttpError):
+        for count in range(1, 1000):  # noqa: B007
+            shares.enter(name)
+        return count
+    return count - 1
+
+
+def test_a_key_alone_gets_all_and_two_get_their_shares() -> None:
+    now = 0.0
+    shares = Shares(12, {"a": 3.0, "b": 1.0}, lambda: now)
+    assert fill(shares, "a") == 12
+    assert fill(shares, "b") == 0  # nobody is sent away, but what ends is b's
+    for _ in range(4):
+        shares.leave("a")
+    assert fill(shares, "a") == 1  # up to its nine of twelve
+    assert fill(shares, "b") == 3
+    now = ACTIVE_S + 1
+    for _ in range(3):
+        shares.leave("b")
+    assert fill(shares, "a") == 3  # b has sent nothing for a while
+    assert fill(shares, "b") == 0
+
+
+def test_room_that_others_have_a_right_to_stays_free() -> None:
+    shares = Shares(10, {"a": 1.0, "b": 1.0}, lambda: 0.0)
+    shares.enter("b")
+    assert fill(shares, "a") == 5
+    assert fill(shares, "b") == 4
+    assert fill(shares, "") == 0
+
+
+async def test_requests_of_all_keys_at_once(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "[{name: a, key: one, weight: 3}, {name: b, key: two, concurrent: 1}]")
+    async with upstream() as one, gateway(one.url, keys=keys, concurrent=2) as live:
+        one.answer = never
+        asking = []
+        for count, key in enumerate(("one", "two"), 1):
+            live.client.headers = httpx.Headers({"Authorization": f"Bearer {key}"})
+            asking.append(asyncio.create_task(live.chat()))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(one.seen) < count:
+                    await asyncio.sleep(0.005)
+        refused(await live.chat(), 429, code="too_many_at_once")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        refused(await live.chat(), 429, code="share_exceeded")
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        one.answer = answer_json
+        async with asyncio.timeout(PATIENCE_S):
+            while (await live.chat()).status_code != 200:
+                await asyncio.sleep(0.005)
+        live.assert_idle()
+
+
+@pytest.mark.parametrize(("weight", "code"), [("1", "weight-without-limit"), ("0", "invalid-field")])
+async def test_weights_that_mean_nothing(tmp_path: Path, weight: str, code: str) -> None:
+    keys = write_keys(tmp_path, f"[{{name: a, key: one, weight: {weight}}}]")
+    with refuses(ConfigError, code):
+        async with gateway("http://127.0.0.1:9", keys=keys):
+            pass
 
 
 # Overflow

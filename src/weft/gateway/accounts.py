@@ -22,9 +22,15 @@ MOST_USAGE = 2**53  # an upstream that reports as many tokens is not believed; J
 class Accounts:
     """The accounts of a gateway. Without a ledger only rates count."""
 
-    def __init__(self, keys: Sequence[ClientKey], ledger: Ledger | None, budget: Budget | None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ClientKey],
+        ledger: Ledger | None,
+        budget: Budget | None,
+        concurrent: int | None = None,
+    ) -> None:
         self.ledger, self.budget = ledger, budget
-        self._rates = Rates(keys)
+        self._rates = Rates(keys, concurrent)
         self._quotas = {key.name: key.quota for key in keys if key.quota is not None}
 
     def meters(self, exchange: Exchange) -> bool:
