@@ -3,8 +3,8 @@
 Two are `weft serve` of one model, one is another vendor's server (`llama_cpp.server` where it is installed and the
 model is a GGUF file, else a stub that is named as such), one is a stub of a cloud with a bill. Goals: every request
 ends exactly once, with an answer that one replica alone gives, or, if a server that is not ours broke it, with a
-visible error; in the undisturbed phase each Weft replica gets within 10 % of half of their requests; the cloud's bill stays
-within the budget. At most one Weft replica is disturbed at a time.
+visible error; in the undisturbed phase each Weft replica gets within 10 % of half of their requests; the cloud's bill
+stays within the budget. At most one Weft replica is disturbed at a time.
 """
 
 from __future__ import annotations

@@ -434,12 +434,15 @@ async def test_the_larger_limit_is_reserved_and_sent(
 
 
 async def test_a_completion_has_one_limit(tmp_path: Path) -> None:
-    async with upstream() as own, upstream() as cloud:
-        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live:
-            own.answer, cloud.answer = answer_status("429 X"), answer_usage
-            body = {"model": "m", "prompt": "a", "max_tokens": 3}
-            assert (await live.client.post("/v1/completions", json=body)).status_code == 200
-            assert cloud.seen[-1].json == {**body, "model": "theirs"}
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        body = {"model": "m", "prompt": "a", "max_tokens": 3}
+        assert (await live.client.post("/v1/completions", json=body)).status_code == 200
+        assert cloud.seen[-1].json == {**body, "model": "theirs"}
 
 
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
@@ -462,25 +465,31 @@ UNPRICED: dict[str, bytes] = {
 
 @pytest.mark.parametrize("fields", UNPRICED.values(), ids=UNPRICED.keys())
 async def test_requests_without_a_known_price_do_not_overflow(tmp_path: Path, fields: bytes) -> None:
-    async with upstream() as own, upstream() as cloud:
-        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live:
-            own.answer, cloud.answer = answer_status("429 X"), answer_usage
-            body = b'{"model": "m", %b}' % fields
-            answer = await live.client.post("/v1/chat/completions", content=body)
-            assert answer.status_code == 429 and not cloud.seen
-            live.assert_idle()
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        body = b'{"model": "m", %b}' % fields
+        answer = await live.client.post("/v1/chat/completions", content=body)
+        assert answer.status_code == 429 and not cloud.seen
+        live.assert_idle()
 
 
 async def test_a_body_that_names_fields_twice_overflows_with_the_last(tmp_path: Path) -> None:
-    async with upstream() as own, upstream() as cloud:
-        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live:
-            own.answer = answer_status("429 X")
-            cloud.answer, raw = answer_usage, b'{"model":"m","max_tokens":5,"messages":[{"content":"a"}]}'
-            twice = raw.replace(b'"content":"a"', b'"content":[{"type":"image_url"}],"content":"a"')
-            assert (await live.client.post("/v1/chat/completions", content=twice)).status_code == 200
-            assert cloud.seen[-1].json["messages"] == [{"content": "a"}]
-            sent = int(cloud.seen[-1].headers["content-length"])
-            assert sent < len(twice)  # the first one is gone, not only unread
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer = answer_status("429 X")
+        cloud.answer, raw = answer_usage, b'{"model":"m","max_tokens":5,"messages":[{"content":"a"}]}'
+        twice = raw.replace(b'"content":"a"', b'"content":[{"type":"image_url"}],"content":"a"')
+        assert (await live.client.post("/v1/chat/completions", content=twice)).status_code == 200
+        assert cloud.seen[-1].json["messages"] == [{"content": "a"}]
+        sent = int(cloud.seen[-1].headers["content-length"])
+        assert sent < len(twice)  # the first one is gone, not only unread
 
 
 async def test_an_upstream_that_cannot_be_reached_costs_nothing(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ class Shares:
     """At most `most` requests at once, shared by the keys that are active. `clock` reads monotonic seconds.
 
     The share of an active key is in proportion to its weight among the active ones. Whole requests within it are its
-    own: other keys do not get that room. A key may take more than its share of what nobody else has a right to. Requests without a key
-    count together as those of one key of weight 1.
+    own: other keys do not get that room. A key may take more than its share of what nobody else has a right to.
+    Requests without a key count together as those of one key of weight 1.
     """
 
     def __init__(self, most: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
