@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=24, metavar="N", help="of an answer (default: %(default)s)")
     parser.add_argument("--pause", type=float, default=2.0, metavar="S", help="between two disturbances")
     parser.add_argument("--longest", type=float, default=12.0, metavar="S", help="longest stop of a replica")
-    parser.add_argument("--budget", type=float, default=0.05, metavar="DOLLARS", help="of the cloud, for the hour")
+    parser.add_argument("--budget", type=float, default=0.05, metavar="DOLLARS", help="of the cloud, for the day")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of weft serve, behind --")
     return parser.parse_args()
@@ -165,7 +165,7 @@ class Soak:
             "with a right answer": not wrong,
             "nothing is left running": not any(row["connections"] for row in status["upstreams"]),
             "balance": imbalance <= BALANCE,
-            "budget": spent <= given.budget and status["spending"]["dollars_hour"] <= given.budget,
+            "budget": spent <= given.budget and status["spending"]["dollars_day"] <= given.budget,
         }
         return {
             "requests": asked,
@@ -176,7 +176,7 @@ class Soak:
             "undisturbed_requests_of_weft_replicas": shares,
             "imbalance": round(imbalance, 4),
             "cloud_bill_dollars": round(spent, 6),
-            "gateway_counts_dollars": round(status["spending"]["dollars_hour"], 6),
+            "gateway_counts_dollars": round(status["spending"]["dollars_day"], 6),
             "budget_dollars": given.budget,
             "model": given.model,
             "vendor": "a stub, for llama_cpp.server is not installed or the model is no GGUF file"
@@ -194,7 +194,7 @@ class Soak:
             "policy": "least_conn",
             "upstreams": upstreams,
             "objective": {"queue": 2},
-            "budget": {"hour": self._given.budget},
+            "budget": {"day": self._given.budget},  # a run may go on into the next hour
             "ledger": str(self._folder / "ledger"),
             "access_log": str(self._folder / "access.log"),
             "timeouts": {"connect": 1, "first_byte": 20, "idle": 8},

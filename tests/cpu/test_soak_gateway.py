@@ -19,7 +19,7 @@ SERVED = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-mem
 def soak(tmp_path: Path, *words: str) -> dict[str, object]:
     model = str(tiny.write(tmp_path / "tiny"))
     command = [sys.executable, "-m", "scripts.soaking", "--model", model, *words, "--", *SERVED.split()]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout, done.stderr[-3000:]
     report: dict[str, object] = json.loads(done.stdout)
     assert done.returncode == bool(report["missed"])
@@ -35,7 +35,7 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_5000_requests(tmp_path: Path) -> None:
-    report = soak(tmp_path, *"--budget 0.1 --pause 1.5".split())
+    report = soak(tmp_path, *["--budget", "0.1", "--pause", "1.5"])
     assert not report["missed"], report
 
 

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from weft.gateway.completion import MOST_TOKENS
+from weft.gateway.completion import MOST_TOKENS, PATHS
 from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
@@ -16,6 +16,7 @@ from weft.gateway.replica import Replica
 from weft.serving.errors import HttpError
 
 DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
+WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
 MOST_USAGE = 2**53  # an upstream that reports as many tokens is not believed; JSON's numbers are exact below it
 
 
@@ -31,7 +32,7 @@ class Accounts:
     ) -> None:
         self.ledger, self.budget = ledger, budget
         self._rates = Rates(keys, concurrent)
-        self._quotas = {key.name: key.quota for key in keys if key.quota is not None}
+        self._quotas: dict[str | None, Budget] = {key.name: key.quota for key in keys if key.quota is not None}
 
     def meters(self, exchange: Exchange) -> bool:
         """Return True if the tokens of a request's answer count."""
@@ -40,18 +41,31 @@ class Accounts:
     def enter(self, exchange: Exchange) -> None:
         """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
-        if name is not None:
+        if name in self._quotas:
+            self._check_counted(exchange)
             self._check_quota(name, tokens)
         self._rates.enter(name, tokens)
         exchange.entered = True
 
-    def _check_quota(self, name: str, tokens: int) -> None:
+    @staticmethod
+    def _check_counted(exchange: Exchange) -> None:
+        """Raise HttpError 403 for a request whose tokens no quota would count."""
+        method, path = exchange.scope["method"], exchange.scope["path"]
+        if exchange.completion is None and method not in ("GET", "HEAD") and path not in WITHOUT_ANSWER:
+            raise HttpError(
+                403,
+                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} needs "
+                "a key without one",
+                code="path-without-quota",
+            )
+
+    def _check_quota(self, name: str | None, tokens: int) -> None:
         """Raise HttpError 429 if a key has no room for a prompt of about `tokens` tokens in its quota."""
-        quota = self._quotas.get(name)
-        if quota is None or self.ledger is None:
+        quota = self._quotas[name]
+        if self.ledger is None:
             return
         for period, hours, most in (("this hour", 1, quota.hour), ("24 hours", DAY_HOURS, quota.day)):
-            taken = self.ledger.tokens(name, hours)
+            taken = self.ledger.tokens(name or "", hours)
             if most is not None and taken + tokens > most:
                 raise HttpError(
                     429,
