@@ -54,8 +54,8 @@ class Accounts:
         if exchange.completion is None and method not in ("GET", "HEAD") and path not in WITHOUT_ANSWER:
             raise HttpError(
                 403,
-                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} needs "
-                "a key without one",
+                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} "
+                "needs a key without one",
                 code="path-without-quota",
             )
 

@@ -23,8 +23,7 @@ class Completion:
 
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
     `begins`: the client gave the beginning of the answer, `begun` in token ids. `max_tokens`: the larger limit of the
-    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None). `seed`: sent to replicas if the
-    client gives none.
+    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None).
     """
 
     def __init__(self, fields: RoutedFields, path: str) -> None:
@@ -40,7 +39,8 @@ class Completion:
         given = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
         self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
         self.max_tokens: int | None = max(given) if given and self._is_bounded else None
-        self.seed = secrets.randbits(53) if fields.seed in (None, -1) else None
+        self._seeds = fields.seed in (None, -1)
+        self._seed: int | None = None
         self._path = path
         self._priced: bool | None = None
 
@@ -51,13 +51,14 @@ class Completion:
         return self._priced
 
     def token_fields(self, answered: list[int] | None) -> dict[str, Any]:
-        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer."""
+        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all."""
         fields: dict[str, Any] = {"return_token_ids": True}
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
-        if self.seed is not None:
-            fields["seed"] = self.seed
+        if self._seeds:
+            self._seed = secrets.randbits(53) if self._seed is None else self._seed
+            fields["seed"] = self._seed
         return fields
 
     def usage_fields(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
@@ -22,17 +22,21 @@ from weft.gateway.completion import PATHS, Completion
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
-from weft.gateway.fingerprint import fingerprint, model_of, read_fields
+from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.paths import is_public
+from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_frame, error_response
+from weft.serving.joined import JOINED
 from weft.serving.sse import DONE, encode_event
 
+NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
+WATCH_AFTER_S = 0.02
 MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
@@ -75,11 +79,11 @@ class Proxy:
             return
         self.running.add(exchange)
         self.idle.clear()
-        watching = asyncio.create_task(_watch_client(exchange, receive))
+        watch = ClientWatch(exchange, receive)
         try:
             await self._serve(exchange, receive, send)
         finally:
-            watching.cancel()
+            watch.end()
             if exchange.attempt is not None:
                 exchange.attempt.close()
             self.running.discard(exchange)
@@ -119,7 +123,7 @@ class Proxy:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        exchange.body = await self.bodies.receive(Request(scope, receive))
+        exchange.body = await self.bodies.receive(scope, receive)
         exchange.bytes_in = len(exchange.body)
         fields = read_fields(exchange.body)
         if scope["method"] == "POST" and scope["path"] in PATHS:
@@ -133,7 +137,7 @@ class Proxy:
                 code="model-name-too-long",
                 param="model",
             )
-        exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
+        exchange.fingerprint = self._fingerprint(exchange, fields)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
             raise HttpError(
                 403,
@@ -143,6 +147,13 @@ class Proxy:
         if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
             raise unknown_model(exchange.model)
         self.accounts.enter(exchange)
+
+    def _fingerprint(self, exchange: Exchange, fields: RoutedFields) -> Fingerprint:
+        """The part of a request that the policy reads."""
+        policy = self.fleet.policy
+        if not policy.reads_prefix and not policy.reads_session:
+            return NOBODY
+        return fingerprint(fields, Headers(scope=exchange.scope), reads_prefix=policy.reads_prefix)
 
     @property
     def _open_to_all(self) -> bool:
@@ -193,7 +204,13 @@ class Proxy:
         headers = without(head.headers, HOP_BY_HOP)
         if isinstance(exchange.answer, WholeAnswer):
             headers = without(headers, LENGTH)  # it may change
-        await send({"type": "http.response.start", "status": head.status, "headers": headers})
+        joined = exchange.answer is None and bool(first) and exchange.method != b"HEAD"
+        await send({"type": "http.response.start", "status": head.status, "headers": headers, JOINED: joined})
+        if exchange.answer is None and self._last(exchange).at_end:
+            exchange.bytes_out += len(first)
+            self._note_complete(exchange, head)
+            await send({"type": "http.response.body", "body": first})
+            return
         ending = EventEnding(head)
         try:
             async with aclosing(self._pieces(exchange, first)) as pieces:
@@ -210,12 +227,16 @@ class Proxy:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": _error_event(exchange, error)})
         else:
-            attempt = self._last(exchange)
-            if head.status < 500:
-                attempt.succeed(self.fleet.clock())
-            attempt.close()  # before the client knows: its next request must find this one ended
-            exchange.outcome = "complete"
+            self._note_complete(exchange, head)
             await send({"type": "http.response.body", "body": b""})
+
+    def _note_complete(self, exchange: Exchange, head: ResponseHead) -> None:
+        """Note that all has been received. The client's next request must find this one ended."""
+        attempt = self._last(exchange)
+        if head.status < 500:
+            attempt.succeed(self.fleet.clock())
+        attempt.close()
+        exchange.outcome = "complete"
 
     async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
         """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
@@ -303,8 +324,23 @@ class EventEnding:
         return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
 
-async def _watch_client(exchange: Exchange, receive: Receive) -> None:
-    """Cancel the request once the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    exchange.leave()
+class ClientWatch:
+    """Cancels a request once the client has closed its connection. Short requests end before it begins."""
+
+    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+        self._exchange, self._receive = exchange, receive
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._exchange.leave()

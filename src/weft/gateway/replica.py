@@ -166,6 +166,11 @@ class Attempt:
         assert self._connection is not None
         return await self._connection.read()
 
+    @property
+    def at_end(self) -> bool:
+        """True if all of the response has been read."""
+        return self._connection is not None and self._connection.at_end
+
     def note_begun(self, limit_s: float, *, movable: bool) -> None:
         """Note that the response has begun; from here on at most `limit_s` seconds may pass without a byte."""
         assert self._connection is not None

@@ -79,6 +79,11 @@ class UpstreamConnection(asyncio.Protocol):
         return not self._lost and self._transport is not None and not self._transport.is_closing()
 
     @property
+    def at_end(self) -> bool:
+        """True if the response is complete, and all of it has been read."""
+        return self._complete and not self._pieces
+
+    @property
     def reusable(self) -> bool:
         return self._complete and self._keep and self.open
 
@@ -198,7 +203,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = ResponseHead(status, self._headers)
         if self._method == b"HEAD":  # there is no body, whatever the headers announce
             self._complete = True
-            self._stop_timer()
         self._wake()
 
     def on_body(self, data: bytes) -> None:
@@ -213,7 +217,6 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._complete = True
         self._keep = self._framed and bool(self._parser.should_keep_alive())
-        self._stop_timer()
         self._wake()
 
     # Waiting
@@ -231,17 +234,23 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _limit(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._stop_timer()
-        if limit_s and not self._complete:
-            self._deadline = self._loop.time() + limit_s
+        if not limit_s or self._complete:
+            self._deadline = 0.0
+            return
+        self._deadline = self._loop.time() + limit_s
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._stop_timer()
             self._timer = self._loop.call_at(self._deadline, self._expire)
 
     def _extend(self) -> None:
-        """Count the limit anew. The timer looks at the deadline when it fires: this costs no timer for each piece."""
-        if self._head is not None:
+        """Count the limit anew. The timer looks at the deadline when it fires: no piece or request has its own."""
+        if self._head is not None and self._deadline:
             self._deadline = self._loop.time() + self._limit_s
 
     def _expire(self) -> None:
+        self._timer = None
+        if self._complete or not self._deadline:
+            return
         if self._paused:  # it is the client that is slow
             self._deadline = self._loop.time() + self._limit_s
         if self._loop.time() < self._deadline:
