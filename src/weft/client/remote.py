@@ -153,11 +153,15 @@ class AsyncEngine:
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs. Unknown ids are ignored."""
-        known = [id for id in ids if id in self._streams]
-        for id in known:
-            self._streams.pop(id).drop_request(id)
+        for id, sink in self.withdraw(ids).items():
+            sink.drop_request(id)
+
+    def withdraw(self, ids: Iterable[str]) -> dict[str, OutputSink]:
+        """Forget requests that go on elsewhere; return their sinks, which hear no more of them."""
+        known = {id: self._streams.pop(id) for id in ids if id in self._streams}
         if known and self.alive:
-            self._connection.send(AbortRequests(known))
+            self._connection.send(AbortRequests(list(known)))
+        return known
 
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks execute a command between two steps; return their replies. Raises RequestError, EngineError.

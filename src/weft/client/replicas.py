@@ -372,16 +372,31 @@ class ReplicaSet:
             if all(load is None for load in loads):
                 self._wait(routed)
                 continue
-            replica = self._replicas[self._router.choose_replica(routed.request, loads)]
-            if not replica.open:
-                replica.moved_s = time.monotonic()
-            assert replica.engine is not None
-            replica.engine.send_requests([routed.rest], routed)
-            routed.replica = replica
-            replica.open += 1
-            replica.load += routed.work
+            self._give(routed, self._replicas[self._router.choose_replica(routed.request, loads)])
         if self._open:
             self._busy.set()
+
+    @staticmethod
+    def _give(routed: RoutedRequest, replica: Replica) -> None:
+        """Give a request to a replica that has an engine."""
+        assert replica.engine is not None
+        replica.engine.send_requests([routed.rest], routed)
+        if not replica.open:
+            replica.moved_s = time.monotonic()
+        routed.replica = replica
+        replica.open += 1
+        replica.load += routed.work
+
+    def _relieve_others(self, replica: Replica) -> None:
+        """Give a replica that has just started the last requests of the others that have no token yet."""
+        for routed in reversed(list(self._open.values())):
+            other = routed.replica
+            if other is None or other is replica or other.engine is None or routed.tokens:
+                continue
+            if (other.load - routed.work) / other.weight >= (replica.load + routed.work) / replica.weight:
+                other.engine.withdraw([routed.request.id])
+                self._leave(routed)
+                self._give(routed, replica)
 
     def _leave(self, routed: RoutedRequest) -> None:
         """Take a request from its replica, or from those that wait."""
@@ -432,6 +447,7 @@ class ReplicaSet:
             log.info("%s is back (%.1f s)", replica.name, time.monotonic() - began)
             waiting, self._waiting = self._waiting, []
             self._place(waiting)
+            self._relieve_others(replica)
 
     async def _restart(self, replica: Replica) -> None:
         """Start an engine until that succeeds, or until every replica has failed too often."""

@@ -24,8 +24,8 @@ def work_of(request: Request) -> int:
 class Router:
     """Chooses the replica that will have done all its work the soonest.
 
-    `weights` are the replicas' speeds in any unit. The work of a request is less on a replica that has had a prompt with
-    the same beginning, whose KV blocks its prefix cache may still hold.
+    `weights` are the replicas' speeds in any unit. The work of a request is less on a replica that has had a prompt
+    with the same beginning, whose KV blocks its prefix cache may still hold.
     """
 
     def __init__(self, weights: Sequence[float], *, caching: bool) -> None:
