@@ -14,6 +14,7 @@ from tests.pure.machines import FOUR, H100, NOTHING, THREE, checkpoint, rig
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError, WeftError
+from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Holder
 from weft.planner.replicas import ReplicaPlan, plan_replicas
@@ -41,6 +42,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         made = []
         for model, where, words in questions:
             monkeypatch.setattr("weft.hardware.host.probe_host", lambda *_, where=where: where)
+            monkeypatch.setattr("weft.probes.speeds.known_cpu_speed", lambda *_, **__: CpuSpeed(40e9, 0.3e12))
             made.append(weft_json("plan", model, *words)[1])
         file = tmp_path / "plan.json"
         file.write_text(json.dumps(made if len(made) > 1 else made[0]))
@@ -170,7 +172,7 @@ def test_gpus_that_are_not_one_per_rank_are_refused(saved: Any) -> None:
     flags: dict[str, Any] = {"tensor_split": (3.0, 1.0), "data_parallel_size": 2}
     with refuses(PlanError, "more-replicas-than-gpus", "4", "3"):
         replicas("Llama-3.1-8B", where, device_ids=(0, 1, 2), **flags)
-    file = saved(("Llama-3.1-8B", where, ("-dp", "2", "-tp", "1")))
+    file = saved(("Llama-3.1-8B", where, ("-dp", "2", "-tp", "1", "-pp", "1")))
     with refuses(ConfigError, "device-ids-not-per-rank", "3", "plan.json", "2"):
         replicas("Llama-3.1-8B", where, plan=file, device_ids=(0, 1, 2))
     with refuses(ConfigError, "flag-contradicts-plan", "4", "2"):

@@ -58,6 +58,10 @@ class Replica:
         return f"replica {self.number}"
 
     @property
+    def alive(self) -> bool:
+        return self.engine is not None and self.engine.alive
+
+    @property
     def stats(self) -> Stats:
         """Gauges of the engine, and the counters of this one and of all before it."""
         return self._ended if self.engine is None else sum_stats([self._ended, self.engine.stats])
@@ -245,7 +249,7 @@ class ReplicaSet:
         """The reason why no request can run now; "" if a replica runs."""
         if self.failure is not None:
             return str(self.failure)
-        if any(replica.engine is not None for replica in self._replicas):
+        if any(replica.alive for replica in self._replicas):
             return ""
         return f"no replica runs: {self._last_death or 'they start'}"
 
@@ -365,10 +369,7 @@ class ReplicaSet:
     def _place(self, requests: Iterable[RoutedRequest]) -> None:
         """Give requests to replicas, or let them wait for one."""
         for routed in requests:
-            loads = [
-                replica.load if replica.engine is not None and replica.engine.alive else None
-                for replica in self._replicas
-            ]
+            loads = [replica.load if replica.alive else None for replica in self._replicas]
             if all(load is None for load in loads):
                 self._wait(routed)
                 continue
@@ -391,7 +392,7 @@ class ReplicaSet:
         """Give a replica that has just started the last requests of the others that have no token yet."""
         for routed in reversed(list(self._open.values())):
             other = routed.replica
-            if other is None or other is replica or other.engine is None or routed.tokens:
+            if other is None or other is replica or other.engine is None or not other.alive or routed.tokens:
                 continue
             if (other.load - routed.work) / other.weight >= (replica.load + routed.work) / replica.weight:
                 other.engine.withdraw([routed.request.id])
