@@ -124,7 +124,7 @@ def memory_rows(answers: Sequence[tuple[RunningReplica, Replies]]) -> list[dict[
 
 
 def replica_rows(replica: RunningReplica) -> list[dict[str, Any]]:
-    """What the plan gives each rank of a replica; ranks are counted over all replicas."""
+    """Rows of `layout_json` for a replica; ranks are counted over all replicas."""
     rows = layout_json(replica.plan, replica.ready.num_blocks)
     for row in rows:
         row["rank"] += replica.first_rank
