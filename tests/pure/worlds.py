@@ -107,6 +107,10 @@ class FakeEngine:
         self.awake.set()
 
     @property
+    def replicas(self) -> list[RunningReplica]:
+        return [RunningReplica(self.plan, self.ready)]
+
+    @property
     def replica_stats(self) -> list[Stats]:
         return [self.stats]
 

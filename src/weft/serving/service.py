@@ -21,6 +21,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import ModelError, OutputError, RequestError
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
+from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
@@ -45,6 +46,11 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats:
         """Stats as of the last step reported, of all replicas together."""
+        ...
+
+    @property
+    def replicas(self) -> Sequence[RunningReplica]:
+        """The engines that run."""
         ...
 
     @property
@@ -93,6 +99,8 @@ class Service:
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
+        self.metrics.registry.register(self.devices)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
         self.idle = asyncio.Event()
