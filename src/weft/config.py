@@ -158,8 +158,8 @@ class LayoutOptions(Options):
         None,
         minimum=1,
         short="-dp",
-        help="with --enable-expert-parallel: number of attention groups, each with requests and a KV cache of its own, "
-        "that share one set of experts",
+        help="number of replicas: engines with the whole model, each on its own GPUs or its share of the cores; with "
+        "--enable-expert-parallel: of attention groups of one engine, which share one set of experts",
     )
     enable_expert_parallel: bool = option(
         False, short="-ep", help="deal whole experts out to ranks, instead of cutting every expert into slices"

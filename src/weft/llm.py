@@ -18,16 +18,20 @@ from weft.client.local import LocalEngine
 from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
+from weft.client.running import RunningReplica
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
-from weft.errors import OutputError, RequestError
+from weft.errors import ConfigError, OutputError, RequestError
+from weft.hardware.host import probe_host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
+from weft.planner.replicas import ReplicaPlan, plan_replicas
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from weft.client.replica_thread import ReplicaThread
     from weft.config import EngineConfig
     from weft.planner.forecast import Forecast
 
@@ -42,10 +46,13 @@ class LLM:
     Any number of threads may call it at once: their requests share the engine's steps. `shutdown` may be called from
     any thread, and callers in flight get an EngineError. In an asyncio program, use `weft.AsyncLLM`.
 
+    With data_parallel_size=N there are N engines, each with processes of its own. Requests are dealt out by load; if an
+    engine dies, the others go on with its requests while it starts again.
+
     Raises ConfigError, ModelError, PlanError and EngineError, each in one line with the way out.
     """
 
-    _engine: LocalEngine | None = None
+    _engine: LocalEngine | ReplicaThread | None = None
 
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
         self._start(engine_config(model, engine))
@@ -60,7 +67,8 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         checkpoint, text_tools = open_model(self.config)
-        self._engine = LocalEngine(self.config, checkpoint)
+        planned = plan_replicas(self.config, checkpoint, probe_host())
+        self._engine = start_replicas(planned, self.config)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._frontend = Frontend.for_engine(
@@ -69,8 +77,13 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """The executed plan: each rank's share of the model, and the limits."""
+        """The executed plan: each rank's share of the model, and the limits. Of several replicas, one's."""
         return self._running.plan
+
+    @property
+    def replicas(self) -> list[RunningReplica]:
+        """The engines that run, with their plans: one, or those of data_parallel_size."""
+        return self._running.replicas
 
     @property
     def num_blocks(self) -> int:
@@ -80,12 +93,15 @@ class LLM:
     def forecast(self) -> Forecast:
         """Return the planner's prediction for this plan on this machine.
 
-        A CPU is measured for a second the first time. Raises ConfigError for hardware without known figures.
+        A CPU is measured for a second the first time. Raises ConfigError for hardware without known figures, and for
+        several replicas.
         """
         from weft.planner.execution import measured_speeds
         from weft.planner.forecast import forecast_plan
 
         engine = self._running
+        if not isinstance(engine, LocalEngine):
+            raise ConfigError("the forecast is of one engine, and several replicas run", code="forecast-of-replicas")
         return forecast_plan(engine.plan, engine.host, measured_speeds(engine.plan, engine.host))
 
     @property
@@ -211,12 +227,11 @@ class LLM:
         The last three fields are measured in bytes. On a CPU `allocated_bytes` is the resident memory of the rank's
         process, and the others are None.
         """
-        engine = self._running
-        return memory_rows(engine.plan, engine.num_blocks, engine.capacities, engine.call(RankStats(reset=False)))
+        return memory_rows(self._running.call_each(RankStats(reset=False)))
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Return one row per rank: steps, seconds and bytes since the last call, see `core.commands.RankReport`."""
-        return stat_rows(self._running.call(RankStats()))
+        return stat_rows(self._running.call_each(RankStats()))
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache and of the weights back, once the steps in flight are done.
@@ -284,7 +299,7 @@ class LLM:
         self.shutdown()
 
     @property
-    def _running(self) -> LocalEngine:
+    def _running(self) -> LocalEngine | ReplicaThread:
         engine = self._engine  # read once: another thread may shut it down meanwhile
         if engine is None:
             raise RequestError("this LLM has been shut down; make another", code="engine-closed")
@@ -358,6 +373,15 @@ class AnswerStream(Generator[RequestOutput, None, None]):
             "LLM.stream is for plain `for` loops; in asyncio use weft.AsyncLLM: "
             "`async for output in AsyncLLM(model).generate(prompt)`"
         )
+
+
+def start_replicas(planned: Sequence[ReplicaPlan], config: EngineConfig) -> LocalEngine | ReplicaThread:
+    """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError."""
+    if len(planned) == 1:
+        return LocalEngine(config, planned[0])
+    from weft.client.replica_thread import ReplicaThread  # imports asyncio, which one engine does not need
+
+    return ReplicaThread(planned, config)
 
 
 def _list_prompts(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:

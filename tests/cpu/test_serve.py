@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ PATIENCE_S = 60.0  # for what must happen some time
 class Server:
     """A running `weft serve`. `url` is known once it says so; `lines` are what it has printed."""
 
-    def __init__(self, *words: str, wait: bool = True) -> None:
+    def __init__(self, *words: str, wait: bool = True, cores: Iterable[int] = ()) -> None:
+        """`cores` are those that it may use, though this process may be bound to others."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weft", "serve", *words],
             stdout=subprocess.PIPE,
@@ -45,6 +46,7 @@ class Server:
             text=True,
             # Two threads that wait for each other are slow on a machine that is busy with other tests.
             env={**os.environ, "OMP_NUM_THREADS": "1", "WEFT_ADMIN_KEY": ADMIN_KEY},
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
         self.lines: list[str] = []
         self.url = ""
@@ -363,6 +365,46 @@ def test_a_killed_rank_fails_the_requests_and_the_server_with_the_cause(words: l
         assert server.ended() == 1
         assert re.fullmatch(r"weft: error: rank 1 .*\bstep\b.*SIGKILL.*", server.lines[-1]), server.lines
         eventually(lambda: not any(process.is_running() for process in ranks))
+
+
+def replica_answers(server: Server, number: int) -> list[str]:
+    """The texts of a request's choices: streamed or whole, greedy or sampled, one or two."""
+    body: dict[str, Any] = {"prompt": [7 + number] * 20, "max_tokens": 100 + number, "seed": number}
+    body |= {"temperature": number % 2, "n": 1 + number % 3 // 2, "extra_body": {"ignore_eos": True}}
+    texts = [""] * body["n"]
+    if number % 4 == 0:
+        return [choice.text for choice in server.client.completions.create(model="tiny", **body).choices]
+    for chunk in server.client.completions.create(model="tiny", stream=True, **body):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    return texts
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two replicas need two cores")
+def test_no_client_of_two_replicas_notices_that_a_rank_is_killed(server: Server, words: list[str]) -> None:
+    def ranks() -> list[psutil.Process]:
+        return [member for member in two.family() if "weft.worker.process" in " ".join(member.cmdline())]
+
+    def layout() -> list[tuple[int, int]]:
+        answer = httpx.get(f"{two.url}/layout", headers={"x-api-key": ADMIN_KEY}).raise_for_status()
+        return [(row["rank"], row["replica"]) for row in answer.json()]
+
+    with Server(*words, "--data-parallel-size", "2", cores=(0, 1)) as two, ThreadPoolExecutor(60) as pool:
+        assert layout() == [(0, 0), (1, 1)]
+        assert {tuple(rank.cpu_affinity()) for rank in ranks()} == {(0,), (1,)}
+        alone = [replica_answers(server, number) for number in range(60)]
+        asked = [pool.submit(replica_answers, two, number) for number in range(60)]
+        eventually(lambda: two.metric("vllm:generation_tokens_total") > 200)
+        ranks()[0].kill()
+        assert [answer.result() for answer in asked] == alone
+        eventually(lambda: two.metric("weft:replica_up") == 2)
+        assert layout() == [(0, 0), (1, 1)]
+        assert two.metric("vllm:request_success_total") == sum(map(len, alone))
+        assert httpx.get(f"{two.url}/health").status_code == 200
+        eventually(two.at_rest)
+        family = two.family()
+        two.process.kill()
+        eventually(lambda: not any(member.is_running() for member in family))
 
 
 def test_the_demo_answers() -> None:

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.metrics_core import Metric
 
 from tests.pure.fake_nvml import bridged, sliced, two_consumer_cards
-from tests.pure.worlds import DEAD, PLAN, World
+from tests.pure.worlds import DEAD, PLAN, READY, World
+from weft.client.running import RunningReplica
 from weft.core.commands import RankReport, RankStats, Replies
 from weft.hardware import host, nvml
 from weft.hardware.host import Host
@@ -30,7 +31,10 @@ class Ranks:
         self.asked = 0
         self.now = 0.0
         self.answer: Any = REPORTS
-        self.metrics = DeviceMetrics(PLAN, self.call, lambda: self.now)
+        self.metrics = DeviceMetrics([PLAN], self.call_each, lambda: self.now)
+
+    async def call_each(self, command: RankStats) -> list[tuple[RunningReplica, Replies]]:
+        return [(RunningReplica(PLAN, READY), await self.call(command))]
 
     async def call(self, command: RankStats) -> Replies:
         assert not command.reset, "the counters of others are kept"
@@ -125,7 +129,7 @@ def test_gpus_of_the_ranks_only(watch: Any) -> None:
 
 
 def test_a_figure_that_is_not_known_has_no_sample(watch: Any) -> None:
-    metrics = DeviceMetrics(PLAN, Ranks().call)
+    metrics = DeviceMetrics([PLAN], Ranks().call_each)
     metrics._gpus = watch(sliced(), "cuda:0")
     metrics._gpus.sample()
     assert samples(metrics.collect(), "DCGM_FI_DEV_GPU_UTIL") == []

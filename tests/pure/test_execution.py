@@ -124,14 +124,13 @@ def test_memory_that_others_hold_is_left_to_them(saved: Any) -> None:
     assert plan.gpu_memory_utilization == pytest.approx((0.9, 0.9), abs=1e-6)
 
 
-def test_one_replica_runs_and_the_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_layout_with_all_replicas_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft"):
         plan = run("Llama-3.2-1B", rig(FOUR, FOUR))
     assert plan.devices == named_devices("cuda:0")
     line, steps = [record.getMessage() for record in caplog.records]
     has_values(steps, "max_num_batched_tokens", "4,096")
-    for word in ("DP 2, bf16", "2 replicas", "tokens/s", "GPU 0", "--device-ids", "--tensor-parallel-size"):
-        assert word in line
+    has_values(line, "DP 2, bf16", "GPUs 0,1")
 
 
 @pytest.mark.parametrize(
@@ -373,15 +372,6 @@ def test_weights_are_held_as_planned(saved: Any, precision: str) -> None:
     fails(
         ConfigError, "flag-contradicts-plan", *words, model="Llama-3.2-1B", where=rig(), plan=file, quantization="none"
     )
-
-
-def test_replicas_of_a_plan_are_told_of(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
-    where = rig(FOUR, FOUR)
-    with caplog.at_level(logging.WARNING, "weft"):
-        plan = run("Llama-3.1-8B", where, plan=saved("Llama-3.1-8B", where, "-dp", "2"))
-    assert plan.devices == named_devices("cuda:0")
-    (line,) = [record.getMessage() for record in caplog.records]
-    has_values(line, "plan.json", "2 replicas (DP 2, bf16)", "GPU 0")
 
 
 @pytest.mark.parametrize(

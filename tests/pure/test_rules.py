@@ -107,7 +107,6 @@ def test_ranks_of_a_pipeline_of_two_attention_groups() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "code", "names"),
     [
-        ({"data_parallel_size": 2}, ConfigError, "replicas-not-run", ("2", "--enable-expert-parallel")),
         ({"expert_parallel_size": 2}, ConfigError, "expert-size-without-expert-parallel", ("2",)),
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": True, "expert_parallel_size": 3},

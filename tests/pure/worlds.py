@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.pure.letters import END, frontend, output
 from tests.pure.shapes import SMOLLM2
 from weft.client.frontend import TextTools
+from weft.client.running import RunningReplica
 from weft.core.commands import Command, Done, RankReport, RankStats, Replies, Reply, ResetPrefixCache, level_after
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError
@@ -104,6 +105,21 @@ class FakeEngine:
         self.reply: Reply = Done()  # of every rank to a command, except RankStats
         self.awake = asyncio.Event()
         self.awake.set()
+
+    @property
+    def replicas(self) -> list[RunningReplica]:
+        return [RunningReplica(self.plan, self.ready)]
+
+    @property
+    def replica_stats(self) -> list[Stats]:
+        return [self.stats]
+
+    @property
+    def outage(self) -> str:
+        return str(self.failure or "")
+
+    async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
+        return [(RunningReplica(self.plan, self.ready), await self.call(command))]
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         if self.full:

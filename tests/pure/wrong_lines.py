@@ -44,7 +44,6 @@ SERVE = (
     WrongLine("serve m -ngl 4", 2, "unknown-flag", "-ngl"),
     WrongLine("serve m --n-gpu-layers 4", 2, "unknown-flag", "--n-gpu-layers"),
     WrongLine("serve m -t 4", 2, "unknown-flag", "-t OMP_NUM_THREADS"),
-    WrongLine("serve m --dp 2", 1, "replicas-not-run", "2 --enable-expert-parallel"),
 )
 
 RUN = (

@@ -13,8 +13,8 @@ from weft.bench.measure import BatchRun, median_figures, run_batch
 from weft.bench.predicted import comparison_lines, predict_batch
 from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
+from weft.client.control import replica_rows
 from weft.errors import ConfigError
-from weft.planner.table import layout_json
 
 if TYPE_CHECKING:
     from weft.llm import LLM
@@ -35,7 +35,7 @@ def main(arguments: Namespace) -> int:
             print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
             if number >= 0:
                 runs.append(measured)
-        layout = layout_json(plan, llm.num_blocks)
+        layout = [row for replica in llm.replicas for row in replica_rows(replica)]
         expected = predict_run(llm, workload(0))
     report: dict[str, Any] = {
         "task": task,
@@ -43,6 +43,7 @@ def main(arguments: Namespace) -> int:
         "dtype": plan.dtype,
         "tensor_parallel_size": plan.tensor_parallel,
         "pipeline_parallel_size": plan.stages,
+        "replicas": len({row["replica"] for row in layout}),
         "requests": len(workload(0)),
         "input_tokens": runs[0].input_tokens,
         "output_tokens": runs[0].output_tokens,

@@ -18,6 +18,7 @@ from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.opening import Message, check_params, describe_engine, open_model
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
+from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
@@ -25,7 +26,7 @@ from weft.core.request import Stats, duplicate_id_error
 from weft.errors import OutputError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run
+from weft.planner.replicas import plan_replicas
 
 UNLIMITED = 2**31 - 1
 SHUT_DOWN = "this AsyncLLM has been shut down; make another"
@@ -35,7 +36,7 @@ SHUT_DOWN = "this AsyncLLM has been shut down; make another"
 class StartedEngine:
     """An engine that has started, and the frontend of its model."""
 
-    engine: AsyncEngine
+    engine: AsyncEngine | ReplicaSet
     frontend: Frontend
 
 
@@ -174,14 +175,11 @@ class AsyncLLM:
 
     async def layout(self) -> list[dict[str, Any]]:
         """See `LLM.layout`."""
-        engine = (await self._ready()).engine
-        return memory_rows(
-            engine.plan, engine.ready.num_blocks, engine.ready.ranks, await engine.call(RankStats(reset=False))
-        )
+        return memory_rows(await (await self._ready()).engine.call_each(RankStats(reset=False)))
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         """See `LLM.rank_stats`."""
-        return stat_rows(await self._call(RankStats()))
+        return stat_rows(await (await self._ready()).engine.call_each(RankStats()))
 
     async def sleep(self, level: int = 1) -> None:
         """See `LLM.sleep`."""
@@ -268,9 +266,9 @@ class AsyncLLM:
 
     async def _open(self) -> StartedEngine:
         checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
-        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe_host()))
+        planned = await asyncio.to_thread(lambda: plan_replicas(self.config, checkpoint, probe_host()))
         asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)  # done before the engine is
-        engine = await AsyncEngine.start(plan, self.config)
+        engine = await start_engine(planned, self.config)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)
 

@@ -11,12 +11,12 @@ import msgspec
 from msgspec.structs import asdict, fields, replace
 
 from weft.architectures.shape import ModelShape
+from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import Profile, RankReport, Replies, SwapWeights, TraceFile
 from weft.errors import RequestError, error_reason
 from weft.formats.checkpoint import resolve
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
-from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
 from weft.plan.shards import shard_difference
@@ -98,19 +98,35 @@ def trace_paths(replies: Replies) -> list[str]:
     return [reply.path for reply in replies if isinstance(reply, TraceFile) and reply.path]
 
 
-def stat_rows(replies: Replies) -> list[dict[str, Any]]:
+def stat_rows(answers: Sequence[tuple[RunningReplica, Replies]]) -> list[dict[str, Any]]:
     """Rows of `rank_stats`, in rank order."""
     return [
-        {"rank": rank, **{name: getattr(report, name) for name in STAT_FIELDS}} for rank, report in enumerate(replies)
+        {"rank": replica.first_rank + rank, **{name: getattr(report, name) for name in STAT_FIELDS}}
+        for replica, replies in answers
+        for rank, report in enumerate(replies)
     ]
 
 
-def memory_rows(plan: Plan, num_blocks: int, ranks: Sequence[Capacity], replies: Replies) -> list[dict[str, Any]]:
-    """Rows of `layout`, in rank order: what the plan gives a rank, and the memory that it has reported."""
-    nodes = {capacity.rank: capacity.host for capacity in ranks}
+def memory_rows(answers: Sequence[tuple[RunningReplica, Replies]]) -> list[dict[str, Any]]:
+    """Rows of `layout`, in rank order: what the plan gives a rank, and the memory that it has reported.
+
+    Ranks of a replica that is being started again are left out.
+    """
     rows = []
-    for row, report in zip(layout_json(plan, num_blocks), replies, strict=True):
-        assert isinstance(report, RankReport)
-        figures = asdict(report)
-        rows.append({**row, "node": nodes[row["rank"]], **{name: figures[name] for name in MEMORY_FIELDS}})
+    for replica, replies in answers:
+        nodes = {capacity.rank: capacity.host for capacity in replica.ready.ranks}
+        for row, report in zip(replica_rows(replica), replies, strict=True):
+            assert isinstance(report, RankReport)
+            figures = asdict(report)
+            node = nodes[row["rank"] - replica.first_rank]
+            rows.append({**row, "node": node, **{name: figures[name] for name in MEMORY_FIELDS}})
+    return rows
+
+
+def replica_rows(replica: RunningReplica) -> list[dict[str, Any]]:
+    """Rows of `layout_json` for a replica; ranks are counted over all replicas."""
+    rows = layout_json(replica.plan, replica.ready.num_blocks)
+    for row in rows:
+        row["rank"] += replica.first_rank
+        row["replica"] += replica.number
     return rows

@@ -16,19 +16,19 @@ import msgspec
 
 from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
+from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.engine import EngineCore
 from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors import create_executor
+from weft.executors.base import Ready
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
-from weft.formats.checkpoint import Checkpoint
-from weft.hardware.host import probe_host
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run
+from weft.planner.replicas import ReplicaPlan
 
 log = logging.getLogger("weft")
 
@@ -45,9 +45,8 @@ class LocalEngine:
     share the steps.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        self.host = probe_host()
-        plan = plan_to_run(config, checkpoint, self.host)
+    def __init__(self, config: EngineConfig, planned: ReplicaPlan) -> None:
+        plan, self.host, _ = planned
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
         self._executor = create_executor(kind)
         try:
@@ -79,6 +78,11 @@ class LocalEngine:
         self._loop.send(submission)
         return submission
 
+    @property
+    def replicas(self) -> list[RunningReplica]:
+        """The engines that run: this one."""
+        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=self.capacities))]
+
     def stats(self) -> Stats:
         """Return the core's stats after everything that this thread has sent to it. Raises EngineError."""
         return self._loop.query(lambda core: core.stats())
@@ -89,6 +93,10 @@ class LocalEngine:
         Raises RequestError and EngineError.
         """
         return self._loop.query(lambda core: core.call(command)).result()
+
+    def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
+        """Like `call`, with the engine that replies."""
+        return [(self.replicas[0], self.call(command))]
 
     def close(self) -> None:
         """End the core and every rank; callers in flight get an EngineError. May be called twice, by any thread."""

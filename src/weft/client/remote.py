@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import count
 from types import TracebackType
-from typing import NoReturn, cast
+from typing import NoReturn, Protocol, cast
 
 from weft.client.messages import (
     AbortRequests,
@@ -22,6 +22,7 @@ from weft.client.messages import (
     StepOutputs,
     ToCore,
 )
+from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.request import Output, Request, Stats
@@ -35,6 +36,28 @@ from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
+
+
+class OutputSink(Protocol):
+    """Receiver of what the core sends of some requests, in the event loop."""
+
+    def put(self, item: Output | WeftError) -> None:
+        """Take an output of a request, or the error with which its requests end."""
+        ...
+
+    def close_request(self, id: str) -> None:
+        """Note that a request has no more outputs."""
+        ...
+
+    def drop_request(self, id: str) -> None:
+        """Note that a request was aborted."""
+        ...
+
+
+class Aborter(Protocol):
+    """The part of an engine that a stream needs when its reader goes."""
+
+    def abort(self, ids: Iterable[str]) -> None: ...
 
 
 class AsyncEngine:
@@ -52,7 +75,7 @@ class AsyncEngine:
         self.stats = Stats()
         self.failure: EngineError | None = None
         self._capacity = capacity
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputSink] = {}
         self._calls: dict[int, asyncio.Future[Replies]] = {}
         self._call_ids = count()
         self._closed = False
@@ -66,7 +89,7 @@ class AsyncEngine:
     async def start(cls, plan: Plan, config: EngineConfig, worker: str = WORKER) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
-        `worker` is the class that each rank runs, as "module:Class".
+        `worker` is the class that each rank runs, as "module:Class". It may be cancelled.
         """
         engine = cls(plan.max_running + config.max_num_queued_reqs)
         try:
@@ -84,6 +107,21 @@ class AsyncEngine:
     def alive(self) -> bool:
         return self.failure is None and not self._closed
 
+    @property
+    def outage(self) -> str:
+        """The reason why no request can run now; "" if requests can."""
+        return str(self.failure or "")
+
+    @property
+    def replicas(self) -> list[RunningReplica]:
+        """The engines that run: this one."""
+        return [RunningReplica(self.plan, self.ready)]
+
+    @property
+    def replica_stats(self) -> list[Stats]:
+        """The stats of each engine: of this one."""
+        return [self.stats]
+
     async def died(self) -> None:
         """Wait until the engine fails. Closing it is no failure."""
         await asyncio.shield(self._died)
@@ -95,6 +133,12 @@ class AsyncEngine:
         and RequestError for a request that the core refuses. Ending it early, with `aclose`, aborts the requests that
         have not finished.
         """
+        stream = OutputStream(self, [request.id for request in requests])
+        self.send_requests(requests, stream)
+        return stream
+
+    def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        """Queue requests, all or none; `sink` gets their outputs. Raises QueueFullError and EngineError."""
         self._raise_failure()
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
         if len(self._streams) + len(requests) > self._capacity:
@@ -105,17 +149,19 @@ class AsyncEngine:
             )
         # Sent first: requests that cannot be sent must not count as open for ever.
         self._connection.send(AddRequests(list(requests)))
-        stream = OutputStream(self, [request.id for request in requests])
-        self._streams.update(dict.fromkeys(stream.open, stream))
-        return stream
+        self._streams.update((request.id, sink) for request in requests)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs. Unknown ids are ignored."""
-        known = [id for id in ids if id in self._streams]
-        for id in known:
-            self._streams.pop(id).drop_request(id)
+        for id, sink in self.withdraw(ids).items():
+            sink.drop_request(id)
+
+    def withdraw(self, ids: Iterable[str]) -> dict[str, OutputSink]:
+        """Forget requests that go on elsewhere; return their sinks, which hear no more of them."""
+        known = {id: self._streams.pop(id) for id in ids if id in self._streams}
         if known and self.alive:
-            self._connection.send(AbortRequests(known))
+            self._connection.send(AbortRequests(list(known)))
+        return known
 
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks execute a command between two steps; return their replies. Raises RequestError, EngineError.
@@ -131,17 +177,28 @@ class AsyncEngine:
         finally:
             self._calls.pop(id, None)
 
+    async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
+        """Like `call`, with the engine that replies."""
+        return [(self.replicas[0], await self.call(command))]
+
     async def close(self) -> None:
         """End the core and its ranks, and wait until they are gone. May be called twice."""
-        if self.alive:
-            self._closed = True
-            self._fail_callers(CLOSED)
+        self.abandon()
         if not self._started.cancel() and not self._started.cancelled():
             self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
         self._connection.close()
-        await asyncio.to_thread(end_children, [self._child], FAMILY_EXIT_S)
+        try:
+            await asyncio.to_thread(end_children, [self._child], FAMILY_EXIT_S)
+        except RuntimeError:  # the interpreter exits, and starts no more threads
+            end_children([self._child], FAMILY_EXIT_S)
         await self._connection.closed()
         self._child.close()
+
+    def abandon(self) -> None:
+        """Fail all callers; the engine takes no more requests. Its processes go on until `close`."""
+        if self.alive:
+            self._closed = True
+            self._fail_callers(CLOSED)
 
     def handle_message(self, message: FromCore) -> None:
         """Handle a message from the core."""
@@ -217,7 +274,7 @@ class OutputStream(AsyncGenerator[Output, None]):
     every TURN_S seconds, so that other streams, and the notice that its own client has gone, are handled in between.
     """
 
-    def __init__(self, engine: AsyncEngine, ids: Sequence[str]) -> None:
+    def __init__(self, engine: Aborter, ids: Sequence[str]) -> None:
         self.open = dict.fromkeys(ids)
         self._engine = engine
         self._dropped: set[str] = set()

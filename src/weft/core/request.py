@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -47,7 +48,7 @@ class Output(msgspec.Struct, array_like=True):
     `cached_tokens` is the number of prompt tokens that came from the prefix cache. `prompt_logprobs` are those of the
     prompt positions from 1 on; they come once, with the first token. So does `scheduled_s`, the time at which the
     request first took part in a step, by this host's monotonic clock. `error` is the reason that the request could not
-    go on, if `finish_reason` is "error".
+    go on, if `finish_reason` is "error". `replica` is the number of the engine, which only the caller's side knows.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Output(msgspec.Struct, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     scheduled_s: float | None = None
     error: SlotFailure | None = None
+    replica: int = 0
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -84,6 +86,23 @@ class Stats(msgspec.Struct, kw_only=True):
     accepted_tokens: int = 0
     computed_tokens: int = 0
     step_sizes: list[int] = msgspec.field(default_factory=lambda: [0] * 32)
+
+
+GAUGES = ("running", "waiting", "blocks_used", "blocks_total", "sleep_level")
+
+
+def sum_stats(several: Sequence[Stats]) -> Stats:
+    """The stats of several engines together; the level of sleep is the highest."""
+    total = Stats(step_sizes=[sum(sizes) for sizes in zip(*(stats.step_sizes for stats in several), strict=True)])
+    for name in set(Stats.__struct_fields__) - {"step_sizes", "sleep_level"}:
+        setattr(total, name, sum(getattr(stats, name) for stats in several))
+    total.sleep_level = max(stats.sleep_level for stats in several)
+    return total
+
+
+def counters_only(stats: Stats) -> Stats:
+    """The counters of an engine that has ended, whose gauges are 0."""
+    return msgspec.structs.replace(stats, **dict.fromkeys(GAUGES, 0))
 
 
 def duplicate_id_error(id: str) -> RequestError:

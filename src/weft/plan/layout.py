@@ -156,7 +156,6 @@ def check_config(config: EngineConfig) -> None:
                 code="bad-utilization",
             )
     check_expert_flags(
-        data_parallel_size=config.data_parallel_size,
         enable_expert_parallel=config.enable_expert_parallel,
         expert_parallel_size=config.expert_parallel_size,
     )

@@ -102,9 +102,9 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """Number of KV blocks that every rank can hold: the minimum over all devices of budget / bytes per block.
 
     The budget is `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest
-    free memory that they report, of which a CPU gives min(4 GB, a quarter). `plan.max_memory` limits the budget to what
-    it leaves beside weights, activations and, on a CPU, the engine's own memory; on a GPU the reports include that
-    memory, since `gpu_memory_utilization` is at most that share.
+    free memory that they report, of which a CPU gives min(4 GB, a quarter) to all engines
+    together. `plan.max_memory` limits the budget to what it leaves beside weights, activations and, on a CPU, the
+    engine's own memory; on a GPU the reports include that memory, since `gpu_memory_utilization` is at most that share.
 
     Raises PlanError if a device has no room for one block of each KV group, or if kv_cache_bytes and max_memory
     contradict each other.
@@ -123,7 +123,7 @@ def _device_blocks(plan: Plan, host: str, device: str, ranks: Sequence[Capacity]
         # Ranks report one after the other: the lowest report has seen the most of the others' weights.
         cost, budget = sum(rank.block_bytes for rank in ranks), min(rank.free_bytes for rank in ranks)
         if device == "cpu":
-            budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE)
+            budget = min(CPU_KV_BYTES, budget // CPU_KV_SHARE) // plan.engines
     if device in plan.max_memory:
         budget = min(budget, _capped_budget(plan, device, ranks))
     least = cost * len(plan.kv_layout.paged)

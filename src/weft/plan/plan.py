@@ -85,6 +85,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `window_cache`: layers with a window free the KV behind it. Not with a draft model, which has the same block
       tables, and reads a text from where it last stopped.
     - `kv_cache_bytes`: the user's figure per rank; None to measure the free memory.
+    - `engines`: number of engines that share the memory of a CPU: replicas.
     """
 
     model: str
@@ -107,6 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     window_cache: bool = True
     kv_cache_bytes: int | None = None
+    engines: int = 1
     gpu_memory_utilization: tuple[float, ...] = ()  # one share per rank; unused on a CPU
     max_memory: dict[str, int] = {}  # bytes that all ranks of a device may take, by its name
     attention_backend: str = "auto"

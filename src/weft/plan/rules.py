@@ -59,9 +59,7 @@ class ExpertCut(NamedTuple):
     expert_parallel: int = 1
 
 
-def check_expert_flags(
-    *, data_parallel_size: int | None, enable_expert_parallel: bool, expert_parallel_size: int | None
-) -> None:
+def check_expert_flags(*, enable_expert_parallel: bool, expert_parallel_size: int | None) -> None:
     """Raise ConfigError for flags that contradict each other for every model. Arguments are fields of EngineConfig."""
     if enable_expert_parallel:
         return
@@ -70,14 +68,6 @@ def check_expert_flags(
             f"expert_parallel_size {expert_parallel_size} deals experts out to ranks, which takes "
             "--enable-expert-parallel as well: add it, or leave --expert-parallel-size out",
             code="expert-size-without-expert-parallel",
-        )
-    if data_parallel_size is not None and data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size {data_parallel_size} without --enable-expert-parallel means as many independent "
-            "replicas, and one engine is one replica: start another weft serve for each, on its own GPUs "
-            "(CUDA_VISIBLE_DEVICES) and --port (weft plan MODEL -dp N --emit nginx writes their balancer); a model "
-            "with experts can share them with --enable-expert-parallel",
-            code="replicas-not-run",
         )
 
 

@@ -12,7 +12,6 @@ import msgspec
 from weft.config import DEFAULT_CONFIG, DeviceIds, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
-from weft.formatting import join_commas
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan.devices import device_kind
@@ -28,7 +27,6 @@ from weft.planner.profiles import OURS, load_profile
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
     from weft.hardware.cpu import CpuSpeed
-    from weft.planner.deployment import DeploymentLayout
     from weft.planner.question import LayoutConstraints, Question
     from weft.planner.ranking import Candidate
     from weft.planner.search import SearchResult
@@ -41,7 +39,7 @@ CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipel
 
 
 def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:
-    """The plan that the engine runs.
+    """The plan that one engine runs; of several replicas (`planner.replicas`), the first one's.
 
     `config.plan` names a file that `weft plan --json` wrote. Without it, and if nothing in the config says how to cut
     the model over the GPUs, the plan is the best layout that `weft plan` finds for this machine.
@@ -54,7 +52,7 @@ def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Pla
     if config.plan is not None:
         from weft.planner import plan_file, run_plan_file
 
-        file = plan_file.load_plan_file(config.plan)
+        file = plan_file.load_plan_file(config.plan).engines[0]
         config = run_plan_file.apply_plan_file(file, config, checkpoint, host)
         plan = plan_of_config(config, checkpoint, host, speculation_of(config, checkpoint))
         run_plan_file.check_applied(file, plan)
@@ -183,9 +181,20 @@ def config_of_best(
     cluster: Cluster,
     speculative: Speculation | None = None,
 ) -> EngineConfig:
-    """The config with the best layout on this machine's GPUs in it, or on those of `device_ids`.
+    """The first of `configs_of_best`."""
+    return configs_of_best(config, checkpoint, host, cluster, speculative)[0]
 
-    Of several replicas it has the first, or all if they share their experts. Raises PlanError if nothing fits.
+
+def configs_of_best(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    cluster: Cluster,
+    speculative: Speculation | None = None,
+) -> list[EngineConfig]:
+    """The config with the best layout on this machine's GPUs in it, or on those of `device_ids`, for each engine.
+
+    There is one engine per replica, or one for all if they share their experts. Raises PlanError if nothing fits.
     """
     from weft.planner.search import search
 
@@ -209,13 +218,22 @@ def config_of_best(
     best = result.best
     if best is None:
         raise PlanError(_nothing_fits(result), code="nothing-fits")
-    layout, memory = best.layout, best.memory.replicas[0]
     _log_layout(result, best, numbers)
     if config.max_num_batched_tokens is None:
+        memory = best.memory.replicas[0]
         _log_step_tokens(memory.batched_tokens, memory.batched_reason)
+    return [_engine_config(config, result, best, engine, numbers) for engine in range(best.layout.engines)]
+
+
+def _engine_config(
+    config: EngineConfig, result: SearchResult, best: Candidate, engine: int, numbers: Sequence[int]
+) -> EngineConfig:
+    """The config of one engine of a layout. `numbers` are the host's numbers of the cluster's GPUs."""
+    layout = best.layout
+    ranks = slice(engine * layout.engine_ranks, (engine + 1) * layout.engine_ranks)
     return replace(
         config,
-        max_num_batched_tokens=memory.batched_tokens,
+        max_num_batched_tokens=best.memory.replicas[engine].batched_tokens,
         tensor_parallel_size=layout.tensor_parallel,
         tensor_split=layout.tensor_weights,
         pipeline_parallel_size=layout.pipeline_parallel,
@@ -223,15 +241,14 @@ def config_of_best(
         data_parallel_size=layout.data_parallel if layout.shares_experts else None,
         enable_expert_parallel=layout.deals_experts,
         expert_parallel_size=layout.expert_parts,
-        device_ids=_device_ids(layout, numbers),
+        device_ids=_device_ids(layout.gpus[ranks], numbers),
         device_map=None,
-        gpu_memory_utilization=_shares(config, result.question.cluster, best),
+        gpu_memory_utilization=_shares(config, result.question.cluster, best, ranks),
     )
 
 
-def _device_ids(layout: DeploymentLayout, numbers: Sequence[int]) -> DeviceIds:
-    """The device of each rank of one engine: a GPU's number on the host, or the CPU beside them."""
-    seats = layout.gpus[: layout.engine_ranks]
+def _device_ids(seats: Sequence[int], numbers: Sequence[int]) -> DeviceIds:
+    """The device of each of `seats` of a cluster: a GPU's number on the host, or the CPU beside them."""
     return tuple(numbers[seat] if seat < len(numbers) else "cpu" for seat in seats)
 
 
@@ -279,13 +296,18 @@ def _constraints(config: EngineConfig) -> LayoutConstraints:
         return LayoutConstraints(
             tensor_parallel=config.tensor_parallel_size or 1,
             pipeline_parallel=config.pipeline_parallel_size or 1,
-            data_parallel=1 if dealt else None,
+            data_parallel=1 if dealt else config.data_parallel_size,
             expert_parallel=dealt,
             expert_parts=config.expert_parallel_size,
         )
     strategy = spread_word(config.device_map) if config.device_map else None
     if strategy is None:
-        return LayoutConstraints(expert_parallel=dealt or None, expert_parts=config.expert_parallel_size)
+        replicas = None if dealt else config.data_parallel_size
+        return LayoutConstraints(
+            data_parallel=replicas,
+            expert_parallel=dealt or (None if (replicas or 1) == 1 else False),  # replicas share no experts
+            expert_parts=config.expert_parallel_size,
+        )
     return LayoutConstraints(tensor_parallel=1, data_parallel=1, expert_parallel=False, device_map_strategy=strategy)
 
 
@@ -302,35 +324,26 @@ def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
     return Cluster((part,), cluster.network_Bps, cpu=cluster.cpu)
 
 
-def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[float, ...]:
-    """Shares of the GPUs' memory: the user's or the default, or more on a GPU if a single request needs it."""
+def _shares(config: EngineConfig, cluster: Cluster, best: Candidate, part: slice) -> tuple[float, ...]:
+    """Shares of the GPUs' memory of some ranks: the user's or the default, or more if a single request needs it."""
     usual = config.gpu_memory_utilization
-    held = [cluster.devices[seat].held_bytes for seat in best.layout.gpus]
-    ranks = best.memory.ranks[: best.layout.engine_ranks]
+    seats, ranks = best.layout.gpus[part], best.memory.ranks[part]
+    if len(usual) == len(best.layout.gpus):
+        usual = usual[part]
+    held = [cluster.devices[seat].held_bytes for seat in seats]
     # The CPU beside GPUs has no share.
     taken = [
         (rank.usable_bytes + others) / rank.memory_bytes if seat < len(cluster.gpus) else 0.0
-        for rank, others, seat in zip(ranks, held, best.layout.gpus, strict=False)
+        for rank, others, seat in zip(ranks, held, seats, strict=False)
     ]
     return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
 
 
 def _log_layout(result: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
-    seats = _device_ids(best.layout, numbers)
+    seats = _device_ids(best.layout.gpus, numbers)
     gpus = [seat for seat in seats if seat != "cpu"]
-    where = "the CPU and " * (len(gpus) < len(seats)) + f"GPU{'s' * (len(gpus) > 1)} {join_commas(gpus)}"
-    replicas = best.layout.data_parallel
-    if replicas == 1 or best.layout.shares_experts:
-        logger.info("layout: %s on %s, the best for %s", best.cut, where, result.question.objective)
-        return
-    logger.info(
-        "layout: weft plan's best is %s, %d replicas with %.0f tokens/s in total; one of them runs here, on %s: start "
-        "the others as separate servers with --device-ids, or cut the model over all GPUs with --tensor-parallel-size",
-        best.cut,
-        replicas,
-        best.predicted.saturated_tok_s,
-        where,
-    )
+    where = "the CPU and " * (len(gpus) < len(seats)) + f"GPU{'s' * (len(gpus) > 1)} {','.join(map(str, gpus))}"
+    logger.info("layout: %s on %s, the best for %s", best.cut, where, result.question.objective)
 
 
 def _log_step_tokens(tokens: int, why: str) -> None:

@@ -106,6 +106,21 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
         assert self.best is not None
         return self.best
 
+    @property
+    def on_cpu(self) -> bool:
+        return all(rank.device.kind == "cpu" for rank in self.ranks)
+
+    @property
+    def engines(self) -> list[PlanFile]:
+        """The plan of each engine: of each replica, or of all together if they share their experts."""
+        best = self.layout
+        if best.shares_experts or best.data_parallel == 1:
+            return [self]
+        size = best.tensor_parallel * best.pipeline_parallel
+        parts = [best.ranks[start : start + size] for start in range(0, len(best.ranks), size)]
+        layouts = [msgspec.structs.replace(best, ranks=part, data_parallel=1) for part in parts]
+        return [msgspec.structs.replace(self, best=layout) for layout in layouts]
+
 
 class _Head(msgspec.Struct):
     """Fields that tell a plan from other JSON."""
@@ -119,12 +134,28 @@ HOW_TO_WRITE = "write one with: weft plan MODEL --json > plan.json"
 
 
 def load_plan_file(path: str) -> PlanFile:
-    """Read a plan file.
+    """Read a plan file; of a list of plans, the first one. Raises as `load_plan_files`."""
+    return load_plan_files(path)[0]
+
+
+def load_plan_files(path: str) -> list[PlanFile]:
+    """Read a plan file: one plan, or a list of plans whose replicas run side by side.
 
     Raises ConfigError, in one line with the way out, for a file that is no plan, is of another version, or has no
     layout to run.
     """
-    plan = _decode(path)
+    plans = [_checked(path, plan) for plan in _decode(path)]
+    for other in plans[1:]:
+        if other.model != plans[0].model:
+            raise ConfigError(
+                f"{path} has plans for {plans[0].model.name} and for {other.model.name}; its replicas must have one "
+                "model",
+                code="plans-for-several-models",
+            )
+    return plans
+
+
+def _checked(path: str, plan: PlanFile) -> PlanFile:
     if plan.best is None:
         raise ConfigError(
             f"{path} has no layout: nothing fitted that hardware; weft plan {plan.model.name} says why",
@@ -138,29 +169,38 @@ def load_plan_file(path: str) -> PlanFile:
     return msgspec.structs.replace(plan, path=path)
 
 
-def _decode(path: str) -> PlanFile:
+def _decode(path: str) -> list[PlanFile]:
     try:
         text = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot read the plan {path}: {error_reason(error)}; {HOW_TO_WRITE}", code="cannot-read-plan"
         ) from None
+    is_list = text.lstrip()[:1] == b"["
     try:
-        head = msgspec.json.decode(text, type=_Head)
+        parts: list[msgspec.Raw] = msgspec.json.decode(text, type=list[msgspec.Raw]) if is_list else [msgspec.Raw(text)]
+        heads = [msgspec.json.decode(part, type=_Head) for part in parts]
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path} is not the output of weft plan --json: {error}; {HOW_TO_WRITE}", code="not-a-plan"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not JSON: {error}; {HOW_TO_WRITE}", code="plan-not-json") from None
-    if not 1 <= head.format <= FORMAT:
+    if not heads:
+        raise ConfigError(f"{path} is an empty list; {HOW_TO_WRITE}", code="not-a-plan")
+    return [_convert(path, part, head.format) for part, head in zip(parts, heads, strict=True)]
+
+
+def _convert(path: str, text: msgspec.Raw, number: int) -> PlanFile:
+    """One plan of a format. Raises ConfigError."""
+    if not 1 <= number <= FORMAT:
         raise ConfigError(
-            f"{path} is a plan of format {head.format}, and this Weft reads 1 to {FORMAT}; plan again",
+            f"{path} is a plan of format {number}, and this Weft reads 1 to {FORMAT}; plan again",
             code="plan-of-other-format",
         )
     try:
         plan = msgspec.json.decode(text)
-        return msgspec.convert(_from_format_1(plan) if head.format == 1 else plan, PlanFile)
+        return msgspec.convert(_from_format_1(plan) if number == 1 else plan, PlanFile)
     except msgspec.ValidationError as error:
         raise _damaged(path, str(error)) from None
     except KeyError as error:

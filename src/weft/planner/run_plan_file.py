@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
     from weft.hardware.topology import Gpu
 
-logger = logging.getLogger("weft")
-
 COMPUTED = {precision: dtype for dtype, precision in OF_DTYPE.items()}
 SAME_SHARE = 0.005  # of a GPU's memory: shares that differ by less are taken as equal
 
@@ -52,15 +49,6 @@ def apply_plan_file(plan: PlanFile, config: EngineConfig, checkpoint: Checkpoint
     for name, value in wanted.items():
         _check_flag(plan, name, getattr(config, name), value)
     wanted |= _limit_fields(plan, config) | _memory_fields(plan, config, on_gpus)
-    if plan.layout.data_parallel > 1 and not plan.layout.shares_experts:
-        logger.warning(
-            "%s has %d replicas (%s); Weft runs one of them, %s: start the others as separate servers%s",
-            plan.path,
-            plan.layout.data_parallel,
-            plan.layout.name,
-            _gpus(plan.ranks) if on_gpus else "on the CPU",
-            ", with --device-ids" if on_gpus else "",
-        )
     return replace(config, **wanted)  # type: ignore[arg-type]
 
 
@@ -149,11 +137,6 @@ def _check_place(plan: PlanFile, rank: PlannedRank, place: Place) -> None:
                 f"{_numbers(*actual[name])}; plan again",
                 code="plan-spans-differ",
             )
-
-
-def _gpus(ranks: Sequence[PlannedRank]) -> str:
-    """ "GPU 0", "GPUs 0,1" """
-    return f"GPU{'s' * (len(ranks) > 1)} {','.join(str(rank.device.index) for rank in ranks)}"
 
 
 def _numbers(first: int, count: int) -> str:

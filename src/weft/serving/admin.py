@@ -60,9 +60,7 @@ async def stop_profile(service: Service, request: Request) -> Response:
 
 async def layout(service: Service, request: Request) -> Response:
     """/layout: one row per rank."""
-    engine = service.engine
-    replies = await engine.call(RankStats(reset=False))
-    return JsonResponse(memory_rows(engine.plan, engine.ready.num_blocks, engine.ready.ranks, replies))
+    return JsonResponse(memory_rows(await service.engine.call_each(RankStats(reset=False))))
 
 
 def integer_query(request: Request, name: str, default: int) -> int:

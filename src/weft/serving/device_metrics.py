@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
+from weft.client.running import RunningReplica
 from weft.core.commands import RankReport, RankStats, Replies
 from weft.errors import WeftError
 from weft.hardware import host, nvml
@@ -42,16 +43,18 @@ class DeviceMetrics(PrometheusCollector):
     """Times and memory of the ranks, and figures of their GPUs, as of the last `refresh`."""
 
     def __init__(
-        self, plan: Plan, call: Callable[[RankStats], Awaitable[Replies]], clock: Callable[[], float] = time.monotonic
+        self,
+        plans: Sequence[Plan],
+        call_each: Callable[[RankStats], Awaitable[list[tuple[RunningReplica, Replies]]]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`call` has the ranks execute a command between two steps."""
-        self._plan = plan
-        self._call = call
+        """`plans` are those of all replicas. `call_each` has their ranks execute a command between two steps."""
+        self._call = call_each
         self._clock = clock
         self._asked_s = float("-inf")
         self._question: asyncio.Future[None] | None = None
-        self._reports: tuple[RankReport, ...] = ()
-        self._gpus = GpuWatch([device.name for device in plan.devices])
+        self._answers: list[tuple[RunningReplica, Replies]] = []
+        self._gpus = GpuWatch([device.name for plan in plans for device in plan.devices])
 
     async def refresh(self) -> None:
         """Ask the ranks and the driver again, unless that was a moment ago. What does not answer keeps its figures."""
@@ -69,8 +72,7 @@ class DeviceMetrics(PrometheusCollector):
     async def _ask(self) -> None:
         """Ask the ranks; a failed engine keeps the last reports."""
         with contextlib.suppress(WeftError):
-            replies = await self._call(RankStats(reset=False))
-            self._reports = tuple(reply for reply in replies if isinstance(reply, RankReport))
+            self._answers = await self._call(RankStats(reset=False))
 
     def collect(self) -> Iterator[Metric]:
         yield from self._rank_metrics()
@@ -106,11 +108,12 @@ class DeviceMetrics(PrometheusCollector):
 
     def _known(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
         """Labels and value of each rank that reports a field."""
-        for rank, report in enumerate(self._reports):
-            value = getattr(report, field)
-            if value is not None:
-                stage = self._plan.places[rank].stage
-                yield (str(rank), str(stage), self._plan.devices[rank].name), float(value)
+        for replica, replies in self._answers:
+            for rank, report in enumerate(replies):
+                value = getattr(report, field) if isinstance(report, RankReport) else None
+                if value is not None:
+                    place, device = replica.plan.places[rank], replica.plan.devices[rank]
+                    yield (str(replica.first_rank + rank), str(place.stage), device.name), float(value)
 
 
 class GpuWatch:

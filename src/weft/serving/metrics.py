@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector as PrometheusCollector
 from weft.core.request import Stats
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # one engine per replica
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT = (
@@ -53,57 +52,78 @@ def token_buckets(most: int) -> list[int]:
 
 
 class EngineStats(PrometheusCollector):
-    """Counters and gauges of the core, collected when Prometheus asks for them."""
+    """Counters and gauges of the cores, collected when Prometheus asks for them; `engine` is the replica's number."""
 
-    def __init__(self, model: str, stats: Callable[[], Stats]) -> None:
-        self._labels = (model, ENGINE)
+    def __init__(self, model: str, stats: Callable[[], Sequence[Stats]]) -> None:
+        self._model = model
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        now = self._stats()
-        gauges = (
-            ("num_requests_running", "Requests in the running batch.", float(now.running)),
-            ("num_requests_waiting", "Requests waiting in the queue.", float(now.waiting)),
-            ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", now.blocks_used / max(1, now.blocks_total)),
-        )
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            gauge.add_metric(self._labels, value)
+        rows = [((self._model, str(number)), now) for number, now in enumerate(self._stats())]
+        for name, text, gauge_of in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for labels, now in rows:
+                gauge.add_metric(labels, gauge_of(now))
             yield gauge
-        counters = (
-            ("prompt_tokens", "Prompt tokens computed or found in the cache.", now.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", now.generation_tokens),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_hits),
-            ("num_preemptions", "Requests preempted to free KV blocks.", now.preemptions),
-            ("spec_decode_num_draft_tokens", "Draft tokens proposed.", now.draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", now.accepted_tokens),
-        )
-        for name, text, total in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            counter.add_metric(self._labels, total)
+        for name, text, field in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for labels, now in rows:
+                counter.add_metric(labels, getattr(now, field))
             yield counter
-        steps = CounterMetricFamily("weft:steps", "Steps that the engine has finished.", labels=LABELS)
-        steps.add_metric(self._labels, now.steps)
-        yield steps
         sizes = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens per step.", labels=LABELS)
-        below = itertools.accumulate(now.step_sizes)
-        buckets = [(str(float(2**power)), float(count)) for power, count in enumerate(below)]
-        sizes.add_metric(self._labels, [*buckets, ("+Inf", float(now.steps))], float(now.computed_tokens))
+        for labels, now in rows:
+            below = itertools.accumulate(now.step_sizes)
+            buckets = [(str(float(2**power)), float(count)) for power, count in enumerate(below)]
+            sizes.add_metric(labels, [*buckets, ("+Inf", float(now.steps))], float(now.computed_tokens))
         yield sizes
 
 
-class Metrics:
-    """Metrics of one engine; `model` is the first served name."""
+GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("vllm:num_requests_running", "Requests in the running batch.", lambda now: float(now.running)),
+    ("vllm:num_requests_waiting", "Requests waiting in the queue.", lambda now: float(now.waiting)),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda now: now.blocks_used / max(1, now.blocks_total),
+    ),
+    (
+        "weft:replica_up",
+        "1 if the replica has an engine, 0 while it starts again.",
+        lambda now: float(now.blocks_total > 0),
+    ),
+)
+COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens computed or found in the cache.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generation_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("vllm:num_preemptions", "Requests preempted to free KV blocks.", "preemptions"),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens proposed.", "draft_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", "accepted_tokens"),
+    ("weft:steps", "Steps that the engine has finished.", "steps"),
+)
 
-    def __init__(self, model: str, max_model_len: int, stats: Callable[[], Stats]) -> None:
+
+class Metrics:
+    """Metrics of all replicas. `model` is the first served name, `stats` has an entry for each replica."""
+
+    def __init__(self, model: str, max_model_len: int, stats: Callable[[], Sequence[Stats]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineStats(model, stats))
-        tokens = token_buckets(max_model_len)
+        families = RequestFamilies(self.registry, token_buckets(max_model_len))
+        self.replicas = [ReplicaMetrics(families, model, str(number)) for number in range(len(stats()))]
 
+    def render(self) -> bytes:
+        """The body of /metrics."""
+        return generate_latest(self.registry)
+
+
+class RequestFamilies:
+    """Histograms and counters of requests, with a row for each replica. `tokens` are the bounds for tokens."""
+
+    def __init__(self, registry: CollectorRegistry, tokens: Sequence[float]) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            family = Histogram(f"vllm:{name}", text, LABELS, registry=self.registry, buckets=buckets)
-            return family.labels(model, ENGINE)
+            return Histogram(f"vllm:{name}", text, LABELS, registry=registry, buckets=buckets)
 
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
         self.itl = histogram("inter_token_latency_seconds", "Between one token and the next.", ITL)
@@ -114,18 +134,26 @@ class Metrics:
         self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens, once per choice.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
-        self._success = Counter(
-            "vllm:request_success",
-            "Requests finished, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
+        self.success = Counter(
+            "vllm:request_success", "Requests finished, by reason.", (*LABELS, "finished_reason"), registry=registry
         )
-        self._model = model
+
+
+class ReplicaMetrics:
+    """The rows of one replica; a request counts for the one that gave the token in question."""
+
+    def __init__(self, families: RequestFamilies, model: str, engine: str) -> None:
+        self.ttft = families.ttft.labels(model, engine)
+        self.itl = families.itl.labels(model, engine)
+        self.e2e = families.e2e.labels(model, engine)
+        self.queue = families.queue.labels(model, engine)
+        self.prefill = families.prefill.labels(model, engine)
+        self.inference = families.inference.labels(model, engine)
+        self.decode = families.decode.labels(model, engine)
+        self.prompt_tokens = families.prompt_tokens.labels(model, engine)
+        self.generation_tokens = families.generation_tokens.labels(model, engine)
+        self._success, self._labels = families.success, (model, engine)
 
     def count_finished(self, reason: str) -> None:
         """Count one finished choice."""
-        self._success.labels(self._model, ENGINE, reason).inc()
-
-    def render(self) -> bytes:
-        """The body of /metrics."""
-        return generate_latest(self.registry)
+        self._success.labels(*self._labels, reason).inc()

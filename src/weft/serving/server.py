@@ -8,21 +8,23 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model
-from weft.client.remote import AsyncEngine
+from weft.client.replicas import start_engine
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
 from weft.formats.checkpoint import Checkpoint
+from weft.formatting import join_commas
 from weft.hardware import malloc
 from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
-from weft.planner.execution import measured_speeds, plan_to_run
+from weft.planner.execution import measured_speeds
+from weft.planner.replicas import ReplicaPlan, plan_replicas
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
@@ -71,25 +73,32 @@ async def _serve(
 ) -> None:
     files = raise_file_limit()
     host = probe_host()
-    plan = plan_to_run(config, checkpoint, host)
-    speeds = None if options.disable_log_stats else _machine_speeds(plan, host)
+    planned = plan_replicas(config, checkpoint, host, whole=True)
+    speeds = None if options.disable_log_stats else _machine_speeds(planned[0].plan, host)
     # While the engine starts, which takes longer: both are ready before the first request.
-    predicting = asyncio.create_task(asyncio.to_thread(_predict, plan, host, speeds)) if speeds else None
+    predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
     asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)
     starting = time.monotonic()
-    engine = await AsyncEngine.start(plan, config)
+    if len(planned) > 1:
+        _log_replicas(planned)
+    engine = await start_engine(planned, config, stall_s=options.progress_timeout)
     try:
-        for line in capacity_lines(plan, engine.ready.num_blocks):
-            log.info(line)
-        expected = await predicting if predicting else None
-        if expected:
-            log.info(_compare_start(expected, engine.ready))
+        expected = await predicting if predicting else []
+        for replica in engine.replicas:
+            if len(planned) > 1:
+                log.info("replica %d:", replica.number)
+            for line in capacity_lines(planned[replica.number].plan, replica.ready.num_blocks):
+                log.info(line)
+            if expected:
+                log.info(_compare_start(expected[replica.number], replica.ready))
         frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
-        log.info("the engine is ready (%.2f s)", time.monotonic() - starting)
-        capacity = engine.plan.max_running + config.max_num_queued_reqs
+        ready = "the engine is" if len(planned) == 1 else f"{len(planned)} replicas are"
+        log.info("%s ready (%.2f s)", ready, time.monotonic() - starting)
+        capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
-        service.prediction_check = PredictionCheck(expected) if expected else None
-        service.prefill_tok_s = _prefill_speed(expected) if expected else None
+        # Of several replicas together the planner says nothing.
+        service.prediction_check = PredictionCheck(expected[0]) if len(expected) == 1 else None
+        service.prefill_tok_s = sum(map(_prefill_speed, expected)) or None
         # Room for a few bodies of the maximum size at once.
         held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
         limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
@@ -214,15 +223,24 @@ async def _log_stats(service: Service) -> None:
         before = now
 
 
-def _predict(plan: Plan, host: Host, speeds: Speeds) -> Forecast | None:
-    """The planner's prediction for `plan` on this machine; None for hardware that the planner does not know."""
+def _log_replicas(planned: Sequence[ReplicaPlan]) -> None:
+    """Log the devices of each replica."""
+    for number, (plan, _, weight) in enumerate(planned):
+        cores = sorted({core for cores in plan.cores for core in cores})
+        where = f"cores {join_commas(cores)}" if plan.on_cpu else ", ".join(device.name for device in plan.devices)
+        share = f", {weight:.2f} of the speed of replica 0" if weight != planned[0].weight else ""
+        log.info("replica %d of %d: %d ranks on %s%s", number, len(planned), len(plan.places), where, share)
+
+
+def _predict(planned: Sequence[ReplicaPlan], speeds: Speeds) -> list[Forecast]:
+    """The planner's predictions for each replica on this machine; none for hardware that the planner does not know."""
     from weft.planner.forecast import forecast_plan
 
     try:
-        return forecast_plan(plan, host, speeds)
+        return [forecast_plan(plan, host, speeds) for plan, host, _ in planned]
     except (ConfigError, PlanError) as error:  # an unknown GPU
         log.info("no predictions: %s", error)
-        return None
+        return []
 
 
 def _prefill_speed(expected: Forecast) -> float:

@@ -15,12 +15,11 @@ from starlette.requests import Request as HttpRequest
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
 from weft.client.memory import Trimmer
+from weft.client.running import RunningReplica
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import EngineError, ModelError, OutputError, RequestError
-from weft.executors.base import Ready
-from weft.plan.plan import Plan
+from weft.errors import ModelError, OutputError, RequestError
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
@@ -42,12 +41,27 @@ LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is 
 
 
 class Engine(Protocol):
-    """The part of `client.remote.AsyncEngine` that Service and EngineStream use."""
+    """The part of AsyncEngine and ReplicaSet that Service and EngineStream use."""
 
-    plan: Plan
-    ready: Ready
-    stats: Stats  # as of the last step reported
-    failure: EngineError | None  # the cause, if the engine has died
+    @property
+    def stats(self) -> Stats:
+        """Stats as of the last step reported, of all replicas together."""
+        ...
+
+    @property
+    def replicas(self) -> Sequence[RunningReplica]:
+        """The engines that run."""
+        ...
+
+    @property
+    def replica_stats(self) -> Sequence[Stats]:
+        """The stats of each replica."""
+        ...
+
+    @property
+    def outage(self) -> str:
+        """The reason why no request can run now; "" if requests can."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         """Submit requests and return their outputs as they arrive. Closing the generator aborts unfinished requests.
@@ -62,6 +76,10 @@ class Engine(Protocol):
 
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks execute a command between two steps. Raises RequestError and EngineError."""
+        ...
+
+    async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
+        """Like `call`, with the engines that reply."""
         ...
 
 
@@ -80,8 +98,8 @@ class Service:
         self.names = options.served_model_name or (model,)
         self.capacity = capacity
         self.created = int(time.time())
-        self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.stats)
-        self.devices = DeviceMetrics(engine.plan, engine.call)
+        self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
+        self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
@@ -222,9 +240,9 @@ class Service:
             if self.prediction_check.done:
                 self.prediction_check = None
 
-    def observe(self, collector: Collector, delta: Delta, last_s: float | None, now_s: float) -> None:
-        """Update the metrics with a delta. `last_s` is the time of its choice's previous delta, if any."""
-        metrics, times = self.metrics, collector.output.metrics
+    def observe(self, collector: Collector, delta: Delta, last_s: float | None, now_s: float, replica: int) -> None:
+        """Update the metrics of a replica with a delta. `last_s` is the time of its choice's previous delta, if any."""
+        metrics, times = self.metrics.replicas[replica], collector.output.metrics
         if last_s is not None:
             metrics.itl.observe(now_s - last_s)
         else:
@@ -246,8 +264,8 @@ class Service:
 
     def unhealthy_reason(self) -> str | None:
         """The reason why the engine is unhealthy, or None."""
-        if self.engine.failure is not None:
-            return str(self.engine.failure)
+        if outage := self.engine.outage:
+            return outage
         busy = self.streams and not self.engine.stats.sleep_level
         stalled_s = self._progress.stalled_s(self.engine.stats.steps) if busy else 0.0
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
@@ -282,7 +300,7 @@ class EngineStream:
                 continue
             if collector.error:
                 raise OutputError(collector.error.reason, code=collector.error.code)
-            self._service.observe(collector, delta, last_s.get(output.id), now)
+            self._service.observe(collector, delta, last_s.get(output.id), now, output.replica)
             last_s[output.id] = now
             if delta.cut:
                 self._service.engine.abort([output.id])
