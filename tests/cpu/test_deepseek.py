@@ -118,7 +118,7 @@ def test_long_prompts_are_expanded_a_few_heads_at_a_time(
     dims = plan_for(lite, "whole").shape.latent
     assert dims is not None
     head_bytes = max(map(len, PROMPTS)) * 2 * (dims.nope_dim + dims.rope_dim) * 4
-    monkeypatch.setattr("weft.kernels.latents.EXPANDED_BYTES", heads * head_bytes)
+    monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", heads * head_bytes)
     assert tokens_of(lite) == truth_of(lite)
 
 

@@ -83,7 +83,7 @@ def test_rows_of_many_tokens_are_expanded_a_few_heads_at_a_time(monkeypatch: pyt
         return expand(self, latents, heads)
 
     monkeypatch.setattr(type(products), "expand", record)
-    monkeypatch.setattr("weft.kernels.latents.EXPANDED_BYTES", 2 * 200 * (16 + 8 + 12) * 4)
+    monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", 2 * 200 * (16 + 8 + 12) * 4)
     got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
     torch.testing.assert_close(got, want)
     assert dims.expands_from in range(6, 41)
@@ -206,8 +206,7 @@ def test_the_memory_of_an_expanded_context_is_counted(monkeypatch: pytest.Monkey
     shape = latent_shape(dims)
     for most in (1 << 30, 2 * 2000 * (24 + 12) * 4):
         taken.clear()
-        for module in ("weft.kernels.latents", "weft.plan.memory"):
-            monkeypatch.setattr(f"{module}.EXPANDED_BYTES", most)
+        monkeypatch.setattr("weft.plan.memory.EXPANDED_BYTES", most)
         attend_by_latents(kernels, products, q, cache, batch, 0.2)
         assert len(taken) == (1 if most == 1 << 30 else 2)
         counted = step_bytes(shape, whole(shape), 60, 1, 4, context=2000) - step_bytes(shape, whole(shape), 60, 1, 4)

@@ -21,7 +21,7 @@ from weft.architectures.shape import LatentAttention
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.warm import KernelLaunch
-from weft.plan.memory import EXPANDED_BYTES
+from weft.plan import memory
 
 if TYPE_CHECKING:
     from weft.kernels.base import Kernels
@@ -67,7 +67,7 @@ class LatentDims(NamedTuple):
     def heads_at_once(self, context: int, itemsize: int) -> int:
         """Number of heads whose keys and values over a context are expanded at once, in EXPANDED_BYTES."""
         head_bytes = context * (self.nope_dim + self.rope_dim + self.value_dim) * itemsize
-        return max(1, min(self.heads, EXPANDED_BYTES // max(1, head_bytes)))
+        return max(1, min(self.heads, memory.EXPANDED_BYTES // max(1, head_bytes)))
 
 
 class LatentProducts(Protocol):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from weft.config import EngineConfig
+from weft.config import DeviceIds, EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan.devices import device_kind
 from weft.plan.layout import check_config, rank_cut
@@ -150,13 +149,20 @@ def _only_sizes(config: EngineConfig, host: Host) -> bool:
 def _seats(config: EngineConfig, host: Host) -> tuple[int, ...]:
     """Numbers of the GPUs that may be used. Raises ConfigError for one that is named twice."""
     if config.device_ids is not None:
-        if len(set(config.device_ids)) < len(config.device_ids):
+        named = ",".join(map(str, config.device_ids))
+        seats = tuple(seat for seat in config.device_ids if seat != "cpu")
+        if len(seats) < len(config.device_ids):
             raise ConfigError(
-                f"device_ids {join_commas(config.device_ids)} names a GPU twice, and replicas share none; name each "
-                "once",
+                f"device_ids {named} puts layers on the CPU, which several replicas cannot share; leave "
+                "--data-parallel-size or the CPU out",
+                code="replicas-beside-cpu",
+            )
+        if len(set(seats)) < len(seats):
+            raise ConfigError(
+                f"device_ids {named} names a GPU twice, and replicas share none; name each once",
                 code="replicas-share-gpu",
             )
-        return config.device_ids
+        return seats
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=None)
     return tuple(gpu.index for gpu in (host.gpus_of(caps) if caps else host.gpus))
 
@@ -210,16 +216,17 @@ def _replicas_of_files(config: EngineConfig, checkpoint: Checkpoint, host: Host)
     _check_size(config, files, len(engines))
     ids = _divided_ids(config, engines)
     one = replace(config, data_parallel_size=None)
-    used: set[int] = set()
+    used: set[int | Literal["cpu"]] = set()
     plans = []
     on_cores = all(engine.on_cpu for engine in engines) and len(engines) > 1
     for number, (engine, own) in enumerate(zip(engines, ids, strict=True)):
         part = share_of_host(host, number, len(engines)) if on_cores else host
         applied = run_plan_file.apply_plan_file(engine, replace(one, device_ids=own), checkpoint, part)
         seats = set(applied.device_ids or ())
-        if shared := sorted(seats & used):
+        if shared := sorted(map(str, seats & used)):
+            where = "the CPU" if "cpu" in shared else f"GPU {shared[0]}"
             raise PlanError(
-                f"{config.plan} puts two replicas on GPU {shared[0]}; name a GPU for each rank with --device-ids",
+                f"{config.plan} puts two replicas on {where}; name a GPU for each rank with --device-ids",
                 code="replicas-share-gpu",
             )
         used |= seats
@@ -241,7 +248,7 @@ def _check_size(config: EngineConfig, files: Sequence[PlanFile], engines: int) -
         )
 
 
-def _divided_ids(config: EngineConfig, engines: Sequence[PlanFile]) -> list[tuple[int, ...] | None]:
+def _divided_ids(config: EngineConfig, engines: Sequence[PlanFile]) -> list[DeviceIds | None]:
     """The GPUs that --device-ids names for each engine. Raises ConfigError if they are not one per rank."""
     ids = config.device_ids
     if ids is None:

@@ -12,7 +12,6 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels import latents
 from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.experts import NativeExperts, describe_routing
@@ -31,6 +30,7 @@ from weft.native.structures import (
     StepDescriptor,
     SumCallback,
 )
+from weft.plan import memory as plan_memory
 
 
 class NativeStage:
@@ -211,7 +211,7 @@ def describe_latent(latent: FusedLatent) -> LatentDescriptor:
         kv_norm=latent.kv_norm.weight.data_ptr(),
         interleaved=latent.interleaved,
         expands_from=max(2, latent.products.dims.expands_from),
-        expanded_bytes=latents.EXPANDED_BYTES,
+        expanded_bytes=plan_memory.EXPANDED_BYTES,
         kv_eps=latent.kv_norm.eps,
     )
     if latent.q_down is not None and latent.q_norm is not None:
