@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -142,6 +142,18 @@ class Frontend:
     def tokenizer(self) -> Tokenizer | None:
         return self._text_tools.tokenizer
 
+    @property
+    def template_source(self) -> str | None:
+        """The text of the model's chat template; None without one."""
+        return self._text_tools.template.source if self._text_tools.template else None
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens with these texts, as far as the vocabulary has them."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = (self.tokenizer.id(text) for text in texts)
+        return frozenset(id for id in ids if id is not None and id in self.tokenizer.special_ids)
+
     def sampling_params(self, fields: Mapping[str, Any], **defaults: Any) -> SamplingParams:
         """Return the SamplingParams with a caller's `fields`; None counts as left out.
 
@@ -268,9 +280,18 @@ class Frontend:
         return Prompt(self.pack_prompt(ids, param="messages"), text)
 
     def create_collector(
-        self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        shown: Collection[int] = (),
     ) -> Collector:
-        """Return the Collector of a prompt's answer, which holds the core's requests, one per choice."""
+        """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
+
+        `shown` are special tokens that the answer's text has in any case.
+        """
         check_priority(priority)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
@@ -295,7 +316,7 @@ class Frontend:
             )
             for index in range(params.n)
         ]
-        return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s)
+        return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s, shown)
 
     def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:
         """Raise RequestError for the beginning of an answer that cannot go on."""

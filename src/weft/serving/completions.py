@@ -97,6 +97,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
 
     def __init__(self, service: Service, stream: EngineStream, prepared: PreparedCompletion) -> None:
         super().__init__(service, stream, prepared.model, prepared.body, "cmpl")
+        self._stream = stream
         self._echo = bool(prepared.body.echo)
         self._scoring = prepared.scoring
         self._top_logprobs = prepared.body.logprobs
@@ -136,7 +137,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _usage(self) -> Usage:
-        usage = super()._usage()
+        usage = self._stream.usage
         if self._scoring:
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
         return usage
