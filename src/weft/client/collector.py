@@ -129,8 +129,9 @@ class Collector:
     def _add_text(self, stream: TextStream, output: Output, delta: Delta) -> None:
         """Add the text of the new tokens to the delta, up to a stop string."""
         shown = output.tokens
-        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            shown = shown[:-1]  # the token that ended the choice is no part of the text
+        ended = output.finish_reason == "stop" and output.tokens[-1] in self.requests[0].stop_ids
+        if ended and not self.params.include_stop_str_in_output:
+            shown = shown[:-1]  # the token that ended the choice is no part of the text; a grammar's last token is
         delta.text = stream.push(shown)
         if output.finish_reason is not None:
             delta.text += stream.finish()

@@ -23,6 +23,8 @@ from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
+from weft.structured.compiler import GrammarCompiler
+from weft.structured.grammar import body_of, grammar_text
 from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -119,6 +121,8 @@ class Frontend:
         self._text_tools = text_tools
         self._defaults = dict(defaults or {})
         self._seed = seed
+        # Callers' threads share it: a grammar that one has checked is known to all.
+        self.grammars = GrammarCompiler(self._load_tokenizer, vocab, self._eos)
         self._unseeded = count()
         self._names = count()
 
@@ -287,12 +291,15 @@ class Frontend:
         arrival_s: float,
         priority: int = 0,
         shown: Collection[int] = (),
+        grammar: str = "",
     ) -> Collector:
         """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
 
-        `shown` are special tokens that the answer's text has in any case.
+        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; without it,
+        the `structured_outputs` of `params` do.
         """
         check_priority(priority)
+        grammar = grammar or self._grammar(params)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
         stop_ids = (() if params.ignore_eos else self._eos) + params.stop_token_ids
@@ -313,10 +320,23 @@ class Frontend:
                 priority=priority,
                 identity=identity,
                 answered=prompt.answered,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
         return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s, shown)
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the checked text of the grammar of `structured_outputs`; "" without one."""
+        if params.structured_outputs is None:
+            return ""
+        self._require_tokenizer("structured_outputs", "structured_outputs")
+        grammar = grammar_text(body_of(params.structured_outputs))
+        self.grammars.check(grammar)
+        return grammar
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return self._require_tokenizer("a grammar", "structured_outputs")
 
     def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:
         """Raise RequestError for the beginning of an answer that cannot go on."""
@@ -345,7 +365,12 @@ class Frontend:
         room = self.max_model_len - len(prompt.ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         return msgspec.structs.replace(
-            params, n=1, max_tokens=most, min_tokens=min(params.min_tokens, most), bad_word_ids=tuple(bad_word_ids)
+            params,
+            n=1,
+            max_tokens=most,
+            min_tokens=min(params.min_tokens, most),
+            bad_word_ids=tuple(bad_word_ids),
+            structured_outputs=None,
         )
 
     def prompt_text(self, output: RequestOutput) -> str:

@@ -167,8 +167,11 @@ class Service:
         *,
         priority: int | None,
         shown: Collection[int] = (),
+        grammar: str = "",
     ) -> list[Collector]:
-        """Create a Collector, with its engine requests, for each prompt. `shown` are special tokens that its text has.
+        """Create a Collector, with its engine requests, for each prompt.
+
+        `shown` are special tokens that its text has, `grammar` constrains the answers.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
         """
@@ -186,7 +189,7 @@ class Service:
                     code="too-many-prompt-tokens",
                 )
             collector = self.frontend.create_collector(
-                prompt, params, arrival_s=now, priority=priority or 0, shown=shown
+                prompt, params, arrival_s=now, priority=priority or 0, shown=shown, grammar=grammar
             )
             ids += params.n * collector.requests[0].params.id_count
             if ids > LIMITS.sampling_ids:
