@@ -219,7 +219,7 @@ class Frontend:
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
         """Return a text's token ids, without a limit on their number."""
-        return self._require_tokenizer("a text", param).encode(text, add_special_tokens=special)
+        return self.require_tokenizer("a text", param).encode(text, add_special_tokens=special)
 
     def render_chat(
         self,
@@ -252,7 +252,7 @@ class Frontend:
         template_variables: Mapping[str, Any] | None = None,
     ) -> _Rendering:
         """Return the template and its settings for the keywords of `render_chat`."""
-        tokenizer = self._require_tokenizer("a conversation", "messages")
+        tokenizer = self.require_tokenizer("a conversation", "messages")
         template = self._text_tools.template
         if chat_template is not None:
             template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
@@ -330,13 +330,13 @@ class Frontend:
         """Return the checked text of the grammar of `structured_outputs`; "" without one."""
         if params.structured_outputs is None:
             return ""
-        self._require_tokenizer("structured_outputs", "structured_outputs")
+        self.require_tokenizer("structured_outputs", "structured_outputs")
         grammar = grammar_text(body_of(params.structured_outputs))
         self.grammars.check(grammar)
         return grammar
 
     def _load_tokenizer(self) -> Tokenizer:
-        return self._require_tokenizer("a grammar", "structured_outputs")
+        return self.require_tokenizer("a grammar", "structured_outputs")
 
     def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:
         """Raise RequestError for the beginning of an answer that cannot go on."""
@@ -358,10 +358,10 @@ class Frontend:
         """Return the parameters of one choice: limited to the model's length, and with the ids of bad words."""
         for field in ("stop", "bad_words"):
             if getattr(params, field):
-                self._require_tokenizer(field, field)
+                self.require_tokenizer(field, field)
         bad_word_ids: list[tuple[int, ...]] = []
         for word in params.bad_words:
-            bad_word_ids += self._require_tokenizer("bad_words", "bad_words").word_ids(word)
+            bad_word_ids += self.require_tokenizer("bad_words", "bad_words").word_ids(word)
         room = self.max_model_len - len(prompt.ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         return msgspec.structs.replace(
@@ -382,7 +382,7 @@ class Frontend:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         self._check_ids(ids, "tokens")
-        return self._require_tokenizer("decoding", "tokens").decode(ids, skip_special_tokens=False)
+        return self.require_tokenizer("decoding", "tokens").decode(ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
         """Return the text that a token adds, with U+FFFD for a part of a character; "" without a tokenizer."""
@@ -392,7 +392,8 @@ class Frontend:
         """Return the UTF-8 bytes that a token adds; empty without a tokenizer."""
         return self.tokenizer.token_bytes(token) if self.tokenizer else b""
 
-    def _require_tokenizer(self, feature: str, param: str) -> Tokenizer:
+    def require_tokenizer(self, feature: str, param: str) -> Tokenizer:
+        """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)",
@@ -408,7 +409,7 @@ class Frontend:
         """
         if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
             return
-        longest_token = self._require_tokenizer("a text", param).longest_token
+        longest_token = self.require_tokenizer("a text", param).longest_token
         most = max(least, (self.max_model_len - 1) * longest_token)
         if len(text) > most:
             raise RequestError(

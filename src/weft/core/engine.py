@@ -99,7 +99,7 @@ class EngineCore:
         if self._grammars is None:
             raise RequestError("this engine has no grammars", param="structured_outputs", code="no-structured-outputs")
         self.scheduler.add(request, prepared=False)
-        future = self._grammars.compile(request.grammar, request.answered)
+        future = self._grammars.compile(request.grammar, list(request.answered))
         self._compiling[future] = request.id
         future.add_done_callback(lambda done: self.wake(done))
 

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.client.collector import Collector
+from weft.client.frontend import Prompt
 from weft.errors import RequestError
+from weft.serving.answer_grammar import answer_grammar
 from weft.serving.continuation import answered_ids
 from weft.serving.openai_types import ChatRequest
 from weft.serving.parsers.choose import AnswerFormat
 from weft.serving.parsers.reader import StreamParser
 from weft.serving.sampling import sampling_fields
 from weft.serving.service import Service
+from weft.serving.structured import wanted_output
 from weft.serving.tools import ToolUse, add_tools_message, read_tools
 
 
@@ -31,7 +34,7 @@ class PreparedChat:
     @property
     def parsed(self) -> bool:
         """True if the answer's text may hold more than content."""
-        return bool(self.use.tools) or self.format.reasoning is not None
+        return bool(self.use.tools) or self.format.reasoning is not None or self.format.harmony
 
     @property
     def most_calls(self) -> int:
@@ -69,8 +72,28 @@ def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     prompt = replace(prompt, cache_salt=body.cache_salt, answered=answered_ids(body, service.frontend.vocab))
     prepared = PreparedChat(body, model, [], answer_format, use)
     shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
-    collectors = service.create_collectors([prompt], sampling_params, priority=body.priority, shown=shown)
+    grammar = _grammar(service, prepared, prompt)
+    collectors = service.create_collectors(
+        [prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar
+    )
     return replace(prepared, collectors=collectors)
+
+
+def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:
+    """The checked text of the answer's grammar; "" if the answer is free."""
+    wanted, param = wanted_output(prepared.body)
+    if wanted is None and not prepared.use.forced:
+        return ""
+    grammar = answer_grammar(
+        prepared.format,
+        prepared.use,
+        wanted,
+        service.frontend.require_tokenizer("a grammar", param or "tool_choice"),
+        prompt.text or "",
+        several=prepared.body.parallel_tool_calls is not False and prepared.use.named is None,
+    )
+    service.frontend.grammars.check(grammar, "tools" if prepared.use.forced else param)
+    return grammar
 
 
 def _template_input(

@@ -20,6 +20,7 @@ from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from weft.serving.sampling import sampling_fields
 from weft.serving.service import EngineStream, Service
+from weft.serving.structured import wanted_output
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     """Check a body and tokenize its prompts. Raises RequestError and HttpError."""
     body = service.decode_body(content, CompletionRequest)
     model = service.resolve_model(body.model)
-    fields = sampling_fields(body) | {"logprobs": body.logprobs}
+    fields = sampling_fields(body) | {"logprobs": body.logprobs, "structured_outputs": wanted_output(body)[0]}
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise RequestError(

@@ -9,7 +9,6 @@ from weft.serving.parsers.between import Trimmed
 from weft.serving.parsers.reader import Reader, Steps
 
 THINK, THINK_END = "<think>", "</think>"
-KIMI_CALLS = "<|tool_calls_section_begin|>"
 
 
 class Begin(Enum):
