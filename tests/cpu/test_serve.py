@@ -198,6 +198,11 @@ def test_the_openai_client_calls_tools(server: Server) -> None:
         "tools": [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}],
         "tool_choice": {"type": "function", "function": {"name": "forecast"}},
     }
+    with client:
+        check_calls(client, asked)
+
+
+def check_calls(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     choice = client.chat.completions.create(**asked).choices[0]
     assert choice.finish_reason == "stop" and choice.message.tool_calls and choice.message.content is None
     (call,) = choice.message.tool_calls
@@ -219,16 +224,16 @@ def test_the_openai_client_gets_what_a_schema_says(server: Server) -> None:
         "additionalProperties": False,
     }
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema, "strict": True}}
-    answer = server.client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=200, n=3, seed=1, response_format=wanted
-    )
+    asked: dict[str, Any] = {"model": "tiny", "messages": HI, "response_format": wanted}
+    with server.client as client:
+        answer = client.chat.completions.create(**asked, max_tokens=200, n=3, seed=1)
+        number["type"] = "numeral"
+        with pytest.raises(openai.BadRequestError, match=r"at \$.properties.number: "):
+            client.chat.completions.create(**asked)
     for choice in answer.choices:
         made = json.loads(choice.message.content or "")
         assert choice.finish_reason == "stop" and made.keys() == {"word", "number"}
         assert len(made["word"]) <= 4 and 7 <= made["number"] <= 12
-    with pytest.raises(openai.BadRequestError, match=r"at \$.properties.number: "):
-        number["type"] = "numeral"
-        server.client.chat.completions.create(model="tiny", messages=HI, response_format=wanted)
 
 
 def test_the_openai_client_understands_refusals(server: Server) -> None:
