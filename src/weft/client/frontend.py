@@ -142,6 +142,11 @@ class Frontend:
     def tokenizer(self) -> Tokenizer | None:
         return self._text_tools.tokenizer
 
+    @property
+    def template_source(self) -> str | None:
+        """The text of the model's chat template; None without one."""
+        return self._text_tools.template.source if self._text_tools.template else None
+
     def sampling_params(self, fields: Mapping[str, Any], **defaults: Any) -> SamplingParams:
         """Return the SamplingParams with a caller's `fields`; None counts as left out.
 

@@ -19,11 +19,14 @@ from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.chat import chat
 from weft.serving.completions import completions
-from weft.serving.errors import HANDLERS, HttpError, error_response
+from weft.serving.access import sent_key
+from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
+from weft.serving.ollama import models as ollama
+from weft.serving.ollama.pull import pull_model
 from weft.serving.service import Service
 
-# Health probes carry no API key, and administrators another one.
-KEYLESS_PATHS = ("/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
+# Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
+KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -39,6 +42,15 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    Route("/", ollama.root),
+    Route("/api/version", ollama.version),
+    Route("/api/tags", ollama.tags),
+    Route("/api/ps", ollama.running),
+    Route("/api/show", ollama.show, methods=["POST"]),
+    Route("/api/pull", pull_model, methods=["POST"]),
+    Route("/api/delete", ollama.delete, methods=["DELETE"]),
+    *(Route(f"/api/{name}", ollama.absent, methods=["POST"]) for name in ("create", "copy", "push")),
+    Route("/api/blobs/{digest}", ollama.absent, methods=["POST", "HEAD"]),
     *ADMIN_ROUTES,
 )
 
@@ -90,16 +102,15 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, api_path(scope))(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in KEYLESS_PATHS:
+        if api_path(scope) in KEYLESS_PATHS:
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
+        given = _digest(sent_key(Headers(scope=scope)).encode("latin-1", errors="replace"))
         # Every digest is compared: the time taken reveals nothing about a key, not even its length.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

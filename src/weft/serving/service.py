@@ -82,6 +82,7 @@ class Service:
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.stats)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
+        self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()
         self.idle.set()
         self.prediction_check: PredictionCheck | None = None

@@ -43,6 +43,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str] | None = None) -> None:
         self._special_tokens = dict(special_tokens or {})
+        self.source = source
         self._template: Template | None = None
         if source is not None:
             self._developer = DEVELOPER.search(source) is not None
