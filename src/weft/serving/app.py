@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
+from weft.serving.batches import endpoints as batches
+from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
 from weft.serving.completions import completions
 from weft.serving.access import sent_key
@@ -42,6 +44,15 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    Route("/v1/files", batches.upload_file, methods=["POST"]),
+    Route("/v1/files", batches.list_files),
+    Route("/v1/files/{id}", batches.get_file),
+    Route("/v1/files/{id}", batches.delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", batches.file_content),
+    Route("/v1/batches", batches.create_batch, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{id}", batches.get_batch),
+    Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
     Route("/", ollama.root),
     Route("/api/version", ollama.version),
     Route("/api/tags", ollama.tags),
@@ -53,6 +64,10 @@ ROUTES = (
     Route("/api/blobs/{digest}", ollama.absent, methods=["POST", "HEAD"]),
     *ADMIN_ROUTES,
 )
+
+
+# Whose requests a batch may hold.
+BATCH_ENDPOINTS = {"/v1/chat/completions": chat, "/v1/completions": completions}
 
 
 def create_app(service: Service) -> Starlette:
@@ -72,6 +87,7 @@ def create_app(service: Service) -> Starlette:
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     application.state.service = service
+    application.state.batches = BatchKeeper(service, BATCH_ENDPOINTS)
     return application
 
 
