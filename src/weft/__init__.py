@@ -14,17 +14,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.client.async_llm import AsyncLLM
     from weft.client.outputs import CompletionOutput, RequestOutput
-    from weft.core.params import SamplingParams
+    from weft.core.params import SamplingParams, StructuredOutputsParams
     from weft.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "RequestOutput",
+    "CompletionOutput",
+    "__version__",
+]
 
 # The module of each public name. It is imported on first use, so that `import weft` costs nothing.
 _HOMES = {
     "LLM": "weft.llm",
     "AsyncLLM": "weft.client.async_llm",
     "SamplingParams": "weft.core.params",
+    "StructuredOutputsParams": "weft.core.params",
     "RequestOutput": "weft.client.outputs",
     "CompletionOutput": "weft.client.outputs",
 }

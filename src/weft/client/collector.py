@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class Collector:
     If an answer has begun elsewhere (`Request.answered`), `output` has its tokens and text from the first, and no delta
     has them; the text is that which a stream would have shown until then.
 
+    `shown` are special tokens that the text has even if the parameters skip special tokens.
+
     `output` is the answer so far. `error` says why the engine could not go on with a choice, whose finish_reason is
     "error" then.
     """
@@ -57,6 +59,7 @@ class Collector:
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
         arrival_s: float,
+        shown: Collection[int] = (),
     ) -> None:
         self.params = params
         self.error: SlotFailure | None = None
@@ -64,7 +67,7 @@ class Collector:
         self._tokenizer = tokenizer
         prompt = requests[0].prompt
         self._choices: dict[str, Choice] = {}
-        first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt))
+        first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt), shown)
         for index, request in enumerate(requests):
             stream = first.fork() if first is not None and index else first
             self._choices[request.id] = Choice(_begun(index, request, stream), stream)
@@ -126,8 +129,9 @@ class Collector:
     def _add_text(self, stream: TextStream, output: Output, delta: Delta) -> None:
         """Add the text of the new tokens to the delta, up to a stop string."""
         shown = output.tokens
-        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-            shown = shown[:-1]  # the token that ended the choice is no part of the text
+        ended = output.finish_reason == "stop" and output.tokens[-1] in self.requests[0].stop_ids
+        if ended and not self.params.include_stop_str_in_output:
+            shown = shown[:-1]  # the token that ended the choice is no part of the text; a grammar's last token is
         delta.text = stream.push(shown)
         if output.finish_reason is not None:
             delta.text += stream.finish()

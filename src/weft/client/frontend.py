@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -23,6 +23,8 @@ from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
+from weft.structured.compiler import GrammarCompiler
+from weft.structured.grammar import body_of, grammar_text
 from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -119,6 +121,8 @@ class Frontend:
         self._text_tools = text_tools
         self._defaults = dict(defaults or {})
         self._seed = seed
+        # Callers' threads share it: a grammar that one has checked is known to all.
+        self.grammars = GrammarCompiler(self._load_tokenizer, vocab, self._eos)
         self._unseeded = count()
         self._names = count()
 
@@ -146,6 +150,13 @@ class Frontend:
     def template_source(self) -> str | None:
         """The text of the model's chat template; None without one."""
         return self._text_tools.template.source if self._text_tools.template else None
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of the special tokens with these texts, as far as the vocabulary has them."""
+        if self.tokenizer is None:
+            return frozenset()
+        ids = (self.tokenizer.id(text) for text in texts)
+        return frozenset(id for id in ids if id is not None and id in self.tokenizer.special_ids)
 
     def sampling_params(self, fields: Mapping[str, Any], **defaults: Any) -> SamplingParams:
         """Return the SamplingParams with a caller's `fields`; None counts as left out.
@@ -208,7 +219,7 @@ class Frontend:
 
     def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
         """Return a text's token ids, without a limit on their number."""
-        return self._require_tokenizer("a text", param).encode(text, add_special_tokens=special)
+        return self.require_tokenizer("a text", param).encode(text, add_special_tokens=special)
 
     def render_chat(
         self,
@@ -241,7 +252,7 @@ class Frontend:
         template_variables: Mapping[str, Any] | None = None,
     ) -> _Rendering:
         """Return the template and its settings for the keywords of `render_chat`."""
-        tokenizer = self._require_tokenizer("a conversation", "messages")
+        tokenizer = self.require_tokenizer("a conversation", "messages")
         template = self._text_tools.template
         if chat_template is not None:
             template = ChatTemplate.for_tokenizer(tokenizer, chat_template)
@@ -273,10 +284,22 @@ class Frontend:
         return Prompt(self.pack_prompt(ids, param="messages"), text)
 
     def create_collector(
-        self, prompt: Prompt, params: SamplingParams, *, arrival_s: float, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        priority: int = 0,
+        shown: Collection[int] = (),
+        grammar: str = "",
     ) -> Collector:
-        """Return the Collector of a prompt's answer, which holds the core's requests, one per choice."""
+        """Return the Collector of a prompt's answer, which holds the core's requests, one per choice.
+
+        `shown` are special tokens that the answer's text has in any case. `grammar` constrains the answer; without it,
+        the `structured_outputs` of `params` do.
+        """
         check_priority(priority)
+        grammar = grammar or self._grammar(params)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
         stop_ids = (() if params.ignore_eos else self._eos) + params.stop_token_ids
@@ -297,10 +320,23 @@ class Frontend:
                 priority=priority,
                 identity=identity,
                 answered=prompt.answered,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
-        return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s)
+        return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s, shown)
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the checked text of the grammar of `structured_outputs`; "" without one."""
+        if params.structured_outputs is None:
+            return ""
+        self.require_tokenizer("structured_outputs", "structured_outputs")
+        grammar = grammar_text(body_of(params.structured_outputs))
+        self.grammars.check(grammar)
+        return grammar
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return self.require_tokenizer("a grammar", "structured_outputs")
 
     def _check_answered(self, answered: list[int], choice: SamplingParams, n: int, stop_ids: Sequence[int]) -> None:
         """Raise RequestError for the beginning of an answer that cannot go on."""
@@ -322,14 +358,19 @@ class Frontend:
         """Return the parameters of one choice: limited to the model's length, and with the ids of bad words."""
         for field in ("stop", "bad_words"):
             if getattr(params, field):
-                self._require_tokenizer(field, field)
+                self.require_tokenizer(field, field)
         bad_word_ids: list[tuple[int, ...]] = []
         for word in params.bad_words:
-            bad_word_ids += self._require_tokenizer("bad_words", "bad_words").word_ids(word)
+            bad_word_ids += self.require_tokenizer("bad_words", "bad_words").word_ids(word)
         room = self.max_model_len - len(prompt.ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         return msgspec.structs.replace(
-            params, n=1, max_tokens=most, min_tokens=min(params.min_tokens, most), bad_word_ids=tuple(bad_word_ids)
+            params,
+            n=1,
+            max_tokens=most,
+            min_tokens=min(params.min_tokens, most),
+            bad_word_ids=tuple(bad_word_ids),
+            structured_outputs=None,
         )
 
     def prompt_text(self, output: RequestOutput) -> str:
@@ -341,7 +382,7 @@ class Frontend:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
         self._check_ids(ids, "tokens")
-        return self._require_tokenizer("decoding", "tokens").decode(ids, skip_special_tokens=False)
+        return self.require_tokenizer("decoding", "tokens").decode(ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
         """Return the text that a token adds, with U+FFFD for a part of a character; "" without a tokenizer."""
@@ -351,7 +392,8 @@ class Frontend:
         """Return the UTF-8 bytes that a token adds; empty without a tokenizer."""
         return self.tokenizer.token_bytes(token) if self.tokenizer else b""
 
-    def _require_tokenizer(self, feature: str, param: str) -> Tokenizer:
+    def require_tokenizer(self, feature: str, param: str) -> Tokenizer:
+        """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{feature} needs a tokenizer, and this engine runs without one (skip_tokenizer_init)",
@@ -367,7 +409,7 @@ class Frontend:
         """
         if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
             return
-        longest_token = self._require_tokenizer("a text", param).longest_token
+        longest_token = self.require_tokenizer("a text", param).longest_token
         most = max(least, (self.max_model_len - 1) * longest_token)
         if len(text) > most:
             raise RequestError(

@@ -29,6 +29,8 @@ from weft.hardware.host import probe_host
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_to_run
+from weft.structured.compiler import GrammarCompiler
+from weft.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("weft")
 
@@ -54,7 +56,10 @@ class LocalEngine:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks
             self.plan: Plan = msgspec.structs.replace(plan, max_model_len=fit_length(plan, ready.num_blocks))
-            core = EngineCore.from_plan(self.plan, ready.num_blocks, self._executor, config)
+            grammars = GrammarCompiler(
+                lambda: load_tokenizer(config.tokenizer or checkpoint.path), plan.shape.vocab, plan.shape.eos
+            )
+            core = EngineCore.from_plan(self.plan, ready.num_blocks, self._executor, config, grammars=grammars)
         except BaseException:
             self._executor.close()
             raise

@@ -22,6 +22,7 @@ class CoreLoop(ABC):
         self.core = core
         self.inbox = inbox
         core.commands.wake = inbox.put
+        core.wake = inbox.put
 
     def step_until_failure(self) -> None:
         """Step the core until an exception ends the loop. Sleeps while the inbox is empty; never waits for a step."""
@@ -35,7 +36,7 @@ class CoreLoop(ABC):
                 outputs += self.core.finish_oldest()
             # The ranks first: they compute while the callers receive the last step's outputs.
             self._pump()
-            self._deliver(outputs)
+            self._deliver(outputs + self.core.take_uncompiled())
 
     def _wait(self) -> Any:
         """Sleep until the next event."""

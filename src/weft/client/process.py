@@ -38,6 +38,8 @@ from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
 from weft.hardware import malloc
 from weft.plan.memory import fit_length
+from weft.structured.compiler import GrammarCompiler
+from weft.text.tokenizer import load_tokenizer
 
 LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is given back afterwards
 
@@ -123,7 +125,10 @@ def main(descriptor: int) -> None:
         ready = executor.start(start.plan)
         phase = "allocate"
         plan = msgspec.structs.replace(start.plan, max_model_len=fit_length(start.plan, ready.num_blocks))
-        core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True)
+        grammars = GrammarCompiler(
+            lambda: load_tokenizer(start.config.tokenizer or plan.checkpoint), plan.shape.vocab, plan.shape.eos
+        )
+        core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True, grammars=grammars)
         parent.send(CoreStarted(plan, ready))
         phase = "step"
         executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))

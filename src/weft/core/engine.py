@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from time import monotonic
 from typing import Any, Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
 from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
+from weft.core.grammar import Grammars, Matcher
 from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
 from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
-from weft.core.step import EngineStep
-from weft.errors import CORE, Cause, EngineError, WeftError
+from weft.core.step import EngineStep, SlotFailure
+from weft.errors import CORE, Cause, EngineError, RequestError, WeftError
 from weft.plan.plan import Plan
 
 logger = logging.getLogger("weft")
@@ -41,7 +42,13 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: Scheduler | GroupedScheduler, executor: StepExecutor, *, depth: int, pace: Pace | None = None
+        self,
+        scheduler: Scheduler | GroupedScheduler,
+        executor: StepExecutor,
+        *,
+        depth: int,
+        pace: Pace | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -53,25 +60,48 @@ class EngineCore:
         self._scheduled_s: dict[str, float] = {}
         self._speculation_gate = SpeculationGate(monotonic) if scheduler.speculation else None
         self._pace = pace
+        self._grammars = grammars
+        self._compiling: dict[Future[Matcher], str] = {}
+        self._uncompiled: list[Output] = []  # of requests whose grammar turned out to be unusable
+        # Called with the future of a grammar when it is compiled: the owner then calls `pump`.
+        self.wake: Callable[[Future[Matcher]], None] = lambda future: None
 
     @classmethod
     def from_plan(
-        cls, plan: Plan, num_blocks: int, executor: StepExecutor, config: EngineConfig, *, paced: bool = False
+        cls,
+        plan: Plan,
+        num_blocks: int,
+        executor: StepExecutor,
+        config: EngineConfig,
+        *,
+        paced: bool = False,
+        grammars: Grammars | None = None,
     ) -> EngineCore:
         """Create a core with the plan's limits and the config's policies, and a scheduler for each attention group.
 
         One step is in flight per stage, and one more with lookahead. `paced` is for callers who read streams
         as they grow (weft serve, AsyncLLM).
         """
-        groups = [create_scheduler(plan, num_blocks, config, group) for group in range(plan.data_parallel)]
+        groups = [create_scheduler(plan, num_blocks, config, group, grammars) for group in range(plan.data_parallel)]
         scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)
         pace = Pace(monotonic, plan.max_num_batched_tokens) if paced else None
-        return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace)
+        return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace, grammars=grammars)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError, QueueFullError, EngineError."""
+        """Queue a request. Raises RequestError, QueueFullError, EngineError.
+
+        A request with a grammar waits until that is compiled, and others go first.
+        """
         self._raise_failure()
-        self.scheduler.add(request)
+        if not request.grammar:
+            self.scheduler.add(request)
+            return
+        if self._grammars is None:
+            raise RequestError("this engine has no grammars", param="structured_outputs", code="no-structured-outputs")
+        self.scheduler.add(request, prepared=False)
+        future = self._grammars.compile(request.grammar, list(request.answered))
+        self._compiling[future] = request.id
+        future.add_done_callback(lambda done: self.wake(done))
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more output. Unknown ids are ignored."""
@@ -88,6 +118,8 @@ class EngineCore:
     def pump(self) -> None:
         """Submit steps while fewer than `depth` are in flight and there is something to run. Never waits."""
         self._raise_failure()
+        if self._compiling:
+            self._admit_compiled()
         if self.commands.holds and not self._finish_commands():
             return
         while len(self.pending) < self.depth and (plan := self._next_step()):
@@ -119,6 +151,23 @@ class EngineCore:
         if self._scheduled_s:
             for output in outputs:
                 output.scheduled_s = self._scheduled_s.pop(output.id, None)
+        return outputs
+
+    def _admit_compiled(self) -> None:
+        """Let the requests run whose grammars are compiled by now, and end those whose grammar is unusable."""
+        for future in [future for future in self._compiling if future.done()]:
+            id = self._compiling.pop(future)
+            error = future.exception()
+            if error is None:
+                self.scheduler.mark_prepared(id, future.result())
+            elif self.scheduler.knows(id):
+                self.scheduler.abort([id])
+                code = error.code if isinstance(error, WeftError) else "grammar-failed"
+                self._uncompiled.append(Output(id, [], [], finish_reason="error", error=SlotFailure(code, str(error))))
+
+    def take_uncompiled(self) -> list[Output]:
+        """Outputs of the requests that ended because their grammars could not be compiled, once."""
+        outputs, self._uncompiled = self._uncompiled, []
         return outputs
 
     def _finish_commands(self) -> bool:
@@ -168,7 +217,9 @@ class EngineCore:
         raise error
 
 
-def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig, group: int) -> Scheduler:
+def create_scheduler(
+    plan: Plan, num_blocks: int, config: EngineConfig, group: int, grammars: Grammars | None = None
+) -> Scheduler:
     """The scheduler of an attention group, with the plan's limits and the config's policies.
 
     All groups together queue as many requests as the config says.
@@ -183,4 +234,5 @@ def create_scheduler(plan: Plan, num_blocks: int, config: EngineConfig, group: i
         policy=cast(Literal["fcfs", "priority"], config.scheduling_policy),
         lookahead=plan.lookahead,
         speculation=plan.speculation,
+        grammars=grammars,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from weft.core.grammar import Matcher
 from weft.core.request import Output, Request, Stats, duplicate_id_error, queue_full_error
 from weft.core.scheduler import Scheduler
 from weft.core.step import LockStep, LockStepResult, StepPlan
@@ -51,10 +52,14 @@ class GroupedScheduler:
         self._group_of[request.id], self._tokens_of[request.id] = number, tokens
         self._load[number] += tokens
 
-    def mark_prepared(self, id: str) -> None:
+    def mark_prepared(self, id: str, matcher: Matcher | None = None) -> None:
         """Let a request run, as `Scheduler.mark_prepared`."""
         if id in self._group_of:
-            self.groups[self._group_of[id]].mark_prepared(id)
+            self.groups[self._group_of[id]].mark_prepared(id, matcher)
+
+    def knows(self, id: str) -> bool:
+        """Return True for a request that has not ended."""
+        return id in self._group_of
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests, as `Scheduler.abort`."""

@@ -79,6 +79,50 @@ class SuggestingStructMeta(msgspec.StructMeta):
         return super().__call__(*args, **fields)
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must be, with vLLM's names; exactly one is given. Raises RequestError for none or several.
+
+    `json`: a JSON schema, as an object or a text. `json_object`: True for any JSON object. `regex`: a regular
+    expression for the whole answer. `choice`: one of these texts. `grammar`: a grammar in Lark's or GBNF's form.
+    """
+
+    json: Any | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}, and needs exactly one",
+                param="structured_outputs",
+                code="invalid-structured-outputs",
+            )
+
+    @classmethod
+    def convert(cls, value: object) -> StructuredOutputsParams:
+        """The value for a mapping or another object with the same fields. Raises RequestError."""
+        if isinstance(value, cls):
+            return value
+        fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+        try:
+            if fields is None:
+                raise msgspec.ValidationError("expected an object")
+            given = {name: item for name, item in fields.items() if item is not None and item is not False}
+            unknown = sorted(given.keys() - set(cls.__struct_fields__))
+            if unknown:
+                raise msgspec.ValidationError(f"unknown: {', '.join(unknown)[:200]}")
+            return msgspec.convert(given, cls)
+        except (msgspec.ValidationError, AttributeError) as error:
+            raise RequestError(
+                f"structured_outputs is not usable: {error}; it has exactly one of {', '.join(cls.__struct_fields__)}",
+                param="structured_outputs",
+                code="invalid-structured-outputs",
+            ) from None
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, metaclass=SuggestingStructMeta):
     """Sampling options of a request, and when its answer ends. Immutable; validated on construction.
 
@@ -87,7 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     means up to the model's length. `logprobs` and `prompt_logprobs` are the number of alternatives per token beside
     the chosen one (0: only the chosen one). `stop` and `bad_words` may be one text or a sequence of texts; any
     sequence is kept as a tuple, and `logit_bias` with integer keys. The client sets `bad_word_ids` from
-    `bad_words`. Raises RequestError, naming the field, for a value of the wrong type or out of range.
+    `bad_words`. `structured_outputs` may be a mapping too. Raises RequestError, naming the
+    field, for a value of the wrong type or out of range.
     """
 
     n: int = 1
@@ -112,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         # Idempotent, because a decoder and `msgspec.structs.replace` run it again. The constructor checks no types.
@@ -120,12 +165,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._normalise_numbers()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        if self.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs is not supported yet; leave it out",
-                param="structured_outputs",
-                code="unsupported-field",
-            )
+        if (wanted := self.structured_outputs) is not None:
+            self._keep("structured_outputs", wanted, StructuredOutputsParams.convert(wanted))
         self._check_sequences()
 
     def _check_numbers(self) -> None:

@@ -22,7 +22,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
     "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks. `answered` is the
     beginning of an answer that another engine gave: the request goes on behind it as after a preemption, and its limits
-    count these tokens. It has no prompt logprobs then.
+    count these tokens. It has no prompt logprobs then. `grammar` constrains the answer; "": nothing does.
     """
 
     id: str
@@ -33,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     identity: RequestIdentity = PLAIN
     answered: TokenIds = NO_IDS
+    grammar: str = ""
 
     @property
     def length(self) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from weft.core.grammar import Grammars, Matcher
 from weft.core.kv import KVManager
 from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error, queue_full_error
 from weft.core.sequence import Flight, Sequence
@@ -34,6 +35,7 @@ class RequestSets:
         policy: Literal["fcfs", "priority"],
         lookahead: bool = False,
         speculation: Speculation | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
@@ -44,6 +46,7 @@ class RequestSets:
         self.lookahead = lookahead
         self.speculation = speculation
         self.speculating = True
+        self.grammars = grammars
         self._by_priority = policy == "priority"
         self._arrivals = 0
         self._steps = 0
@@ -86,7 +89,7 @@ class RequestSets:
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
         sequence = Sequence(request, order, longest)
-        if self.speculation and not sequence.needs_history:
+        if self.speculation and not request.params.needs_history:
             sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
@@ -95,10 +98,18 @@ class RequestSets:
         else:
             self._unprepared[request.id] = sequence
 
-    def mark_prepared(self, id: str) -> None:
-        """Let a request run that was added before what it needs was there. Other ids, and unknown ones, are ignored."""
+    def mark_prepared(self, id: str, matcher: Matcher | None = None) -> None:
+        """Let a request run that was added before what it needs was there. Other ids, and unknown ones, are ignored.
+
+        `matcher` is that of the request's grammar.
+        """
         if sequence := self._unprepared.pop(id, None):
+            sequence.matcher = matcher
             heappush(self._queue, (sequence.order, sequence))
+
+    def knows(self, id: str) -> bool:
+        """Return True for a request that has not ended."""
+        return id in self._unfinished
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget these requests at once, and drop the tokens that steps in flight bring for them.

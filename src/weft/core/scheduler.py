@@ -13,6 +13,7 @@ from itertools import islice
 from operator import attrgetter
 
 from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
+from weft.core.grammar import Grammars, Matcher
 from weft.core.kv import Tables
 from weft.core.pace import CACHED_TOKENS
 from weft.core.request import Output
@@ -71,6 +72,8 @@ class Scheduler(RequestSets):
             return None
         self.prompt_tokens = allowed - budget
         flight.plan_blocks(len(self.kv.groups))
+        if self.grammars and any(sequence.matcher for sequence in flight.rows):
+            self._plan_masks(flight, self.grammars)
         if self.speculating and self.speculation and self.speculation.draft:
             plan.draft_requests = [draft_request(sequence) for sequence in flight.rows]
         # Without a next step, released slots are sent with the first step after the pause: they hold no KV.
@@ -163,7 +166,22 @@ class Scheduler(RequestSets):
             discard_drafts(sequence)
             return []
         room = sequence.room + self.kv.spare_tokens(len(self._running)) - sequence.computed - 1
-        return propose_drafts(sequence, min(budget, room))
+        drafts = propose_drafts(sequence, min(budget, room))
+        return drafts[: sequence.matcher.count_valid(drafts)] if sequence.matcher and drafts else drafts
+
+    def _plan_masks(self, flight: Flight, grammars: Grammars) -> None:
+        """Give the plan the masks of its constrained rows, for each token that they sample."""
+        plan, end = flight.plan, 0
+        slots: list[int] = []
+        rows: list[tuple[Matcher, list[int]]] = []
+        for sequence, count, samples, drafted in zip(
+            flight.rows, plan.counts, plan.samples, plan.draft_counts, strict=True
+        ):
+            end += count
+            if sequence.matcher and samples:
+                slots.append(sequence.slot)
+                rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
+        plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
 
     def _add_row(self, flight: Flight, sequence: Sequence, count: int, drafts: Collection[int] = ()) -> None:
         """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.core.blocks import block_digest
+from weft.core.grammar import Matcher
 from weft.core.request import Output, Request
 from weft.core.speculation import DraftProposer
-from weft.core.step import StepPlan, TokenLogprobs
+from weft.core.step import SlotFailure, StepPlan, TokenLogprobs
 
 NO_BLOCKS: list[int] = []  # of a row without new blocks; nobody changes the lists of a step
 
@@ -28,6 +29,7 @@ class Sequence:
         "freed",
         "frees_at",
         "limit",
+        "matcher",
         "needs_history",
         "order",
         "outstanding",
@@ -74,11 +76,12 @@ class Sequence:
         self.outstanding = 0  # steps in flight that this sequence takes part in
         self.pending = 0  # of those, the ones that sample a token for it
         self.ready = False  # True while it waits for its turn
-        # True if sampling depends on earlier tokens by more than their KV: on counts, or on phrases.
-        self.needs_history = params.needs_history
+        # True if sampling depends on earlier tokens by more than their KV: on counts, phrases or a grammar.
+        self.needs_history = params.needs_history or bool(request.grammar)
         self.cached: int | None = None  # prompt tokens found in the prefix cache at the first admission
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.done = False
+        self.matcher: Matcher | None = None  # of a constrained answer
         self.proposer: DraftProposer | None = None  # with speculative decoding only
         self._digests: list[bytes] = []
 
@@ -119,7 +122,20 @@ class Sequence:
             if len(tokens) >= self.limit:
                 output.finish_reason = "length"
                 break
+            if self.matcher is not None and not self._follow(self.matcher, token, output):
+                break
         return output
+
+    @staticmethod
+    def _follow(matcher: Matcher, token: int, output: Output) -> bool:
+        """Go on by a token in the grammar of the answer. Returns False if the answer ends there."""
+        matcher.accept(token)
+        if matcher.error is not None:
+            output.finish_reason = "error"
+            output.error = SlotFailure("grammar-failed", f"the answer's grammar failed: {matcher.error}")
+        elif matcher.ended:
+            output.finish_reason = "stop"
+        return output.finish_reason is None
 
 
 class Flight:

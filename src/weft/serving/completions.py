@@ -20,6 +20,7 @@ from weft.serving.openai_stream import OpenAIStream
 from weft.serving.openai_types import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 from weft.serving.sampling import sampling_fields
 from weft.serving.service import EngineStream, Service
+from weft.serving.structured import wanted_output
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:
     """Check a body and tokenize its prompts. Raises RequestError and HttpError."""
     body = service.decode_body(content, CompletionRequest)
     model = service.resolve_model(body.model)
-    fields = sampling_fields(body) | {"logprobs": body.logprobs}
+    fields = sampling_fields(body) | {"logprobs": body.logprobs, "structured_outputs": wanted_output(body)[0]}
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise RequestError(
@@ -97,6 +98,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
 
     def __init__(self, service: Service, stream: EngineStream, prepared: PreparedCompletion) -> None:
         super().__init__(service, stream, prepared.model, prepared.body, "cmpl")
+        self._stream = stream
         self._echo = bool(prepared.body.echo)
         self._scoring = prepared.scoring
         self._top_logprobs = prepared.body.logprobs
@@ -136,7 +138,7 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _usage(self) -> Usage:
-        usage = super()._usage()
+        usage = self._stream.usage
         if self._scoring:
             usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
         return usage

@@ -8,18 +8,25 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import SamplingRequest, StreamOptions, Usage
-from weft.serving.service import EngineStream, Service
-from weft.serving.sse import DONE, encode_event, send_reply
+from weft.serving.service import Service
+from weft.serving.sse import DONE, Closable, encode_event, send_reply
 from weft.text.limits import LIMITS
 
 ChunkChoice = TypeVar("ChunkChoice")
+
+
+class AnswerSource(Closable, Protocol):
+    """The engine's stream, or answers that are read from it."""
+
+    async def finish(self) -> None:
+        """Wait until every choice has ended."""
 
 
 class OpenAIStream(ABC, Generic[ChunkChoice]):
@@ -29,10 +36,10 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
     """
 
     def __init__(
-        self, service: Service, stream: EngineStream, model: str, body: SamplingRequest, id_prefix: str
+        self, service: Service, stream: AnswerSource, model: str, body: SamplingRequest, id_prefix: str
     ) -> None:
         self._frontend = service.frontend
-        self._stream = stream
+        self._source = stream
         self._model = model
         self._id = f"{id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -44,7 +51,7 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
         """Return the response that `request` asked for. The engine's stream is closed when the response ends."""
         return await send_reply(
             request,
-            self._stream,
+            self._source,
             streaming=self._streaming,
             events=self._events,
             whole=self._whole_response,
@@ -62,13 +69,13 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
     @abstractmethod
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Any: ...
 
+    @abstractmethod
     def _usage(self) -> Usage:
         """Token counts up to now."""
-        return self._stream.usage
 
     async def _whole_response(self) -> Response:
-        await self._stream.finish()
-        if self._stream.usage.total_tokens > LIMITS.loop_positions:
+        await self._source.finish()
+        if self._usage().total_tokens > LIMITS.loop_positions:
             return await asyncio.to_thread(lambda: JsonResponse(self._whole()))
         return JsonResponse(self._whole())
 

@@ -44,6 +44,12 @@ class SamplingRequest(Struct, kw_only=True):
     bad_words: list[str] | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool | None = None
     continue_token_ids: list[int] | None = None
 
@@ -57,7 +63,14 @@ class TemplateRequest(Protocol):
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
+    """A chat request. `messages` are checked when they are rendered, `tools` by `serving.tools`."""
+
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -129,10 +142,33 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class FunctionCall(Struct, kw_only=True, omit_defaults=True):
+    name: str | None = None
+    arguments: str
+
+
+class ChatToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class ChatToolCallDelta(Struct, kw_only=True):
+    """A part of a tool call; the first has its id, type and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -157,6 +193,9 @@ class ChatCompletion(Struct, kw_only=True):
 class ChatDelta(Struct, kw_only=True, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ChatToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Struct, kw_only=True):

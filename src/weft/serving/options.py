@@ -44,6 +44,13 @@ class ServeOptions(Options):
     default_chat_template_kwargs: dict[str, Any] = option(
         default_factory=dict, metavar="JSON", help="variables of the chat template, for requests that give none"
     )
+    enable_auto_tool_choice: bool = option(False, help="accepted: tools work without it")
+    tool_call_parser: str | None = option(
+        None, metavar="NAME", help="form of the model's tool calls (default: that of its chat template)"
+    )
+    reasoning_parser: str | None = option(
+        None, metavar="NAME", help="form of the model's reasoning (default: that of its chat template)"
+    )
     refuse_while_asleep: bool = option(
         False, help="answer requests with status 503 while the engine sleeps, instead of letting them wait"
     )

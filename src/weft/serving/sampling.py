@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from weft.errors import RequestError
@@ -38,25 +38,18 @@ IGNORED = [
     "store",
     "metadata",
     "service_tier",
-    "parallel_tool_calls",
     "safety_identifier",
     "prompt_cache_key",
     "request_id",
     "best_of",
 ]
 
-# Features that Weft does not have: the field, and the values of it that request nothing.
+# Features that Weft does not have, or not in every endpoint: the field, and the values of it that request nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -108,11 +101,11 @@ def _characters(value: object) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
-def check_supported(raw: Mapping[str, Any]) -> None:
-    """Raise RequestError for a known feature that Weft does not have."""
+def check_supported(raw: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise RequestError for a known feature that Weft does not have, unless it is one of `known`, the endpoint's."""
     for name, harmless in UNSUPPORTED.items():
         value = raw.get(name)
-        if value is None or value in harmless:
+        if value is None or value in harmless or name in known:
             continue
         of_type = f" of type {value.get('type')!r:.80}" if isinstance(value, dict) and "type" in value else ""
         raise RequestError(f"{name}{of_type} is not supported; leave it out", param=name, code="unsupported-field")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
 from weft.serving.options import ServeOptions
+from weft.serving.parsers.choose import choose_format
 from weft.serving.predicted import PredictionCheck
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
@@ -95,6 +96,7 @@ class Service:
         self._unknown_fields = UnknownFields()
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
+        self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
 
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
@@ -126,7 +128,7 @@ class Service:
         if len(content) > LIMITS.small_bytes:
             check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
         raw = parse_object(content)
-        check_supported(raw)
+        check_supported(raw, target.__struct_fields__)
         check_lengths(raw, vocab=self.frontend.vocab, max_model_len=self.frontend.max_model_len)
         decoded = convert_object(raw, target)
         self._unknown_fields.log_new(raw, target, ACCEPTED_FIELDS)
@@ -160,9 +162,17 @@ class Service:
             )
 
     def create_collectors(
-        self, prompts: Iterable[Prompt], params: SamplingParams, *, priority: int | None
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams,
+        *,
+        priority: int | None,
+        shown: Collection[int] = (),
+        grammar: str = "",
     ) -> list[Collector]:
         """Create a Collector, with its engine requests, for each prompt.
+
+        `shown` are special tokens that its text has, `grammar` constrains the answers.
 
         Raises RequestError for more tokens or sampling ids than one HTTP request may send to the engine.
         """
@@ -179,7 +189,9 @@ class Service:
                     param="n" if params.n > 1 else "prompt",
                     code="too-many-prompt-tokens",
                 )
-            collector = self.frontend.create_collector(prompt, params, arrival_s=now, priority=priority or 0)
+            collector = self.frontend.create_collector(
+                prompt, params, arrival_s=now, priority=priority or 0, shown=shown, grammar=grammar
+            )
             ids += params.n * collector.requests[0].params.id_count
             if ids > LIMITS.sampling_ids:
                 raise RequestError(

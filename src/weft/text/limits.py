@@ -33,6 +33,8 @@ class RequestLimits:
     bad_word_characters: int = 16_384
     stop_token_ids: int = 1024
     logit_bias: int = 16_384
+    tools: int = 1024
+    tool_name: int = 256
     fields: int = 256
     detokenize_ids: int = 131_072  # or the model's maximum length, if larger
     tokenize_characters: int = 2**20  # or as many as the model's maximum length can hold, if larger

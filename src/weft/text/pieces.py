@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -82,10 +82,12 @@ class Pieces:
 class Detokenizer:
     """Text from token ids as they arrive. `push` returns final text: bytes wait until they form a character."""
 
-    def __init__(self, pieces: Pieces, *, skip_special: bool, context: Sequence[int] = ()) -> None:
-        """`context`: ids before the first pushed one; their text is not returned."""
+    def __init__(
+        self, pieces: Pieces, *, skip_special: bool, context: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> None:
+        """`context`: ids before the first pushed one; their text is not returned. `shown`: ids that are not skipped."""
         self._pieces = pieces
-        self._skipped = pieces.special if skip_special else frozenset()
+        self._skipped = pieces.special.difference(shown) if skip_special else frozenset()
         self._begun = any(self._piece(id) is not None for id in context)
         self._utf8 = self._decoder()
         self._utf8.decode(self._tail(context))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,17 @@ class TextStream:
     ends in the text of a token after the first `min_tokens`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
-        self._text = Detokenizer(tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        shown: Collection[int] = (),
+    ) -> None:
+        """`shown`: special tokens that the text has even if `params` skip special tokens."""
+        self._text = Detokenizer(
+            tokenizer.pieces, skip_special=params.skip_special_tokens, context=prompt_ids, shown=shown
+        )
         self._stops: StopStrings | None = None
         if params.stop:
             self._stops = StopStrings(StopAutomaton(params.stop), keep=params.include_stop_str_in_output)

@@ -1,0 +1,44 @@
+"""Grammars of constrained answers, as the core sees them: matchers that say which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+
+class Matcher(Protocol):
+    """How far one answer has come in its grammar."""
+
+    @property
+    def ended(self) -> bool:
+        """True if the answer is complete and nothing may follow."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """The reason that the grammar cannot go on, such as a limit on its size; None while it can."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on by a sampled token."""
+        ...
+
+    def count_valid(self, tokens: Sequence[int]) -> int:
+        """Number of `tokens`, from the first, that may follow each other here."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars in threads of its own."""
+
+    def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
+        """A matcher of `grammar` after the tokens that are answered already. The future raises RequestError."""
+        ...
+
+    def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
+        """For each matcher and the valid draft tokens after it: the masks of its 1 + len(drafts) tokens, in a row.
+
+        A mask is that of `StepPlan.masks`. The matchers stay where they are.
+        """
+        ...

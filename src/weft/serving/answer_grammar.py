@@ -1,0 +1,85 @@
+"""The grammar of a chat answer: what the caller wants of it, the tools that it must call, and its reasoning before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.core.params import StructuredOutputsParams
+from weft.serving.parsers import harmony
+from weft.serving.parsers.choose import AnswerFormat
+from weft.serving.parsers.grammars import Mark, Rules
+from weft.serving.parsers.reasoning import THINK, THINK_END, Begin
+from weft.serving.tools import ToolUse
+from weft.structured.grammar import BODY, body_of, grammar_text, quoted
+from weft.text.tokenizer import Tokenizer
+
+ANYTHING = "/(?s:.*)/"
+
+
+def answer_grammar(
+    answer_format: AnswerFormat,
+    use: ToolUse,
+    wanted: StructuredOutputsParams | None,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    several: bool,
+) -> str:
+    """The text of the grammar of an answer to a rendered `prompt`; "" if the answer is free.
+
+    `several`: the answer may have more than one tool call. Raises RequestError.
+    """
+    if not use.forced and wanted is None:
+        return ""
+    rules = Rules(mark_of(tokenizer))
+    calls_free = bool(use.tools) and not use.forced  # the answer is a call, or what is wanted
+    ways = []
+    if use.forced or calls_free:
+        ways.append(answer_format.tools.calls.rule(rules, use.forced or use.tools, several=several))
+    body: Mapping[str, Any] = {"lark_grammar": 'start: ""'}
+    if wanted is not None and not use.forced:
+        body = body_of(wanted)
+        ways.append(_final(rules, answer_format))
+    before = _before(rules, answer_format, answer_format.begin(prompt))
+    start = f"start: {before} ({' | '.join(ways)})"
+    return grammar_text(body, "\n".join([start, *rules.lines])) if wanted and not use.forced else _only(start, rules)
+
+
+def _only(start: str, rules: Rules) -> str:
+    return grammar_text({"lark_grammar": "\n".join([start, *rules.lines])})
+
+
+def mark_of(tokenizer: Tokenizer) -> Mark:
+    """Lark of a mark: its token if it is a special one, else its text."""
+
+    def mark(text: str) -> str:
+        id = tokenizer.id(text)
+        return f"<[{id}]>" if id is not None and id in tokenizer.special_ids else quoted(text)
+
+    return mark
+
+
+def _final(rules: Rules, answer_format: AnswerFormat) -> str:
+    """The answer itself, with the header that it has in the harmony format."""
+    if not answer_format.harmony:
+        return f"@{BODY}"
+    channel, constrain, message = map(rules.mark, (harmony.CHANNEL, harmony.CONSTRAIN, harmony.MESSAGE))
+    return rules.add(f'{channel} "final" (" " {constrain} "json")? {message} @{BODY}')
+
+
+def _before(rules: Rules, answer_format: AnswerFormat, begin: Begin) -> str:
+    """The reasoning before the answer, as far as there may be some."""
+    mark = rules.mark
+    if answer_format.harmony:
+        channel, message, end, start = map(mark, (harmony.CHANNEL, harmony.MESSAGE, harmony.END, harmony.START))
+        return f'({channel} "analysis" {message} {ANYTHING} {end} {start} "assistant")?'
+    if begin is Begin.NONE:
+        return ""
+    end = mark(THINK_END)
+    if end.startswith("<["):
+        inside = f"{ANYTHING} {end}"
+    else:
+        inside = rules.add("/(?s:.*)<\\/think>/", "[lazy]")
+    rest = f"{inside} /\\n{{0,2}}/"
+    return rest if begin is Begin.INSIDE else f"({mark(THINK)} {rest})?"

@@ -1,0 +1,217 @@
+"""Chat answers as values: text, reasoning and tool calls, for every API that answers a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from weft.client.collector import Delta
+from weft.client.outputs import Logprob
+from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.openai_types import Usage
+from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning, StreamParser
+from weft.serving.service import EngineStream, Service
+
+__all__ = [
+    "AnswerChoice",
+    "AnswerDelta",
+    "ChatAnswers",
+    "PreparedChat",
+    "ToolCall",
+    "ToolCallDelta",
+    "open_answers",
+    "prepare_chat",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """New text of a call's `arguments`, which are JSON. `id` and `name` come with the call's first delta only."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """What is new of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
+
+    `finish_reason` comes with the choice's last delta: "stop", "length", "tool_calls" or "abort".
+    """
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def empty(self) -> bool:
+        """True if no text, call or end is in it."""
+        return not (self.content or self.reasoning or self.tool_calls or self.finish_reason)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of the tool `name`. `arguments` is JSON as the model wrote it, which need not be valid."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class AnswerChoice:
+    """One choice up to now."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    token_ids: Sequence[int] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChoiceReader:
+    """Turns one choice's text into AnswerDeltas, and keeps the whole."""
+
+    def __init__(self, index: int, parser: StreamParser | None, prepared: PreparedChat) -> None:
+        self.choice = AnswerChoice(index)
+        self._parser = parser
+        self._make_id = prepared.format.tools.make_id
+        self._most_calls = prepared.most_calls
+        self._named = prepared.named_tool
+        self._calls = 0  # that have begun; those over the limit are left out
+
+    def read(self, text: str, *, last: bool) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        """Content, reasoning and calls of new text; `last`: nothing follows."""
+        if self._parser is None:
+            self.choice.content += text
+            return text, "", ()
+        events = self._parser.push(text) if text else []
+        if last:
+            events += self._parser.finish()
+        return self._add(events)
+
+    def _add(self, events: Iterable[Event]) -> tuple[str, str, tuple[ToolCallDelta, ...]]:
+        content, reasoning = "", ""
+        calls: list[ToolCallDelta] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    content += text
+                case Reasoning(text):
+                    reasoning += text
+                case CallBegin(name, id):
+                    self._calls += 1
+                    if self._calls <= self._most_calls:
+                        calls.append(self._begin_call(name, id))
+                case CallArguments(text) if 0 < self._calls <= self._most_calls:
+                    calls.append(self._add_arguments(text))
+        self.choice.content += content
+        self.choice.reasoning += reasoning
+        return content, reasoning, tuple(_joined(calls))
+
+    def _begin_call(self, name: str, id: str | None) -> ToolCallDelta:
+        call = ToolCall(id or self._make_id(), name)
+        self.choice.tool_calls.append(call)
+        return ToolCallDelta(len(self.choice.tool_calls) - 1, call.id, call.name)
+
+    def _add_arguments(self, text: str) -> ToolCallDelta:
+        self.choice.tool_calls[-1].arguments += text
+        return ToolCallDelta(len(self.choice.tool_calls) - 1, arguments=text)
+
+    def finish_reason(self, given: str | None) -> str | None:
+        """The reason as OpenAI's API says it: a call that the caller named does not count as one of the model's."""
+        if given == "stop" and self.choice.tool_calls and not self._named:
+            return "tool_calls"
+        return given
+
+
+def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Deltas in which those of one call are one."""
+    joined: list[ToolCallDelta] = []
+    for call in calls:
+        if joined and joined[-1].index == call.index:
+            first = joined[-1]
+            joined[-1] = ToolCallDelta(first.index, first.id, first.name, first.arguments + call.arguments)
+        else:
+            joined.append(call)
+    return joined
+
+
+class ChatAnswers:
+    """The answers to one chat request. Iterating gives AnswerDeltas of all choices as they arrive, until all ended.
+
+    `aclose` must be called; it aborts unfinished choices. Raises what `EngineStream` raises.
+    """
+
+    def __init__(self, service: Service, prepared: PreparedChat) -> None:
+        self.prepared = prepared
+        self.collector = prepared.collectors[0]
+        prompt = service.frontend.prompt_text(self.collector.output) if prepared.parsed else ""
+        self._choices = [
+            ChoiceReader(output.index, prepared.new_parser(prompt), prepared)
+            for output in self.collector.output.outputs
+        ]
+        # What another server has answered already is said by that one.
+        for reader, output in zip(self._choices, self.collector.output.outputs, strict=True):
+            reader.read(output.text, last=False)
+        self._stream: EngineStream = service.open_stream(prepared.collectors)
+
+    @property
+    def continued(self) -> bool:
+        """True if the answer began elsewhere, and goes on here."""
+        return bool(self.collector.requests[0].answered)
+
+    async def __aiter__(self) -> AsyncIterator[AnswerDelta]:
+        async for _, delta in self._stream:
+            yield self._read(delta)
+
+    async def finish(self) -> None:
+        """Wait until every choice has ended."""
+        async for _ in self:
+            pass
+
+    def whole(self) -> list[AnswerChoice]:
+        """The choices up to now, by index."""
+        for reader, output in zip(self._choices, self.collector.output.outputs, strict=True):
+            choice = reader.choice
+            choice.logprobs, choice.token_ids = output.logprobs, output.token_ids
+            choice.finish_reason = reader.finish_reason(output.finish_reason)
+            choice.stop_reason = output.stop_reason
+        return [reader.choice for reader in self._choices]
+
+    def usage(self) -> Usage:
+        """Token counts up to now, over all choices."""
+        return self._stream.usage
+
+    async def aclose(self) -> None:
+        """Abort unfinished choices."""
+        await self._stream.aclose()
+
+    def _read(self, delta: Delta) -> AnswerDelta:
+        reader = self._choices[delta.index]
+        content, reasoning, calls = reader.read(delta.text, last=delta.finish_reason is not None)
+        return AnswerDelta(
+            index=delta.index,
+            content=content,
+            reasoning=reasoning,
+            tool_calls=calls,
+            logprobs=delta.logprobs,
+            token_ids=delta.token_ids,
+            finish_reason=reader.finish_reason(delta.finish_reason),
+            stop_reason=delta.stop_reason,
+        )
+
+
+def open_answers(service: Service, prepared: PreparedChat) -> ChatAnswers:
+    """Submit a chat request to the engine. Refusals are raised here, before the response begins."""
+    return ChatAnswers(service, prepared)

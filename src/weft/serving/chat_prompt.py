@@ -1,0 +1,119 @@
+"""prepare_chat: from a chat request to a tokenized prompt, with its tools, constraints and parsers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.client.collector import Collector
+from weft.client.frontend import Prompt
+from weft.errors import RequestError
+from weft.serving.answer_grammar import answer_grammar
+from weft.serving.continuation import answered_ids
+from weft.serving.openai_types import ChatRequest
+from weft.serving.parsers.choose import AnswerFormat
+from weft.serving.parsers.reader import StreamParser
+from weft.serving.sampling import sampling_fields
+from weft.serving.service import Service
+from weft.serving.structured import wanted_output
+from weft.serving.tools import ToolUse, add_tools_message, read_tools
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A checked and tokenized chat request, ready for the engine."""
+
+    body: ChatRequest
+    model: str
+    collectors: list[Collector]
+    format: AnswerFormat
+    use: ToolUse
+
+    @property
+    def parsed(self) -> bool:
+        """True if the answer's text may hold more than content."""
+        return bool(self.use.tools) or self.format.reasoning is not None or self.format.harmony
+
+    @property
+    def most_calls(self) -> int:
+        """Number of tool calls that the answer may have."""
+        return sys.maxsize if self.body.parallel_tool_calls is not False else 1
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that the caller wants to be called."""
+        return self.use.named
+
+    def new_parser(self, prompt: str) -> StreamParser | None:
+        """A parser for one choice of the rendered `prompt`; None if the answer is text only."""
+        return self.format.parser(prompt, self.use.tools)
+
+
+def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
+    """Check a request, render its messages and tokenize them. Raises RequestError and HttpError."""
+    model = service.resolve_model(body.model)
+    fields = sampling_fields(body)
+    if body.max_completion_tokens is not None:
+        fields["max_tokens"] = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "top_logprobs needs logprobs to be true", param="top_logprobs", code="top-logprobs-without-logprobs"
+        )
+    if body.logprobs:
+        fields["logprobs"] = body.top_logprobs or 0
+    use = read_tools(body)
+    sampling_params = service.frontend.sampling_params(fields, max_tokens=None)
+    service.check_capacity(1, sampling_params)
+    answer_format = service.answer_format
+    messages, arguments = _template_input(service, body, use, answer_format)
+    prompt = service.frontend.chat_prompt(messages, **arguments)
+    prompt = replace(prompt, cache_salt=body.cache_salt, answered=answered_ids(body, service.frontend.vocab))
+    prepared = PreparedChat(body, model, [], answer_format, use)
+    shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
+    grammar = _grammar(service, prepared, prompt)
+    collectors = service.create_collectors(
+        [prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar
+    )
+    return replace(prepared, collectors=collectors)
+
+
+def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:
+    """The checked text of the answer's grammar; "" if the answer is free."""
+    wanted, param = wanted_output(prepared.body)
+    if wanted is None and not prepared.use.forced:
+        return ""
+    grammar = answer_grammar(
+        prepared.format,
+        prepared.use,
+        wanted,
+        service.frontend.require_tokenizer("a grammar", param or "tool_choice"),
+        prompt.text or "",
+        several=prepared.body.parallel_tool_calls is not False and prepared.use.named is None,
+    )
+    service.frontend.grammars.check(grammar, "tools" if prepared.use.forced else param)
+    return grammar
+
+
+def _template_input(
+    service: Service, body: ChatRequest, use: ToolUse, answer_format: AnswerFormat
+) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+    """The messages and the keyword arguments of `Frontend.chat_prompt`."""
+    arguments = service.template_arguments(body)
+    variables: dict[str, Any] = arguments["template_variables"]
+    variables |= {**_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    if not use.tools:
+        return body.messages, arguments
+    if answer_format.in_prompt:
+        variables["tools"] = use.tools
+        return body.messages, arguments
+    return add_tools_message(body.messages, use.tools), arguments
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """Variables of chat templates for an effort: harmony reads its name, others only whether to think at all."""
+    if effort is None:
+        return {}
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}

@@ -1,0 +1,105 @@
+"""Tool calls as a list of Python calls, as Llama 4 and others write them: [name(key=value, ...), ...]."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from weft.serving.parsers.between import Between
+from weft.serving.parsers.reader import Reader, Steps
+from weft.serving.parsers.schemas import ToolSchemas
+
+START, END = "<|python_start|>", "<|python_end|>"
+OUTSIDE = re.compile(r"[^\[\](){}'\"]+")
+NAMES = {"true": True, "false": False, "null": None}
+Call = tuple[str, dict[str, Any]]
+
+
+def pythonic(reader: Reader, tools: ToolSchemas) -> Steps[None]:
+    """The whole answer is the list; each call is said once its own end has come."""
+    between = Between(reader)
+    reader.record()
+    yield from reader.skip()
+    yield from reader.accept(START)
+    yield from reader.skip()
+    if (yield from reader.accept("[")) is not None:
+        while (call := _parsed((yield from _call_text(reader)))) is not None:
+            between.call()
+            reader.begin_call(call[0])
+            reader.arguments(json.dumps(call[1], ensure_ascii=False))
+            yield from reader.skip(SEPARATORS)
+            if (yield from reader.accept("]")) is not None:
+                yield from reader.accept(END)
+                reader.record()
+                break
+            reader.record()
+    between.say(reader.recorded())
+    while (yield from reader.peek(1)):
+        between.say(reader.rest())
+    between.end()
+
+
+def _call_text(reader: Reader) -> Steps[str]:
+    """Read one call up to its closing bracket; what has been read if it is none."""
+    parts: list[str] = []
+    depth = 0
+    while True:
+        yield from reader.read_run(OUTSIDE, parts.append)
+        character = yield from reader.take(1)
+        parts.append(character)
+        if character in ("'", '"'):
+            yield from _string(reader, character, parts)
+            continue
+        depth += (character != "" and character in "([{") - (character != "" and character in ")]}")
+        if not character or depth <= 0:
+            return "".join(parts)
+
+
+def _string(reader: Reader, quote: str, parts: list[str]) -> Steps[None]:
+    inside = INSIDE[quote]
+    while True:
+        yield from reader.read_run(inside, parts.append)
+        character = yield from reader.take(1)
+        parts.append(character)
+        if character in ("", quote):
+            return
+        parts.append((yield from reader.take(1)))  # after a backslash
+
+
+def _parsed(text: str) -> Call | None:
+    """The name and the arguments of a Python call; None for anything else."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    try:
+        arguments = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+    except (ValueError, RecursionError):
+        return None
+    if None in arguments:
+        return None
+    return ast.unparse(node.func), {key: value for key, value in arguments.items() if key is not None}
+
+
+def _value(node: ast.expr) -> Any:
+    """The value of a literal, in Python's or JSON's spelling. Raises ValueError for anything else."""
+    match node:
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case _:
+            value = ast.literal_eval(node)
+            if not isinstance(value, str | int | float | bool | None):
+                raise ValueError("not JSON")
+            return value
+
+
+SEPARATORS = re.compile(r"[ \t\r\n,]+")
+INSIDE = {"'": re.compile(r"[^'\\]+"), '"': re.compile(r'[^"\\]+')}

@@ -1,0 +1,210 @@
+"""Reader: the text of an answer while it arrives, for parsers that are written as if it were all there.
+
+A parser is a generator: it yields when it needs more text, and goes on where it was. What it says does not depend on
+how the text is cut into pieces, because it reads only through this class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]  # yields to wait for more text, and returns a T
+Take = Callable[[str], None]
+
+SPACES = re.compile(r"[ \t\r\n]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A call of the tool `name`; `id` if the format carries one."""
+
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A part of the JSON of the last call's arguments."""
+
+    text: str
+
+
+Event = Content | Reasoning | CallBegin | CallArguments
+
+
+class Reader:
+    """Text that has come and is not read yet. `events` is what the parser has made of the text before it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.ended = False
+        self._text = ""
+        self._at = 0
+        self._record: list[str] | None = None
+
+    def add(self, text: str) -> None:
+        """Append text that has come."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    # What a parser says
+
+    def content(self, text: str) -> None:
+        if text:
+            self.events.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self.events.append(Reasoning(text))
+
+    def begin_call(self, name: str, id: str | None = None) -> None:
+        self.events.append(CallBegin(name, id))
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self.events.append(CallArguments(text))
+
+    # What a parser reads
+
+    def record(self) -> None:
+        """Keep what is read from here on, for `recorded`."""
+        self._record = []
+
+    def recorded(self) -> str:
+        """All that was read since `record`."""
+        text, self._record = "".join(self._record or ()), None
+        return text
+
+    def peek(self, count: int) -> Steps[str]:
+        """The next `count` characters, fewer only at the end of the answer. They stay unread."""
+        while len(self._text) - self._at < count and not self.ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def take(self, count: int) -> Steps[str]:
+        """Read `count` characters, fewer only at the end of the answer."""
+        text = yield from self.peek(count)
+        return self._consume(len(text))
+
+    def accept(self, *texts: str) -> Steps[str | None]:
+        """Read one of `texts` if the next characters are that; the first that fits. None reads nothing."""
+        for text in texts:
+            length = 0
+            while length < len(text):
+                ahead = yield from self.peek(length + 1)
+                if len(ahead) <= length or ahead[length] != text[length]:
+                    break
+                length += 1
+            if length == len(text):
+                return self._consume(length)
+        return None
+
+    def skip(self, run: re.Pattern[str] = SPACES) -> Steps[str]:
+        """Read as long as the characters match `run`, a repeated set of characters; returns what was read."""
+        parts: list[str] = []
+        yield from self.read_run(run, parts.append)
+        return "".join(parts)
+
+    def read_run(self, run: re.Pattern[str], say: Take) -> Steps[None]:
+        """Read as long as the characters match `run`, and pass them to `say` as they come."""
+        while (yield from self.peek(1)):
+            match = run.match(self._text, self._at)
+            if not match:
+                return
+            say(self._consume(match.end() - self._at))
+
+    def until(self, marks: Iterable[str], say: Take) -> Steps[str | None]:
+        """Read up to the first of `marks` and over it; returns the mark, or None at the end of the answer.
+
+        The text before it goes to `say`, as far as it cannot be the beginning of a mark. No mark may contain another.
+        """
+        marks = tuple(marks)
+        longest = max(map(len, marks))
+        while True:
+            found = [(at, mark) for mark in marks if (at := self._text.find(mark, self._at)) >= 0]
+            if found:
+                at, mark = min(found)
+                say(self._consume(at - self._at))
+                self._consume(len(mark))
+                return mark
+            held = 0 if self.ended else _held(self._text, self._at, marks, longest)
+            say(self._consume(len(self._text) - self._at - held))
+            if self.ended:
+                return None
+            yield
+
+    def text_until(self, *marks: str) -> Steps[tuple[str, str | None]]:
+        """Read up to the first of `marks` and over it; returns the text before it, and the mark."""
+        parts: list[str] = []
+        mark = yield from self.until(marks, parts.append)
+        return "".join(parts), mark
+
+    def rest(self) -> str:
+        """Read all that has come."""
+        return self._consume(len(self._text) - self._at)
+
+    def unread(self, text: str) -> None:
+        """Put back what was just read. Nothing may be recorded meanwhile."""
+        self._text, self._at = text + self._text[self._at :], 0
+
+    def _consume(self, count: int) -> str:
+        text = self._text[self._at : self._at + count]
+        self._at += count
+        if self._record is not None:
+            self._record.append(text)
+        return text
+
+
+def _held(text: str, start: int, marks: tuple[str, ...], longest: int) -> int:
+    """Length of the longest end of `text` behind `start` that may be the beginning of a mark."""
+    for length in range(min(longest - 1, len(text) - start), 0, -1):
+        end = text[len(text) - length :]
+        if any(mark.startswith(end) for mark in marks):
+            return length
+    return 0
+
+
+class StreamParser:
+    """One answer's parser. `parse` is a generator function over a Reader: a family's grammar."""
+
+    def __init__(self, parse: Callable[[Reader], Steps[None]]) -> None:
+        self._reader = Reader()
+        self._steps: Steps[None] | None = parse(self._reader)
+
+    def push(self, text: str) -> list[Event]:
+        """What the next piece of the answer's text says."""
+        self._reader.add(text)
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        """What was held back until the end of the answer."""
+        self._reader.ended = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        if self._steps is not None:
+            try:
+                next(self._steps)
+            except StopIteration:
+                self._steps = None
+        events, self._reader.events = self._reader.events, []
+        return events

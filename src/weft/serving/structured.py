@@ -1,0 +1,51 @@
+"""What a request wants of its answer: `response_format`, `structured_outputs` and vLLM's older `guided_*` fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core.params import StructuredOutputsParams
+from weft.errors import RequestError
+from weft.serving.openai_types import SamplingRequest
+
+GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+
+
+def wanted_output(body: SamplingRequest) -> tuple[StructuredOutputsParams | None, str]:
+    """What the answer must be, None for anything, and the field that says so. Raises RequestError."""
+    found: dict[str, StructuredOutputsParams] = {}
+    if body.structured_outputs:
+        found["structured_outputs"] = StructuredOutputsParams.convert(body.structured_outputs)
+    if (fields := _format_fields(body.response_format)) is not None:
+        found["response_format"] = StructuredOutputsParams.convert(fields)
+    for name, field in GUIDED.items():
+        if (value := getattr(body, name)) is not None:
+            found[name] = StructuredOutputsParams.convert({field: value})
+    if len(found) > 1:
+        raise RequestError(
+            f"{' and '.join(found)} both say what the answer must be; give one of them",
+            param=list(found)[1],
+            code="several-constraints",
+        )
+    for name, wanted in found.items():
+        return wanted, name
+    return None, ""
+
+
+def _format_fields(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The fields of StructuredOutputsParams for a `response_format`."""
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return {"json": schema}
+        case {"type": "json_schema"}:
+            raise _wrong('needs json_schema: {"name": NAME, "schema": SCHEMA}')
+        case _:
+            raise _wrong(f"is of type {given.get('type')!r:.80}; it can be text, json_object or json_schema")
+
+
+def _wrong(what: str) -> RequestError:
+    return RequestError(f"response_format {what}", param="response_format", code="invalid-response-format")

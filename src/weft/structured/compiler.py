@@ -1,0 +1,188 @@
+"""GrammarCompiler: compiles grammars in threads, checks them for the caller's side, and computes masks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from weft.core.grammar import Matcher
+from weft.errors import RequestError
+from weft.structured.grammar import MAX_PLACES, PARAM
+from weft.structured.vocabulary import build_vocabulary
+from weft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+CACHED = 64  # compiled grammars that are kept
+THREADS = 2
+MASK_THREADS = 4  # that compute masks of several rows; more do not pay, as others need the cores
+WORD_BYTES = 4
+
+
+class GuidedMatcher:
+    """The Matcher of one answer."""
+
+    def __init__(self, inner: LLMatcher) -> None:
+        self.inner = inner
+        self.error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.inner.is_stopped()
+
+    def accept(self, token: int) -> None:
+        if not self.inner.consume_token(token):
+            self.error = first_line(self.inner.get_error())
+
+    def count_valid(self, tokens: Sequence[int]) -> int:
+        return self.inner.validate_tokens(list(tokens))
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary: `load` returns its tokenizer, `vocab` is the number of embedding rows.
+
+    It implements `core.grammar.Grammars`. The vocabulary is prepared for the first grammar, in that one's thread.
+    """
+
+    def __init__(self, load: Callable[[], Tokenizer], vocab: int, eos: Sequence[int]) -> None:
+        self._load = load
+        self._vocab = vocab
+        self._eos = eos
+        self._lock = Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._mask_bytes = -(-vocab // (8 * WORD_BYTES)) * WORD_BYTES
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="weft-grammar")
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor(min(MASK_THREADS, os.cpu_count() or 1))
+
+    @cached_property
+    def vocabulary(self) -> LLTokenizer:
+        """The vocabulary in the library's form."""
+        tokenizer = self._load()
+        return build_vocabulary(tokenizer, self._vocab, sorted({*self._eos, *tokenizer.end_ids}))
+
+    def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
+        return self._threads.submit(self._matcher, grammar, list(answered))
+
+    def check(self, grammar: str, param: str = PARAM) -> None:
+        """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled."""
+        try:
+            self._base(grammar)
+        except RequestError as error:
+            raise RequestError(self._with_place(grammar, str(error)), param=param, code=error.code) from None
+
+    def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
+        counts = [1 + len(drafts) for _, drafts in rows]
+        words = np.zeros((sum(counts), self._mask_bytes // WORD_BYTES), dtype="<i4")
+        starts = np.cumsum([0, *counts[:-1]]).tolist()
+        inners = [cast(GuidedMatcher, matcher).inner for matcher, _ in rows]
+        plain = [(inner, at) for inner, at, count in zip(inners, starts, counts, strict=True) if count == 1]
+        drafted = [
+            (inner, at, list(drafts)) for inner, at, (_, drafts) in zip(inners, starts, rows, strict=True) if drafts
+        ]
+        where = words.ctypes.data, self._mask_bytes, len(words)
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *where)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        for (matcher, _), inner in zip(rows, inners, strict=True):
+            if inner.is_error():
+                cast(GuidedMatcher, matcher).error = first_line(inner.get_error())
+        return [words[at : at + count].tobytes() for at, count in zip(starts, counts, strict=True)]
+
+    def _matcher(self, grammar: str, answered: list[int]) -> Matcher:
+        inner = self._base(grammar).deep_copy()
+        if answered and not inner.consume_tokens(answered):
+            raise RequestError(
+                "continue_token_ids do not follow the request's grammar",
+                param="continue_token_ids",
+                code="continuation-not-possible",
+            )
+        return GuidedMatcher(inner)
+
+    def _base(self, grammar: str) -> LLMatcher:
+        """A matcher at the beginning of a grammar, to be copied. Its first mask has been computed."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        with self._lock:
+            if (base := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return base
+            vocabulary = self.vocabulary
+        limits = LLParserLimits(verbose_errors=False)
+        base = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        if not base.is_error():
+            base.compute_bitmask()  # the library fills its caches with the first mask
+        if base.is_error():
+            raise RequestError(first_line(base.get_error()), param=PARAM, code="invalid-grammar")
+        with self._lock:
+            self._compiled[grammar] = base
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        return base
+
+    def _with_place(self, grammar: str, problem: str) -> str:
+        """The problem of a grammar with the innermost part of its schema that has it too."""
+        parts = json.loads(grammar)["grammars"]
+        schema = next((part["json_schema"] for part in parts if "json_schema" in part), None)
+        if not isinstance(schema, Mapping):
+            return f"the grammar cannot be compiled: {problem}"
+        place, tried = "$", 0
+        part: Any = schema
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        while True:
+            for step, inner in sub_schemas(part):
+                tried += 1
+                if tried > MAX_PLACES:
+                    break
+                if found := self._problem({**shared, **inner}):
+                    part, place, problem = inner, place + step, found
+                    break
+            else:
+                break
+            if tried > MAX_PLACES:
+                break
+        return f"the schema cannot be compiled, at {place}: {problem}"
+
+    def _problem(self, schema: Mapping[str, Any]) -> str:
+        """Why a schema by itself cannot be compiled; "" if it can."""
+        from llguidance import LLMatcher
+
+        text = json.dumps({"grammars": [{"json_schema": schema}]})
+        failed, messages = LLMatcher.validate_grammar_with_warnings(text)
+        return first_line(messages[0]) if failed else ""
+
+
+def sub_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The schemas directly inside a schema, each with the way to it."""
+    for key in ("$defs", "definitions", "properties", "patternProperties"):
+        if isinstance(named := schema.get(key), Mapping):
+            yield from ((f".{key}.{name}", part) for name, part in named.items() if isinstance(part, Mapping))
+    for key in ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames"):
+        if isinstance(part := schema.get(key), Mapping):
+            yield f".{key}", part
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(several := schema.get(key), list):
+            yield from ((f".{key}[{at}]", part) for at, part in enumerate(several) if isinstance(part, Mapping))
+
+
+def first_line(message: str) -> str:
+    """The first line of the library's message, cut to what a person reads."""
+    lines = [line.strip() for line in message.split("<state>")[0].strip().splitlines() if line.strip()]
+    return " ".join(lines)[:300] or "unknown reason"
