@@ -262,6 +262,7 @@ async def test_a_later_server_goes_on(tmp_path: Path) -> None:
         while len(first.engine.requests) < 10:
             await asyncio.sleep(0.001)
         first.service.draining = True
+        await first.service.idle.wait()
     second = World(storage_directory=str(tmp_path))
     async with client(second) as api:
         batch = await ended(api, id)
@@ -315,7 +316,7 @@ async def main(folder, survives):
             return
         if done.request_counts.completed >= survives:
             os.kill(os.getpid(), 9)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.002)
 
 asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
@@ -323,7 +324,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 
 def test_kill_9_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
     """A server that is killed again and again leaves one answer to each line."""
-    store, lines = Store(tmp_path), 200
+    store, lines = Store(tmp_path), 60
     with store.new_content() as content:
         content.write(jsonl([line(f"{number}") for number in range(lines)]))
         file = store.add_file("", content, "in.jsonl", "batch")
@@ -334,15 +335,15 @@ def test_kill_9_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
         ),
     )
     statuses = []
-    for survives in (1, 60, 120, lines + 1):
+    for survives in (1, 30, lines + 1):
         run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(survives)], env=HERE, timeout=60)
         statuses.append(run.returncode)
-    assert statuses == [-9, -9, -9, 0]
+    assert statuses == [-9, -9, 0]
     batch = store.batch("", "batch_1")
     assert batch and batch.request_counts.completed == lines and batch.output_file_id
     rows = [json.loads(row) for row in store.content(batch.output_file_id).read_text().splitlines()]
     assert [row["custom_id"] for row in rows] == [f"{number}" for number in range(lines)]
     # What ran when the server was killed is asked again: at most as many lines as run at a time.
     asked = (tmp_path / "asked").stat().st_size
-    assert lines <= asked <= lines + 3 * 4
+    assert lines <= asked <= lines + 2 * 4
     store.close()

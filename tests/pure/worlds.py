@@ -172,9 +172,16 @@ class Stream(AsyncGenerator[Output, None]):
 class World:
     """An application and a client for it."""
 
-    def __init__(self, engine: FakeEngine | None = None, text_tools: TextTools | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine | None = None,
+        text_tools: TextTools | None = None,
+        *,
+        max_model_len: int = 64,
+        **options: Any,
+    ) -> None:
         self.engine = engine or FakeEngine()
-        front = frontend() if text_tools is None else frontend(text_tools=text_tools)
+        front = frontend(max_model_len=max_model_len, **({} if text_tools is None else {"text_tools": text_tools}))
         self.service = Service(self.engine, front, ServeOptions(**options), model="tiny", capacity=8)
         self.app = create_app(self.service)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://weft")

@@ -23,6 +23,7 @@ from weft.serving.chat import chat
 from weft.serving.completions import completions
 from weft.serving.access import sent_key
 from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
+from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import models as ollama
 from weft.serving.ollama.pull import pull_model
 from weft.serving.service import Service
@@ -58,6 +59,8 @@ ROUTES = (
     Route("/api/tags", ollama.tags),
     Route("/api/ps", ollama.running),
     Route("/api/show", ollama.show, methods=["POST"]),
+    Route("/api/chat", ollama_chat.chat, methods=["POST"]),
+    Route("/api/generate", ollama_chat.generate, methods=["POST"]),
     Route("/api/pull", pull_model, methods=["POST"]),
     Route("/api/delete", ollama.delete, methods=["DELETE"]),
     *(Route(f"/api/{name}", ollama.absent, methods=["POST"]) for name in ("create", "copy", "push")),
