@@ -11,7 +11,7 @@ import pytest
 
 from tests.pure.worlds import HI, FakeEngine, Wire, World, saying
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "e"}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -118,8 +118,8 @@ async def test_tool_calls_are_whole(stream: bool) -> None:
     messages = [json.loads(row)["message"] for row in answer.text.splitlines()]
     calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
     assert [(call["name"], call["arguments"], call["index"]) for call in calls] == [
-        ("add", {"a": 1, "b": "é"}, 0),
-        ("add", {"a": 1, "b": "é"}, 1),
+        ("add", {"a": 1, "b": "e"}, 0),
+        ("add", {"a": 1, "b": "e"}, 1),
     ]
     assert "".join(message["content"] for message in messages).strip() == "so"
     assert json.loads(answer.text.splitlines()[-1])["done_reason"] == "stop"
@@ -137,7 +137,7 @@ async def test_the_client_s_tools_and_their_answers_reach_the_template() -> None
 
     world = World(FakeEngine(saying(CALL)), max_model_len=4096)
     answer = await client(world).chat("tiny", HI, tools=[add])
-    assert answer.message.tool_calls and answer.message.tool_calls[0].function.arguments == {"a": 1, "b": "é"}
+    assert answer.message.tool_calls and answer.message.tool_calls[0].function.arguments == {"a": 1, "b": "e"}
     history = [*HI, answer.message, {"role": "tool", "tool_name": "add", "content": "3"}]
     await client(world).chat("tiny", history, tools=[add])
     prompt = bytes(token for token in world.engine.requests[-1].prompt if token < 256).decode()

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
+from weft.serving.anthropic import messages as anthropic
 from weft.serving.batches import endpoints as batches
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
@@ -45,6 +46,8 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    Route("/v1/messages", anthropic.messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", anthropic.count, methods=["POST"]),
     Route("/v1/files", batches.upload_file, methods=["POST"]),
     Route("/v1/files", batches.list_files),
     Route("/v1/files/{id}", batches.get_file),
