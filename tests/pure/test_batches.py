@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 
+from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
-from tests.pure.servers import weft_server
 from tests.pure.worlds import HELLO, FakeEngine, World, endless, refused
 from weft.core.request import Output, Request
 from weft.serving.batches.keeper import BatchKeeper
@@ -36,11 +36,12 @@ def jsonl(rows: Iterable[Any]) -> bytes:
 
 @asynccontextmanager
 async def client(world: World, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with weft_server(world) as live, openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key=key) as api:
-        world.app = live.server.app
-        live.server.batches.resume()
+    """OpenAI's client of a server that goes on with what it finds in its store."""
+    keeper: BatchKeeper = world.app.state.batches
+    async with openai_client(world, key) as api:
+        keeper.resume()
         yield api
-        await live.server.batches.close()
+        await keeper.close()
 
 
 async def begin(api: openai.AsyncOpenAI, rows: Iterable[Any], **fields: Any) -> str:

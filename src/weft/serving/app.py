@@ -27,6 +27,7 @@ from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import models as ollama
 from weft.serving.ollama.pull import pull_model
+from weft.serving.responses.stream import responses
 from weft.serving.service import Service
 
 # Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
@@ -46,6 +47,7 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/messages", anthropic.messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", anthropic.count, methods=["POST"]),
     Route("/v1/files", batches.upload_file, methods=["POST"]),
@@ -73,7 +75,7 @@ ROUTES = (
 
 
 # Whose requests a batch may hold.
-BATCH_ENDPOINTS = {"/v1/chat/completions": chat, "/v1/completions": completions}
+BATCH_ENDPOINTS = {"/v1/chat/completions": chat, "/v1/completions": completions, "/v1/responses": responses}
 
 
 def create_app(service: Service) -> Starlette:

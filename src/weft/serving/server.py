@@ -137,7 +137,6 @@ class ServingServer(HttpServer):
             ssl_certfile=options.ssl_certfile,
         )
         self._service = service
-        self.app = application
         self.batches: BatchKeeper = application.state.batches
         self._ended = ended
         self._shutdown: asyncio.Task[None] | None = None
