@@ -27,6 +27,7 @@ from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import models as ollama
 from weft.serving.ollama.pull import pull_model
+from weft.serving.openapi import openapi
 from weft.serving.responses.stream import responses
 from weft.serving.service import Service
 
@@ -59,6 +60,7 @@ ROUTES = (
     Route("/v1/batches", batches.list_batches),
     Route("/v1/batches/{id}", batches.get_batch),
     Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
+    Route("/openapi.json", openapi),
     Route("/", ollama.root),
     Route("/api/version", ollama.version),
     Route("/api/tags", ollama.tags),
