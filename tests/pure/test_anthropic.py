@@ -24,9 +24,7 @@ OPTIONS: dict[str, Any] = {"max_model_len": 4096}
 @asynccontextmanager
 async def client(world: World, key: str = "none") -> AsyncIterator[anthropic.AsyncAnthropic]:
     http = httpx.AsyncClient(transport=httpx.ASGITransport(world.app))
-    async with anthropic.AsyncAnthropic(
-        base_url="http://weft", api_key=key, http_client=http, max_retries=0
-    ) as api:
+    async with anthropic.AsyncAnthropic(base_url="http://weft", api_key=key, http_client=http, max_retries=0) as api:
         yield api
 
 
@@ -111,7 +109,9 @@ async def test_ends(fields: dict[str, Any], text: str, reason: str, sequence: st
 
 async def test_parameters_reach_the_sampler() -> None:
     world = World()
-    await asked(world, max_tokens=40, temperature=0.5, top_p=0.9, top_k=5, metadata={"user_id": "x"}, service_tier="auto")
+    await asked(
+        world, max_tokens=40, temperature=0.5, top_p=0.9, top_k=5, metadata={"user_id": "x"}, service_tier="auto"
+    )
     params = world.engine.requests[0].params
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.5, 0.9, 5, 40)
 

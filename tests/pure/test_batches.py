@@ -171,7 +171,12 @@ async def test_a_file_that_is_no_batch_fails_with_the_line(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"endpoint": "/v1/embed"}, {"completion_window": "soon"}, {"completion_window": "0h"}, {"metadata": {"a" * 65: "b"}}],
+    [
+        {"endpoint": "/v1/embed"},
+        {"completion_window": "soon"},
+        {"completion_window": "0h"},
+        {"metadata": {"a" * 65: "b"}},
+    ],
     ids=str,
 )
 async def test_batches_that_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:

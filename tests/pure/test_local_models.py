@@ -62,7 +62,9 @@ def test_names_of_files(name: str, repository: str, quantization: str) -> None:
     assert parse_name(name) == GgufReference(repository, quantization)
 
 
-@pytest.mark.parametrize("name", ["llama3:9b", "llama3:8b-", "unheard-of", "qwen2.5:14b:q8", "Qwen/Qwen2.5-14B", "demo", ""])
+@pytest.mark.parametrize(
+    "name", ["llama3:9b", "llama3:8b-", "unheard-of", "qwen2.5:14b:q8", "Qwen/Qwen2.5-14B", "demo", ""]
+)
 def test_other_names_are_no_files(name: str) -> None:
     assert parse_name(name) is None
 

@@ -255,7 +255,9 @@ async def test_the_requests_of_ollama_run_and_ollama_rm(hub: Hub) -> None:
     world = World()
     http = httpx.AsyncClient(transport=httpx.ASGITransport(world.app), base_url="http://127.0.0.1:11434")
     assert (await http.head("/")).status_code == 200
-    shown = await http.post("/api/show", json={"model": ADDRESS, "system": "", "template": "", "verbose": False, "options": None})
+    shown = await http.post(
+        "/api/show", json={"model": ADDRESS, "system": "", "template": "", "verbose": False, "options": None}
+    )
     assert shown.status_code == 404  # and the command pulls
     pulled = await http.post("/api/pull", json={"model": ADDRESS, "insecure": False, "name": ADDRESS})
     assert [json.loads(line) for line in pulled.text.splitlines()][-1] == {"status": "success"}

@@ -101,7 +101,11 @@ async def test_a_conversation_with_calls_and_reasoning() -> None:
         {"role": "developer", "content": "rules"},
         {"role": "user", "content": [{"type": "input_text", "text": "first"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "calling", "annotations": []}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "calling", "annotations": []}],
+        },
         {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
         {"type": "function_call", "call_id": "c2", "name": "add", "arguments": '{"a": 2}'},
         {"type": "function_call_output", "call_id": "c1", "output": "one"},
@@ -135,7 +139,10 @@ async def test_an_answer_that_is_cut_is_incomplete() -> None:
         assert response.output_text == "hel" and response.output[0].status == "incomplete"
 
 
-@pytest.mark.parametrize(("choice", "made"), [("auto", True), ("required", True), ("none", False), ({"type": "function", "name": "add"}, True)])
+@pytest.mark.parametrize(
+    ("choice", "made"),
+    [("auto", True), ("required", True), ("none", False), ({"type": "function", "name": "add"}, True)],
+)
 async def test_tool_choice(choice: Any, made: bool) -> None:
     world = World(FakeEngine(saying(CALL)), **OPTIONS)
     response = await asked(world, tools=[TOOL], tool_choice=choice)
@@ -145,7 +152,12 @@ async def test_tool_choice(choice: Any, made: bool) -> None:
 
 async def test_a_schema_constrains_the_answer() -> None:
     world = World(**OPTIONS)
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     await asked(world, text={"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}})
     assert world.engine.requests[0].grammar
 
@@ -184,7 +196,9 @@ async def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> No
     assert not world.engine.requests
 
 
-@pytest.mark.parametrize("fields", [{"store": False}, {"truncation": "disabled"}, {"previous_response_id": None}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"store": False}, {"truncation": "disabled"}, {"previous_response_id": None}], ids=str
+)
 async def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     assert (await asked(World(), **fields)).store is False
 

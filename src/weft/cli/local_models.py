@@ -18,7 +18,7 @@ def main(arguments: Namespace) -> int:
     command: str = arguments.command
     words: list[str] = list(getattr(arguments, "argument", None) or [])
     most = {"pull": 1, "stop": 1, "rm": None}.get(command, 0)
-    if most is None and not words or most and len(words) != most:
+    if (most is None and not words) or (most and len(words) != most):
         raise UsageError(f"weft {command} needs the name of a model", code="model-missing")
     folder = getattr(arguments, "download_dir", None)
     match command:
@@ -60,8 +60,12 @@ def list_models(folder: str | None, *, as_json: bool) -> int:
         ]
         print(json.dumps({"models": rows}))
         return 0
-    cells = [[model.name, format_bytes(model.nbytes), model.quantization or "-", _date(model.modified_s)] for model in models]
-    _print_table(["NAME", "SIZE", "QUANTISATION", "FETCHED"], cells, "no models are here; `weft pull MODEL` fetches one")
+    cells = [
+        [model.name, format_bytes(model.nbytes), model.quantization or "-", _date(model.modified_s)] for model in models
+    ]
+    _print_table(
+        ["NAME", "SIZE", "QUANTISATION", "FETCHED"], cells, "no models are here; `weft pull MODEL` fetches one"
+    )
     return 0
 
 

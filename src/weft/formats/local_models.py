@@ -98,9 +98,7 @@ def _whole_models(repository: str, place: Path, snapshot: Path, names: list[str]
         yield _model(repository, repository, place, snapshot, files, "")
 
 
-def _model(
-    name: str, repository: str, place: Path, snapshot: Path, files: list[str], quantization: str
-) -> LocalModel:
+def _model(name: str, repository: str, place: Path, snapshot: Path, files: list[str], quantization: str) -> LocalModel:
     paths = [snapshot / file for file in files]
     return LocalModel(
         name=name,

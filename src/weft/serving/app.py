@@ -16,13 +16,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
+from weft.serving.access import sent_key
 from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.anthropic import messages as anthropic
 from weft.serving.batches import endpoints as batches
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
 from weft.serving.completions import completions
-from weft.serving.access import sent_key
 from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import models as ollama

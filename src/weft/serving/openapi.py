@@ -68,9 +68,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         request=ChatRequest, answer=ChatCompletion, part=ChatChunk, media=EVENTS
     ),
-    ("POST", "/v1/completions"): Operation(
-        request=CompletionRequest, answer=Completion, part=Completion, media=EVENTS
-    ),
+    ("POST", "/v1/completions"): Operation(request=CompletionRequest, answer=Completion, part=Completion, media=EVENTS),
     ("POST", "/v1/responses"): Operation(
         request=responses.ResponsesRequest,
         answer=responses.ResponseObject,

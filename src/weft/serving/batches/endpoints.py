@@ -231,5 +231,3 @@ def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row
 
 def _id(rows: Sequence[FileObject] | Sequence[BatchObject], at: int) -> str | None:
     return rows[at].id if rows else None
-
-

@@ -18,7 +18,7 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, str | None, list[BatchE
     errors: list[BatchError] = []
     seen: set[str] = set()
     total, model = 0, None
-    for total, text in numbered_lines(path):  # noqa: B007  # the last number is their count
+    for total, text in numbered_lines(path):  # the last number is their count
         fault = _fault(text, endpoint, seen)
         if fault is not None:
             code, message = fault

@@ -123,7 +123,9 @@ def served_row(service: Service, name: str) -> ModelRow:
 def running_row(service: Service, name: str) -> RunningRow:
     """The served model in /api/ps. A server keeps the model that it was started with."""
     plan = service.engine.plan
-    size = weight_bytes(plan) + sum(service.engine.ready.num_blocks * rank.block_bytes for rank in service.engine.ready.ranks)
+    size = weight_bytes(plan) + sum(
+        service.engine.ready.num_blocks * rank.block_bytes for rank in service.engine.ready.ranks
+    )
     return RunningRow(
         name=tagged(name),
         model=tagged(name),

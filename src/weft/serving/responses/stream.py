@@ -86,7 +86,9 @@ class ResponseStream:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the response."""
-        begun = [ResponseEvent(type=kind, response=self._response) for kind in ("response.created", "response.in_progress")]
+        begun = [
+            ResponseEvent(type=kind, response=self._response) for kind in ("response.created", "response.in_progress")
+        ]
         yield self._encode(begun)
         async for delta in self._answers:
             if made := self._encode(self._item_events(delta)):
@@ -251,5 +253,3 @@ def _new_response(prepared: PreparedResponse, answers: ChatAnswers) -> ResponseO
 
 def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
-
-
