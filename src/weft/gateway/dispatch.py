@@ -17,6 +17,7 @@ from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError
 
+KEPT = ("/v1/files", "/v1/batches")
 RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
 RESUME_POLL_S = 0.1
 SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
@@ -44,7 +45,7 @@ class Dispatcher:
         while candidates := self._candidates(exchange):
             if exchange.gone:
                 raise client_gone()
-            replica = self.fleet.choose(exchange.fingerprint, candidates)
+            replica = self._choose(exchange, candidates)
             attempt = exchange.begin_attempt(replica)
             self.accounts.reserve(exchange, replica)
             try:
@@ -69,13 +70,19 @@ class Dispatcher:
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
 
+    def _choose(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
+        """The policy's choice; for what replicas keep on their disks, always the same one."""
+        if exchange.scope["path"].startswith(KEPT):
+            return min(candidates, key=lambda replica: replica.name)
+        return self.fleet.choose(exchange.fingerprint, candidates)
+
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
         found = self.fleet.candidates(exchange.model, exchange.tried)
         usual = [replica for replica in found if not replica.overflow]
         if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
-        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced:
+        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return usual
         spare = [replica for replica in found if replica.overflow]
         return [replica for replica in spare if self.accounts.affords(exchange, replica)] or usual
@@ -128,11 +135,12 @@ class Dispatcher:
             changes["model"] = own_name
         if continuable and exchange.completion is not None:
             changes |= exchange.completion.token_fields(answered)
-        if exchange.completion is not None and self.accounts.ledger is not None:
+        if exchange.completion is not None and self.accounts.meters(exchange):
             changes |= exchange.completion.usage_fields()
-            if replica.overflow and exchange.completion.max_tokens is None:
-                changes["max_tokens"] = DEFAULT_ANSWER  # what was reserved
-        return with_fields(exchange.body, changes) if changes else exchange.body
+        if exchange.completion is not None and replica.overflow:  # no more than was reserved
+            most = exchange.completion.max_tokens or DEFAULT_ANSWER
+            changes |= exchange.completion.limit_fields(most, replica.config.limit_field)
+        return with_fields(exchange.body, changes, rewrites=replica.overflow) if changes else exchange.body
 
     def _answer(
         self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
@@ -142,7 +150,7 @@ class Dispatcher:
         alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
         if completion is None or head.status != 200 or head.header(b"content-encoding"):
             return None
-        if not continuable and alias is None and self.accounts.ledger is None:
+        if not continuable and alias is None and not self.accounts.meters(exchange):
             return None
         if not head.is_event_stream:
             return WholeAnswer(alias)
@@ -192,6 +200,7 @@ class Dispatcher:
         Raises `broken` if there is none within RESUME_S, and ClientGoneError.
         """
         assert exchange.attempt is not None
+        broken.upstream = exchange.upstream
         self._blame(exchange.attempt, broken)
         if answer.progressed:
             del exchange.tried[:-1]

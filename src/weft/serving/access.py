@@ -1,8 +1,7 @@
-"""Who may do what: keys that requests carry, and requests of this machine."""
+"""Who may change the server: whoever has the admin key, and processes of this machine."""
 
 from __future__ import annotations
 
-import hmac
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -11,13 +10,8 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from weft.serving.errors import HttpError
+from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.service import Service
-
-
-def sent_key(headers: Headers) -> str:
-    """The key in `Authorization: Bearer KEY`, else in `x-api-key`; "" without either."""
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def check_admin_key(request: Request) -> None:
@@ -26,7 +20,7 @@ def check_admin_key(request: Request) -> None:
     key = service.options.admin_key
     if not key:
         raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
-    if not hmac.compare_digest(sent_key(request.headers).encode(), key.encode()):
+    if matching_index([digest_key(key)], sent_key(request.headers)) is None:
         raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import uuid
 from collections.abc import Sequence
 from email.utils import formatdate
@@ -16,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
-from weft.serving.access import sent_key
 from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.anthropic import messages as anthropic
 from weft.serving.batches import endpoints as batches
@@ -24,6 +21,7 @@ from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
 from weft.serving.completions import completions
 from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
+from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import models as ollama
 from weft.serving.ollama.pull import pull_model
@@ -121,7 +119,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [digest_key(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._may_pass(scope):
@@ -133,14 +131,7 @@ class RequireKey:
     def _may_pass(self, scope: Scope) -> bool:
         if api_path(scope) in KEYLESS_PATHS:
             return True
-        given = _digest(sent_key(Headers(scope=scope)).encode("latin-1", errors="replace"))
-        # Every digest is compared: the time taken reveals nothing about a key, not even its length.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        return matching_index(self._digests, sent_key(Headers(scope=scope))) is not None
 
 
 class RequestIdHeader:

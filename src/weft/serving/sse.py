@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.serving.errors import error_frame
+from weft.serving.errors import AnthropicErrorFrame, error_frame
 
 log = logging.getLogger("weft.serving")
 
@@ -41,8 +41,11 @@ def encode_event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def encode_error_event(error: Exception) -> bytes:
-    return encode_event(error_frame(error))
+def encode_error_event(error: Exception, path: str = "") -> bytes:
+    """The event of an error, in the shape of the API that `path` belongs to."""
+    frame = error_frame(error, path)
+    name = b"event: error\n" if isinstance(frame, AnthropicErrorFrame) else b""
+    return name + encode_event(frame)
 
 
 OPENAI_STREAM = StreamFormat("text/event-stream", encode_error_event, KEEPALIVE)
@@ -104,8 +107,8 @@ class EventStream(Response):
     """Response that streams `events` and closes their `source` at the end, even if the client disconnects.
 
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
-    connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut without the end
-    mark of the body, so that a client cannot take the truncated response for a whole one.
+    connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut
+    without the end mark of the body, so that a client cannot take the truncated response for a whole one.
     """
 
     def __init__(

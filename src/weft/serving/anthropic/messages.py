@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,9 +24,9 @@ from weft.serving.anthropic.types import (
     Usage,
 )
 from weft.serving.chat_answer import AnswerChoice, AnswerDelta, ChatAnswers, ToolCallDelta, open_answers
-from weft.serving.errors import JsonResponse, error_frame
+from weft.serving.errors import JsonResponse
 from weft.serving.service import Service
-from weft.serving.sse import StreamFormat, send_reply
+from weft.serving.sse import StreamFormat, encode_error_event, send_reply
 
 PATH = "/v1/messages"
 
@@ -57,11 +58,9 @@ def encode_named(event: Any) -> bytes:
     return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
-def encode_error(error: Exception) -> bytes:
-    return encode_named(error_frame(error, PATH))
-
-
-EVENTS = StreamFormat("text/event-stream", encode_error, encode_named(StreamEvent(type="ping")))
+EVENTS = StreamFormat(
+    "text/event-stream", partial(encode_error_event, path=PATH), encode_named(StreamEvent(type="ping"))
+)
 
 
 class MessageStream:

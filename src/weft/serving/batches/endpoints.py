@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from weft.errors import RequestError
-from weft.serving.access import sent_key
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import UNFINISHED, new_id
 from weft.serving.batches.types import (
@@ -27,6 +26,7 @@ from weft.serving.batches.types import (
 )
 from weft.serving.batches.uploads import Form, boundary_of, read_form, receive_body
 from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.keys import sent_key
 from weft.serving.service import Service
 
 Row = TypeVar("Row", FileObject, BatchObject)
