@@ -57,19 +57,22 @@ async def test_ollama_s_client() -> None:
         assert (await live.client.get("/")).text == "Ollama is running"
         old = await live.client.post("/api/show", json={"name": "two"})
         assert old.status_code == 200, old.text
+        await api.close()
 
 
 async def test_anthropic_s_client() -> None:
-    async with two_models() as (live, *_):
-        async with anthropic.AsyncAnthropic(base_url=address(live), api_key="none", max_retries=0) as api:
-            asked: dict[str, Any] = {"model": "two", "max_tokens": 20, "messages": HI}
-            assert (await api.messages.create(**asked)).content[0].text == "due"  # type: ignore[union-attr]
-            async with api.messages.stream(**asked) as stream:
-                assert (await stream.get_final_message()).stop_reason == "end_turn"
-            with pytest.raises(anthropic.NotFoundError) as caught:
-                await api.messages.create(**{**asked, "model": "three"})
-            body: Any = caught.value.body
-            assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
+    async with (
+        two_models() as (live, *_),
+        anthropic.AsyncAnthropic(base_url=address(live), api_key="none", max_retries=0) as api,
+    ):
+        asked: dict[str, Any] = {"model": "two", "max_tokens": 20, "messages": HI}
+        assert (await api.messages.create(**asked)).content[0].text == "due"  # type: ignore[union-attr]
+        async with api.messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).stop_reason == "end_turn"
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await api.messages.create(**{**asked, "model": "three"})
+        body: Any = caught.value.body
+        assert body["type"] == "error" and body["error"]["type"] == "not_found_error"
 
 
 async def test_responses_and_the_description() -> None:
@@ -100,7 +103,12 @@ async def test_files_and_batches_stay_at_one_server(tmp_path: Path) -> None:
     worlds = [World(storage_directory=str(folder)) for folder in folders]
     async with weft_server(worlds[0]) as first, weft_server(worlds[1]) as second:
         async with gateway(first.url, second.url) as live:
-            line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", **CHAT}}
+            line = {
+                "custom_id": "a",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": "tiny", **CHAT},
+            }
             ids = []
             for _ in range(4):
                 files = {"file": ("in.jsonl", json.dumps(line).encode())}

@@ -96,7 +96,7 @@ COMMANDS = {
     for command in (
         Command(
             name="serve",
-            summary="Serve a model over HTTP with OpenAI's API.",
+            summary="Serve a model over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
             module="weft.cli.serve",
             groups=(*ENGINE, ("server", SERVER)),
             log_level="INFO",

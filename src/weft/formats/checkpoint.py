@@ -80,8 +80,8 @@ def resolve(
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
     The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of one, or a GGUF
-    file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError, in one
-    line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
+    file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError, in
+    one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
     `model_impl` is EngineConfig's.
     """
     try:

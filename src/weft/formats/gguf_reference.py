@@ -1,4 +1,4 @@
-"""GGUF files on the hub: `hf.co/OWNER/REPO:QUANT`, and the repositories that Ollama's tags of well-known models mean."""
+"""GGUF files on the hub: `hf.co/OWNER/REPO:QUANT`, and the repositories that Ollama's tags mean."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def choose_files(names: Sequence[str], reference: GgufReference) -> list[str]:
 
 
 def quantizations(file: str) -> set[str]:
-    """What a file's name may say of its quantisation, in capitals; nothing if it is no file of weights.
+    """Names of quantisations that a file's name may mean, in capitals; none if it is no file of weights.
 
     A name ends in it: `Qwen3-8B-Q4_K_M.gguf`, `llama-2-7b.Q4_K_M.gguf`, `x-q8_0-00001-of-00002.gguf`.
     """

@@ -13,8 +13,8 @@ def pull_model(
 ) -> Path:
     """Fetch a model; return its file or directory.
 
-    The name is `hf.co/OWNER/REPO:QUANT`, one of Ollama's tags that data/gguf.toml has, an id on the hub, or `demo`. Raises
-    ModelError, with the first of these forms for an unknown tag.
+    The name is `hf.co/OWNER/REPO:QUANT`, one of Ollama's tags that data/gguf.toml has, an id on the hub, or `demo`.
+    Raises ModelError, with the first of these forms for an unknown tag.
     """
     name = name.removesuffix(":latest")
     if name == demo.NAME:

@@ -1,4 +1,4 @@
-"""Who may change the server: whoever has the admin key, and processes of this machine."""
+"""Access to what changes the server: with the admin key, or from this machine."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ UPLOAD = {
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method of a path takes and gives: types of the request's body, of the answer, and of its stream's parts.
+    """One method of a path: the types of the request's body, of the answer, and of its stream's parts.
 
-    `media`: type of an answer that is no JSON, or of a stream. `form`: the body is an uploaded file. `query`: parameters
-    of the URL.
+    `media`: type of an answer that is no JSON, or of a stream. `form`: the body is an uploaded file. `query`:
+    parameters of the URL.
     """
 
     request: Any = None

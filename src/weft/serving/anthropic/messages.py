@@ -53,9 +53,9 @@ async def count(request: Request) -> Response:
     return JsonResponse(TokenCount(await service.prepare(request, count_tokens)))
 
 
-def encode_named(event: Any) -> bytes:
+def encode_named(event: StreamEvent) -> bytes:
     """An event with its name, which is its type."""
-    return b"event: " + event.type.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event))
 
 
 EVENTS = StreamFormat(

@@ -131,7 +131,7 @@ class TokenCount(Struct):
 
 
 class Delta(Struct, kw_only=True):
-    """What is new of a block, by its `type`."""
+    """New text of a block, by its `type`."""
 
     type: str
     text: str | UnsetType = UNSET

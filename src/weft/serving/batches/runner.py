@@ -85,7 +85,7 @@ class BatchRun:
         log.info("batch %s: %s, %d lines", batch.id, self._batch.status, total)
 
     async def _answer_lines(self) -> None:
-        """Answer the lines that have no answer yet. Returns when all have, or when the batch or the server is to end."""
+        """Answer the lines that have no answer yet. Return when all have, or when batch or server is to end."""
         batch = self._batch
         answered = await self._keeper.call(lambda store: store.answered(batch.id))
         path = await self._keeper.call(lambda store: store.content(batch.input_file_id))

@@ -61,7 +61,7 @@ class Store:
     # Files
 
     def content(self, id: str) -> Path:
-        """Where the bytes of a file are."""
+        """Path of the bytes of a file."""
         return self.folder / "contents" / id
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What Ollama's API says of models: the one that is served, and those in the hub's cache."""
+"""Facts of models in Ollama's form: of the one that is served, and of those in the hub's cache."""
 
 from __future__ import annotations
 
