@@ -21,19 +21,22 @@ def check_lines(path: Path, endpoint: str) -> tuple[int, str | None, list[BatchE
     for total, text in numbered_lines(path):  # the last number is their count
         fault = _fault(text, endpoint, seen)
         if fault is not None:
-            code, message = fault
-            errors.append(BatchError(code=code, message=message, line=total))
+            errors.append(_error(*fault, total))
             if len(errors) >= MOST_ERRORS:
                 break
         elif total == 1:
             named = LINE.decode(text).body.get("model")
             model = named if isinstance(named, str) else None
         if total > MOST_LINES:
-            errors.append(BatchError(code="too_many_lines", message=f"more than {MOST_LINES:,} lines; send several"))
+            errors.append(_error("too_many_lines", f"more than {MOST_LINES:,} lines; send several"))
             break
     if not total:
-        errors.append(BatchError(code="empty_file", message="the input file has no lines"))
+        errors.append(_error("empty_file", "the input file has no lines"))
     return total, model, errors
+
+
+def _error(code: str, message: str, line: int | None = None) -> BatchError:
+    return BatchError(code=code, message=message, line=line)
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -138,8 +138,8 @@ class Options(Struct, kw_only=True):
 class AnswerRequest(ModelRequest, kw_only=True):
     """Fields of /api/chat and /api/generate. `keep_alive` changes nothing: the model of a server stays.
 
-    `options` are the model's parameters by Ollama's names. `format` is "json" or a JSON schema. `think`: if the model is
-    to reason, or how much.
+    `options` are the model's parameters by Ollama's names. `format` is "json" or a JSON schema. `think`: if the model
+    is to reason, or how much.
     """
 
     stream: bool | None = None
