@@ -55,7 +55,7 @@ def family_of(shape: ModelShape) -> str:
 
 def quantization_of(plan: Plan) -> str:
     """Quantisation of the weights in Ollama's spelling, such as "Q4_K_M" or "BF16"."""
-    if plan.quantization != "none":
+    if plan.quantization not in ("none", "gguf"):
         return plan.quantization.upper()
     kind = gguf_metadata(plan).get("general.file_type")
     if isinstance(kind, int) and kind in FILE_TYPES:

@@ -66,6 +66,8 @@ def show_model(service: Service, content: bytes) -> Response:
     parameters |= {"top_k": defaults.top_k, "top_p": defaults.top_p, "repeat_penalty": defaults.repetition_penalty}
     lines = [f"{key:<30} {value}" for key, value in parameters.items()]
     template = service.frontend.template_source or ""
+    more = ["tools"] if template else []
+    more += ["thinking"] if service.answer_format.reasoning is not None else []
     return JsonResponse(
         ShowAnswer(
             modelfile=f"# served by Weft\nFROM {tagged(name)}\n",
@@ -73,7 +75,7 @@ def show_model(service: Service, content: bytes) -> Response:
             template=template,
             details=row.details,
             model_info=details.model_info(plan),
-            capabilities=["completion", *(["tools"] if template else [])],
+            capabilities=["completion", *more],
             modified_at=row.modified_at,
         )
     )
