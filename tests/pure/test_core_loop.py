@@ -22,6 +22,9 @@ class FakeCore:
     def pump(self) -> None:
         self.pumps += 1
 
+    def take_uncompiled(self) -> list[Any]:
+        return []
+
 
 def test_a_caller_that_asks_again_and_again_does_not_keep_the_steps_waiting() -> None:
     core, seen = FakeCore(), list[int]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refuses
-from weft.core.params import SamplingParams
+from weft.core.params import SamplingParams, StructuredOutputsParams
 from weft.errors import RequestError
 
 # Values that a field cannot have.
@@ -97,10 +98,18 @@ def test_the_words_of_refusals(golden: Callable[[str, str], None]) -> None:
     golden("errors/sampling_params.txt", "".join(lines))
 
 
-def test_structured_outputs_are_refused() -> None:
-    with refuses(RequestError, "unsupported-field") as refused:
-        SamplingParams(structured_outputs={"json": {}})
+@pytest.mark.parametrize("wanted", [{}, {"jsn": {}}, {"json": {}, "regex": "a"}, {"choice": "a"}, 5])
+def test_structured_outputs_are_checked(wanted: object) -> None:
+    with refuses(RequestError, "invalid-structured-outputs") as refused:
+        SamplingParams(structured_outputs=wanted)  # type: ignore[arg-type]
     assert refused.value.param == "structured_outputs"
+
+
+def test_structured_outputs_may_be_vllms_object() -> None:
+    given = SimpleNamespace(json=None, regex="a+", choice=None, grammar=None, json_object=False)
+    wanted = StructuredOutputsParams(regex="a+")
+    assert SamplingParams(structured_outputs=given).structured_outputs == wanted  # type: ignore[arg-type]
+    assert SamplingParams(structured_outputs=wanted).structured_outputs is wanted
 
 
 def test_the_defaults_are_vllms() -> None:

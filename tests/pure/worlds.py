@@ -176,12 +176,12 @@ class World:
         self,
         engine: FakeEngine | None = None,
         text_tools: TextTools | None = None,
-        *,
         max_model_len: int = 64,
         **options: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
-        front = frontend(max_model_len=max_model_len, **({} if text_tools is None else {"text_tools": text_tools}))
+        tools = {} if text_tools is None else {"text_tools": text_tools}
+        front = frontend(max_model_len=max_model_len, **tools)
         self.service = Service(self.engine, front, ServeOptions(**options), model="tiny", capacity=8)
         self.app = create_app(self.service)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://weft")
