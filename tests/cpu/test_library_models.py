@@ -31,6 +31,8 @@ from weft.models.library.describe import describe
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 ask_child = library._ask_child
 

@@ -20,6 +20,8 @@ from weft import LLM, SamplingParams
 from weft.core import kv
 from weft.layers.exchange import DispatchExchange, GatherExchange
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 EXPERTS = {"enable_expert_parallel": True}
 # The third begins as the second does.
 PROMPTS = [[7], list(range(3, 60)), [*range(3, 50), 9, 8], [1, 150, 30], [40, 41, 42] * 9]

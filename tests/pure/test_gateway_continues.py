@@ -24,6 +24,13 @@ PATHS = ("/v1/chat/completions", "/v1/completions")
 KEYS = {"id", "created"}
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that broke an answer may go on with it at once, not after a second."""
+    monkeypatch.setattr(dispatch, "SECOND_CHANCE_S", 0.02)
+    monkeypatch.setattr(dispatch, "RESUME_POLL_S", 0.005)
+
+
 def weft(*breaks: int | None, **options: Any) -> Callable[[Exchange], Awaitable[None]]:
     """A replica with the code of `weft serve`. Its n-th stream breaks after so many events, or never if None."""
     served, left = world(**options), list(breaks)
