@@ -1,4 +1,4 @@
-"""What the gateway makes of the chunks that upstreams send: right ones, odd ones, and too many."""
+"""Chunks that upstreams send: right ones, odd ones, and too many; what the gateway makes of them."""
 
 from __future__ import annotations
 
