@@ -144,6 +144,7 @@ async def test_a_tag_of_ollama_s_is_pulled_from_the_repository_of_the_catalogue(
         ("nobody:13b", "hf.co/OWNER/REPO:QUANT"),
         ("llama3:9b", "hf.co/OWNER/REPO:QUANT"),
         ("hf.co/", "hf.co/OWNER/REPO:QUANT"),
+        ("hf.co/../..", "hf.co/OWNER/REPO:QUANT"),
         ("hf.co/owner/repo:Q4;rm", "hf.co/OWNER/REPO:QUANT"),
     ],
 )

@@ -15,7 +15,7 @@ from weft.errors import ModelError
 QUANTIZATION = "Q4_K_M"  # if a name says none, as with Ollama
 HOSTS = ("hf.co/", "huggingface.co/")
 FORM = "hf.co/OWNER/REPO:QUANT"
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _QUANTIZATION = re.compile(r"[A-Za-z]\w*", re.ASCII)
 # A tag of Ollama's: a size, a kind of tuning, which all repositories here have, and a quantisation.
 _TAG = re.compile(r"(?P<size>[\d.]+[bm])(-(instruct|chat|it|text))?(-(?P<quantization>\w+))?", re.ASCII | re.IGNORECASE)
