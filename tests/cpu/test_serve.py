@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -167,6 +168,56 @@ def test_the_openai_client_completes(server: Server) -> None:
         for chunk in stream:
             texts[chunk.choices[0].index] += chunk.choices[0].text
     assert list(texts.values()) == [choice.text for choice in again.choices]
+
+
+def test_the_openai_client_calls_tools(server: Server) -> None:
+    """The model is random, so that only the grammar can make calls of what it says."""
+    client = server.client
+    parameters = {
+        "type": "object",
+        "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}, "place": {"enum": ["here", "there"]}},
+        "required": ["days", "place"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "max_tokens": 200,
+        "seed": 3,
+        "tools": [{"type": "function", "function": {"name": "forecast", "parameters": parameters}}],
+        "tool_choice": {"type": "function", "function": {"name": "forecast"}},
+    }
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.finish_reason == "stop" and choice.message.tool_calls and choice.message.content is None
+    (call,) = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "forecast" and 1 <= arguments["days"] <= 9 and arguments["place"] in ("here", "there")
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0].message
+    assert final.tool_calls and final.tool_calls[0].function.arguments == call.function.arguments
+    required = client.chat.completions.create(**{**asked, "tool_choice": "required", "parallel_tool_calls": False})
+    assert required.choices[0].finish_reason == "tool_calls"
+
+
+def test_the_openai_client_gets_what_a_schema_says(server: Server) -> None:
+    number: dict[str, Any] = {"type": "integer", "minimum": 7, "maximum": 12}
+    schema = {
+        "type": "object",
+        "properties": {"word": {"type": "string", "maxLength": 4}, "number": number},
+        "required": ["word", "number"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "pair", "schema": schema, "strict": True}}
+    answer = server.client.chat.completions.create(
+        model="tiny", messages=HI, max_tokens=200, n=3, seed=1, response_format=wanted
+    )
+    for choice in answer.choices:
+        made = json.loads(choice.message.content or "")
+        assert choice.finish_reason == "stop" and made.keys() == {"word", "number"}
+        assert len(made["word"]) <= 4 and 7 <= made["number"] <= 12
+    with pytest.raises(openai.BadRequestError, match=r"at \$.properties.number: "):
+        number["type"] = "numeral"
+        server.client.chat.completions.create(model="tiny", messages=HI, response_format=wanted)
 
 
 def test_the_openai_client_understands_refusals(server: Server) -> None:

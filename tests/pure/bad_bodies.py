@@ -45,7 +45,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": 7}, "cache_salt"),
     ({"cache_salt": "x" * 1025}, "cache_salt"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs"),
     ({"logits_processors": ["x"]}, "logits_processors"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
 ]

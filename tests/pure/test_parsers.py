@@ -101,7 +101,7 @@ def test_the_pieces_of_ten_thousand_answers_do_not_matter(family: str) -> None:
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_an_answer_may_end_anywhere(family: str, case: dict[str, Any]) -> None:
-    """What is said of a beginning is the beginning of what is said of the whole, but for what was held back."""
+    """A beginning says the beginning of what the whole says, but for what was held back."""
     whole = parse(family, case, [case["text"]])
     for at in range(len(case["text"])):
         parser = format_of(family, case).parser(case.get("prompt", ""), TOOLS)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Matcher(Protocol):
-    """How far one answer has come in its grammar."""
+    """The place of one answer in its grammar."""
 
     @property
     def ended(self) -> bool:

@@ -80,7 +80,7 @@ class SuggestingStructMeta(msgspec.StructMeta):
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must be, with vLLM's names; exactly one is given. Raises RequestError for none or several.
+    """A constraint on an answer, with vLLM's names; exactly one is given. Raises RequestError for none or several.
 
     `json`: a JSON schema, as an object or a text. `json_object`: True for any JSON object. `regex`: a regular
     expression for the whole answer. `choice`: one of these texts. `grammar`: a grammar in Lark's or GBNF's form.

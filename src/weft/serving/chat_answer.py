@@ -36,7 +36,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What is new of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
+    """News of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
 
     `finish_reason` comes with the choice's last delta: "stop", "length", "tool_calls" or "abort".
     """

@@ -1,4 +1,4 @@
-"""What a request wants of its answer: `response_format`, `structured_outputs` and vLLM's older `guided_*` fields."""
+"""The constraint on a request's answer: `response_format`, `structured_outputs` and vLLM's older `guided_*` fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 
 
 def wanted_output(body: SamplingRequest) -> tuple[StructuredOutputsParams | None, str]:
-    """What the answer must be, None for anything, and the field that says so. Raises RequestError."""
+    """The constraint, None without one, and the name of the field that says it. Raises RequestError."""
     found: dict[str, StructuredOutputsParams] = {}
     if body.structured_outputs:
         found["structured_outputs"] = StructuredOutputsParams.convert(body.structured_outputs)

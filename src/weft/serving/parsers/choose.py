@@ -130,7 +130,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model writes tool calls and reasoning. `in_prompt`: its template shows tools to the model."""
+    """A model's form of tool calls and reasoning. `in_prompt`: its template shows tools to the model."""
 
     tools: ToolFormat = field(default_factory=lambda: HERMES)
     reasoning: ReasoningFormat | None = None
@@ -147,7 +147,7 @@ class AnswerFormat:
         return self.reasoning is HARMONY or self.tools.name == "openai"
 
     def begin(self, prompt: str) -> Begin:
-        """How the answer to a rendered prompt begins."""
+        """Return how the answer to a rendered prompt begins."""
         return Begin.NONE if self.reasoning is None else beginning(prompt, self.reasoning.always)
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]]) -> StreamParser | None:

@@ -191,12 +191,12 @@ class StreamParser:
         self._steps: Steps[None] | None = parse(self._reader)
 
     def push(self, text: str) -> list[Event]:
-        """What the next piece of the answer's text says."""
+        """Add the next piece of the answer's text; returns what it says."""
         self._reader.add(text)
         return self._run()
 
     def finish(self) -> list[Event]:
-        """What was held back until the end of the answer."""
+        """End the answer; returns what was held back until then."""
         self._reader.ended = True
         return self._run()
 

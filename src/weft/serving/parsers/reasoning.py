@@ -12,7 +12,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Begin(Enum):
-    """How an answer may begin, by what the prompt ends with."""
+    """The ways in which an answer may begin, by what the prompt ends with."""
 
     INSIDE = "inside"  # the prompt has begun the reasoning
     OPTIONAL = "optional"  # the answer may begin with it
@@ -20,7 +20,7 @@ class Begin(Enum):
 
 
 def beginning(prompt: str, always: bool) -> Begin:
-    """How the answer to a rendered prompt begins. `always`: the model reasons without being told to."""
+    """Return how the answer to a rendered prompt begins. `always`: the model reasons without being told to."""
     end = prompt[-64:].rstrip()
     if end.endswith(THINK):
         return Begin.INSIDE
