@@ -24,6 +24,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cpu import tiny
+from tests.pure.letters import TEMPLATE
 from weft.errors import ModelError
 from weft.formats import demo
 
@@ -114,7 +115,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def words(model: str) -> list[str]:
     said = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M --port 0"
-    return [model, *said.split(), "--served-model-name", "tiny", "--shutdown-timeout", "300"]
+    template = "{% if tools %}<tool_call>{{ tools[0].function.name }}{% endif %}" + TEMPLATE  # hermes, and short
+    return [
+        model,
+        *said.split(),
+        "--served-model-name",
+        "tiny",
+        "--shutdown-timeout",
+        "300",
+        "--chat-template",
+        template,
+    ]
 
 
 @pytest.fixture(scope="module")
