@@ -139,7 +139,7 @@ def description(name: str, content: bytes, *, is_tree: bool) -> dict[str, Any]:
     large = {"size": len(content), "pointerSize": 134, "oid" if is_tree else "sha256": sha256}
     if not is_tree:
         row = {"rfilename": name, "size": len(content), "blobId": git_hash}
-    return row | {"lfs": large} if name.endswith(".safetensors") else row
+    return row | {"lfs": large} if name.endswith((".safetensors", ".gguf")) else row
 
 
 @contextmanager

@@ -134,6 +134,10 @@ class Live:
         self._address = listener.getsockname()
         self._clients: list[Client] = []
 
+    @property
+    def url(self) -> str:
+        return "http://{}:{}".format(*self._address[:2])
+
     async def connect(self) -> Client:
         client = Client(*await asyncio.open_connection(*self._address))
         self._clients.append(client)

@@ -86,6 +86,9 @@ THROUGHPUT = (
     ),
 )
 
+FOLDER = Flag(name="download-dir", metavar="DIR", help="the hub's cache, instead of HF_HOME's")
+TOKEN = Flag(name="hf-token", metavar="TOKEN", help="token of the hub; HF_TOKEN in the environment is safer")
+AS_JSON = Flag(name="json", parse=None, help="print one JSON object")
 DOCTOR = (
     Flag(
         name="measure",
@@ -102,7 +105,7 @@ COMMANDS = {
     for command in (
         Command(
             name="serve",
-            summary="Serve a model over HTTP with OpenAI's API.",
+            summary="Serve a model over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
             module="weft.cli.serve",
             groups=(*ENGINE, ("server", SERVER)),
             log_level="INFO",
@@ -235,6 +238,55 @@ COMMANDS = {
             about="the model, and a new directory for the files",
             log_level="INFO",
             example="weft shard demo shards --tensor-parallel-size 2",
+        ),
+        Command(
+            name="pull",
+            summary="Fetch a model from the hub, so that serving it needs no network.",
+            module="weft.cli.local_models",
+            groups=(("download", (TOKEN, FOLDER)),),
+            argument="NAME",
+            about="an id on the hub, hf.co/OWNER/REPO:QUANT for a GGUF file, one of Ollama's tags, or demo",
+            needs_model=False,
+            log_level="INFO",
+            example="weft pull hf.co/Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+        ),
+        Command(
+            name="ls",
+            summary="List the models on this machine.",
+            module="weft.cli.local_models",
+            groups=(("models", (FOLDER, AS_JSON)),),
+            argument="",
+            needs_model=False,
+            example="weft ls",
+        ),
+        Command(
+            name="rm",
+            summary="Remove models from this machine.",
+            module="weft.cli.local_models",
+            groups=(("models", (FOLDER,)),),
+            argument="NAME",
+            about="names of models, as weft ls shows them",
+            needs_model=False,
+            example="weft rm hf.co/Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+        ),
+        Command(
+            name="ps",
+            summary="List the servers that run on this machine.",
+            module="weft.cli.local_models",
+            groups=(("servers", (AS_JSON,)),),
+            argument="",
+            needs_model=False,
+            example="weft ps",
+        ),
+        Command(
+            name="stop",
+            summary="Stop the server of a model on this machine, after its running requests.",
+            module="weft.cli.local_models",
+            groups=(),
+            argument="NAME",
+            about="the model, as weft ps shows it",
+            needs_model=False,
+            example="weft stop demo",
         ),
         Command(
             name="demo",

@@ -23,6 +23,7 @@ from weft.formats import (
     fp8,
     gguf,
     gguf_names,
+    gguf_reference,
     gguf_shape,
     hub,
     model_names,
@@ -78,9 +79,10 @@ def resolve(
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
-    The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, or a nickname of one. With
-    `load_format` "dummy" a config.json is enough. Raises ModelError, in one line with the ways out, for a model that is
-    missing, damaged, incomplete, or of an unknown architecture. `model_impl` is EngineConfig's.
+    The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of one, or a GGUF
+    file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError, in
+    one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
+    `model_impl` is EngineConfig's.
     """
     try:
         full = model_names.full_name(model, folder=download_dir)
@@ -199,6 +201,9 @@ def _locate(model: str, revision: str | None, token: str | None, folder: str | N
     path = local_path(model)
     if path is not None:
         return path
+    reference = gguf_reference.parse_address(model)
+    if reference is not None:
+        return hub.fetch_gguf(reference, revision=revision, token=token, folder=folder)
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
     return _in_directory(hub.fetch_repository(model, revision=revision, token=token, folder=folder, weights=weights))

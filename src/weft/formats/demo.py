@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from weft.cache import cache_dir, install_cache_file, try_lock
+from weft.cache import cache_dir, cache_path, install_cache_file, try_lock
 from weft.errors import ModelError, error_reason
 
 NAME = "demo"
@@ -60,6 +60,12 @@ def fetch_demo(download: Download | None = None) -> Path:
             f"cannot keep the demo model in {folder}: {error_reason(error)}; {WAYS_OUT}", code="cannot-keep-demo"
         ) from error
     return path
+
+
+def cached_demo() -> Path | None:
+    """The model's file, if it has been fetched."""
+    path = cache_path() / Path(MEMBER).name
+    return path if _is_complete(path) else None
 
 
 def _is_complete(path: Path) -> bool:

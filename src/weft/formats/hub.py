@@ -9,6 +9,8 @@ from typing import Any
 
 from weft.errors import ModelError
 from weft.formats import catalogue, hub_files
+from weft.formats.gguf_reference import GgufReference, choose_files
+from weft.formats.hub_files import CreateProgress, show_progress
 
 TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 WEIGHT_FILES = ["*.safetensors"]
@@ -20,7 +22,15 @@ _NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 WAYS_OUT = "give a directory, a .gguf file, or the model `demo`"
 
 
-def fetch_repository(name: str, *, revision: str | None, token: str | None, folder: str | None, weights: bool) -> Path:
+def fetch_repository(
+    name: str,
+    *,
+    revision: str | None,
+    token: str | None,
+    folder: str | None,
+    weights: bool,
+    create_progress: CreateProgress = show_progress,
+) -> Path:
     """Fetch the repository `name`, with `weights` or without, and return its directory in the hub's cache.
 
     Files that are there already are not fetched again, and one that came in part is continued. The library honours
@@ -30,7 +40,15 @@ def fetch_repository(name: str, *, revision: str | None, token: str | None, fold
 
     patterns = TEXT_FILES + (WEIGHT_FILES if weights else [])
     try:
-        hub_files.fetch_files(name, revision=revision, token=token, folder=folder, patterns=patterns, ignored=COPIES)
+        hub_files.fetch_files(
+            name,
+            revision=revision,
+            token=token,
+            folder=folder,
+            patterns=patterns,
+            ignored=COPIES,
+            create_progress=create_progress,
+        )
         return Path(
             snapshot_download(
                 name,
@@ -49,6 +67,62 @@ def fetch_repository(name: str, *, revision: str | None, token: str | None, fold
         raise _failure(name, revision, error) from None
 
 
+def fetch_gguf(
+    reference: GgufReference,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    folder: str | None = None,
+    create_progress: CreateProgress = show_progress,
+) -> Path:
+    """Fetch one quantisation of a repository with GGUF files; return its file, or the first of its parts.
+
+    As `fetch_repository`. `create_progress` is that of `hub_files.fetch_files`. Raises ModelError.
+    """
+    from huggingface_hub import snapshot_download
+
+    name = reference.repository
+    try:
+        there = cached_gguf(reference, folder) if revision is None else None
+        if there is not None:
+            return there
+        wanted = choose_files(hub_files.list_files(name, revision, token), reference)
+        hub_files.fetch_files(
+            name,
+            revision=revision,
+            token=token,
+            folder=folder,
+            patterns=wanted,
+            ignored=[],
+            create_progress=create_progress,
+        )
+        here = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=folder,
+            allow_patterns=wanted,
+            tqdm_class=_silent_bars(),
+        )
+        return Path(here) / wanted[0]
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _failure(name, revision, error) from None
+
+
+def cached_gguf(reference: GgufReference, folder: str | None = None) -> Path | None:
+    """The file of a reference, or the first of its parts, if all of it is in the hub's cache; else None."""
+    directory = cached_repository(reference.repository, folder)
+    if directory is None:
+        return None
+    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*.gguf") if path.exists()]
+    try:
+        return directory / choose_files(names, reference)[0]
+    except ModelError:
+        return None
+
+
 def cached_repository(name: str, folder: str | None = None) -> Path | None:
     """Directory of a repository's main revision in the hub's cache; None if it is not there."""
     if not is_name(name):
@@ -58,7 +132,7 @@ def cached_repository(name: str, folder: str | None = None) -> Path | None:
     repository = Path(folder or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     try:
         directory = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
-        whole = (directory / "config.json").is_file() or any(directory.glob("*.gguf"))
+        whole = (directory / "config.json").is_file() or any(directory.rglob("*.gguf"))
         return directory if whole else None
     except OSError:
         return None

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -57,11 +57,27 @@ class Commit(msgspec.Struct, frozen=True):
     files: Sequence[HubFile]
 
 
+CreateProgress = Callable[[Commit], FetchProgress]
+
+
+def show_progress(commit: Commit) -> FetchProgress:
+    """Bars on a terminal, else lines of the log."""
+    return FetchProgress(commit.repository, {file.name: file.size for file in commit.files})
+
+
 def fetch_files(
-    name: str, *, revision: str | None, token: str | None, folder: str | None, patterns: list[str], ignored: list[str]
+    name: str,
+    *,
+    revision: str | None,
+    token: str | None,
+    folder: str | None,
+    patterns: list[str],
+    ignored: list[str],
+    create_progress: CreateProgress = show_progress,
 ) -> None:
     """Fetch the files of a repository that match `patterns` and are not in the hub's cache yet.
 
+    What `create_progress` makes of these files is told of their bytes.
     Does nothing if the hub cannot be asked. Raises ModelError for a full disk and for a wrong hash, whose file is
     removed; and the library's errors for files that do not come.
     """
@@ -72,10 +88,18 @@ def fetch_files(
     if not commit.files:
         return
     _check_room(commit, folder)
-    with FetchProgress(name, {file.name: file.size for file in commit.files}) as progress, _threads(progress) as pool:
+    with create_progress(commit) as progress, _threads(progress) as pool:
         jobs = [pool.submit(_fetch_file, commit, file, token, folder, progress) for file in commit.files]
         for job in as_completed(jobs):
             job.result()
+
+
+def list_files(name: str, revision: str | None, token: str | None) -> list[str]:
+    """Names of all files of a repository on the hub. Raises the library's errors."""
+    from huggingface_hub import HfApi
+
+    info = HfApi(token=token).model_info(name, revision=revision)
+    return [entry.rfilename for entry in info.siblings or ()]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from weft.formats import (
     config_json,
     demo,
     gguf,
+    gguf_reference,
     gguf_shape,
     hub,
     model_names,
@@ -44,6 +45,9 @@ def look_up(
     if path is not None:
         return _from_directory(model, path) if path.is_dir() else _from_gguf(model, path)
     model, ask_hub = model_names.full_name(model), refresh or revision is not None
+    reference = gguf_reference.parse_address(model)
+    if reference is not None:
+        return _from_gguf(model, _fetched(reference))
     known = catalogue.find_known(model)
     found_here = _without_hub(model, known, ask_hub=ask_hub)
     if found_here is not None:
@@ -53,6 +57,14 @@ def look_up(
     if not hub.is_name(model):
         raise ModelError(f"there is no file or directory {model}; {hub.ways_out(model)}", code="no-such-model")
     return _from_hub(known.name if known else model, revision, hf_token, patience)
+
+
+def _fetched(reference: gguf_reference.GgufReference) -> Path:
+    """The GGUF file of a reference in the hub's cache. Raises ModelError if it is not there."""
+    path = hub.cached_gguf(reference)
+    if path is None:
+        raise ModelError(f"{reference} is not here; fetch it with `weft pull {reference}`", code="gguf-not-fetched")
+    return path
 
 
 def _without_hub(model: str, known: Model | None, *, ask_hub: bool) -> Model | None:

@@ -20,6 +20,9 @@ from weft.gateway.replica import Replica
 from weft.serving.app import DateHeader
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
+from weft.serving.ollama.details import timestamp
+from weft.serving.ollama.names import tagged
+from weft.serving.ollama.types import ModelDetails, ModelList, ModelRow
 
 ADMIN_BYTES = 2**16  # of a body
 
@@ -59,6 +62,25 @@ async def get_model(proxy: Proxy, request: Request) -> Response:
         if row["id"] == name and client.may_use(name):
             return JsonResponse(row)
     raise unknown_model(name)
+
+
+async def list_tags(proxy: Proxy, request: Request) -> Response:
+    """/api/tags: the same in Ollama's form."""
+    client = proxy.keys.identify(request.scope)
+    details = ModelDetails(format="", family="", families=[], parameter_size="", quantization_level="")
+    rows = [row for row in proxy.fleet.model_rows() if client.may_use(row["id"])]
+    models = [
+        ModelRow(
+            name=tagged(row["id"]),
+            model=tagged(row["id"]),
+            modified_at=timestamp(row.get("created") or 0),
+            size=0,
+            digest="",
+            details=details,
+        )
+        for row in rows
+    ]
+    return JsonResponse(ModelList(models))
 
 
 async def metrics(proxy: Proxy, request: Request) -> Response:
@@ -162,13 +184,14 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/health/ready", ready),
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", get_model),
+    ("GET", "/api/tags", list_tags),
     ("GET", "/metrics", metrics),
     ("GET", "/gateway/status", status),
     ("POST", "/gateway/drain", drain),
     ("POST", "/gateway/add", add),
     ("POST", "/gateway/remove", remove),
 )
-OWN = ("/health", "/v1/models", "/metrics", "/gateway")
+OWN = ("/health", "/v1/models", "/api/tags", "/metrics", "/gateway")
 
 
 def create_app(proxy: Proxy) -> ASGIApp:

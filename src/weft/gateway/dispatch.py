@@ -17,6 +17,7 @@ from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError
 
+KEPT = ("/v1/files", "/v1/batches")
 RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
 RESUME_POLL_S = 0.1
 SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
@@ -44,7 +45,7 @@ class Dispatcher:
         while candidates := self._candidates(exchange):
             if exchange.gone:
                 raise client_gone()
-            replica = self.fleet.choose(exchange.fingerprint, candidates)
+            replica = self._choose(exchange, candidates)
             attempt = exchange.begin_attempt(replica)
             self.accounts.reserve(exchange, replica)
             try:
@@ -68,6 +69,12 @@ class Dispatcher:
             attempt.close()
             self.metrics.count_retry(replica, reason)
         raise self._no_replica(exchange, failure)
+
+    def _choose(self, exchange: Exchange, candidates: list[Replica]) -> Replica:
+        """The policy's choice; for what replicas keep on their disks, always the same one."""
+        if exchange.scope["path"].startswith(KEPT):
+            return min(candidates, key=lambda replica: replica.name)
+        return self.fleet.choose(exchange.fingerprint, candidates)
 
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""

@@ -22,6 +22,7 @@ class RoutedFields(msgspec.Struct):
     """The fields that the gateway reads, of any API: OpenAI's, Anthropic's or Ollama's."""
 
     model: Any = None
+    name: Any = None  # what old clients of Ollama call it
     tools: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
     messages: msgspec.Raw = NOTHING

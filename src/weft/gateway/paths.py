@@ -40,7 +40,7 @@ OWN = (
     "apply-template",
 )
 PUBLIC = frozenset(
-    ("/", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
+    ("/", "/openapi.json", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
 ).union(f"/{name}" for name in OWN)
 
 

@@ -30,13 +30,14 @@ from weft.gateway.paths import is_public
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.errors import HttpError, error_frame, error_response
+from weft.serving.errors import HttpError, error_response
 from weft.serving.joined import JOINED
-from weft.serving.sse import DONE, encode_event
+from weft.serving.sse import DONE, encode_error_event
 
 NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
 WATCH_AFTER_S = 0.02
+LATEST = ":latest"
 MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
@@ -72,7 +73,7 @@ class Proxy:
         try:
             await self._receive(exchange, receive)
         except (WeftError, ClientDisconnect) as error:
-            response = error_response(error)
+            response = error_response(error, scope["path"])
             exchange.outcome, exchange.status = getattr(error, "code", "client-gone"), response.status_code
             self._note_end(exchange)
             await response(scope, receive, send)
@@ -129,7 +130,7 @@ class Proxy:
         if scope["method"] == "POST" and scope["path"] in PATHS:
             exchange.completion = Completion(fields, scope["path"])
             self._check_begun(exchange)
-        exchange.model = model_of(fields)
+        exchange.model = self._model_of(fields, scope["path"])
         if len(exchange.model) > MODEL_CHARACTERS:
             raise HttpError(
                 400,
@@ -147,6 +148,18 @@ class Proxy:
         if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
             raise unknown_model(exchange.model)
         self.accounts.enter(exchange)
+
+    def _model_of(self, fields: RoutedFields, path: str) -> str:
+        """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same."""
+        model = model_of(fields)
+        if not path.startswith("/api/"):
+            return model
+        if not model and isinstance(fields.name, str):
+            model = fields.name
+        if self.fleet.knows_model(model):
+            return model
+        other = model.removesuffix(LATEST) if model.endswith(LATEST) else model + LATEST
+        return other if self.fleet.knows_model(other) else model
 
     def _fingerprint(self, exchange: Exchange, fields: RoutedFields) -> Fingerprint:
         """The part of a request that the policy reads."""
@@ -189,7 +202,7 @@ class Proxy:
             exchange.outcome = error.code
         except HttpError as error:
             exchange.outcome, exchange.status = error.code, error.status
-            await error_response(error)(exchange.scope, receive, send)
+            await error_response(error, exchange.scope["path"])(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
             if not isinstance(exchange.answer, StreamedAnswer) or not exchange.answer.continuable:
@@ -306,7 +319,7 @@ def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
         return exchange.answer.error_event
     broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
-    return encode_event(error_frame(broken))
+    return encode_error_event(broken, exchange.scope["path"])
 
 
 class EventEnding:

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from weft.client.control import memory_rows, profile_command, trace_paths
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.errors import RequestError
-from weft.serving.errors import HttpError, JsonResponse
-from weft.serving.keys import digest_key, matching_index, sent_key
+from weft.serving.access import check_admin_key
+from weft.serving.errors import JsonResponse
 from weft.serving.service import Service
 
 UNLIMITED = 2**31 - 1  # steps of a trace that /stop_profile ends
@@ -69,16 +69,6 @@ def integer_query(request: Request, name: str, default: int) -> int:
     if not text.isdecimal():
         raise RequestError(f"{name} is {text!r:.60}; it must be a whole number", param=name, code="no-whole-number")
     return int(text)
-
-
-def check_admin_key(request: Request) -> None:
-    """Raise HttpError 401 for a request without the admin key, and 403 if there is no such key."""
-    service: Service = request.app.state.service
-    key = service.options.admin_key
-    if not key:
-        raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
-    if matching_index([digest_key(key)], sent_key(request.headers)) is None:
-        raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
 
 
 def with_admin_key(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

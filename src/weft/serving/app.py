@@ -15,14 +15,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
+from weft.serving.anthropic import messages as anthropic
+from weft.serving.batches import endpoints as batches
+from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
 from weft.serving.completions import completions
-from weft.serving.errors import HANDLERS, HttpError, error_response
+from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
 from weft.serving.keys import digest_key, matching_index, sent_key
+from weft.serving.ollama import chat as ollama_chat
+from weft.serving.ollama import models as ollama
+from weft.serving.ollama.pull import pull_model
+from weft.serving.openapi import openapi
+from weft.serving.responses.stream import responses
 from weft.serving.service import Service
 
-# Health probes carry no API key, and administrators another one.
-KEYLESS_PATHS = ("/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
+# Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
+KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -38,8 +46,36 @@ ROUTES = (
     Route("/ping", health.health, methods=["GET", "POST"]),
     Route("/load", health.server_load),
     Route("/metrics", health.metrics),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/messages", anthropic.messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", anthropic.count, methods=["POST"]),
+    Route("/v1/files", batches.upload_file, methods=["POST"]),
+    Route("/v1/files", batches.list_files),
+    Route("/v1/files/{id}", batches.get_file),
+    Route("/v1/files/{id}", batches.delete_file, methods=["DELETE"]),
+    Route("/v1/files/{id}/content", batches.file_content),
+    Route("/v1/batches", batches.create_batch, methods=["POST"]),
+    Route("/v1/batches", batches.list_batches),
+    Route("/v1/batches/{id}", batches.get_batch),
+    Route("/v1/batches/{id}/cancel", batches.cancel_batch, methods=["POST"]),
+    Route("/openapi.json", openapi),
+    Route("/", ollama.root),
+    Route("/api/version", ollama.version),
+    Route("/api/tags", ollama.tags),
+    Route("/api/ps", ollama.running),
+    Route("/api/show", ollama.show, methods=["POST"]),
+    Route("/api/chat", ollama_chat.chat, methods=["POST"]),
+    Route("/api/generate", ollama_chat.generate, methods=["POST"]),
+    Route("/api/pull", pull_model, methods=["POST"]),
+    Route("/api/delete", ollama.delete, methods=["DELETE"]),
+    *(Route(f"/api/{name}", ollama.absent, methods=["POST"]) for name in ("create", "copy", "push")),
+    Route("/api/blobs/{digest}", ollama.absent, methods=["POST", "HEAD"]),
     *ADMIN_ROUTES,
 )
+
+
+# Whose requests a batch may hold.
+BATCH_ENDPOINTS = {"/v1/chat/completions": chat, "/v1/completions": completions, "/v1/responses": responses}
 
 
 def create_app(service: Service) -> Starlette:
@@ -59,6 +95,7 @@ def create_app(service: Service) -> Starlette:
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     application.state.service = service
+    application.state.batches = BatchKeeper(service, BATCH_ENDPOINTS)
     return application
 
 
@@ -89,10 +126,10 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, api_path(scope))(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        if scope["path"].removeprefix(scope.get("root_path", "")) in KEYLESS_PATHS:
+        if api_path(scope) in KEYLESS_PATHS:
             return True
         return matching_index(self._digests, sent_key(Headers(scope=scope))) is not None
 

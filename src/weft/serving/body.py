@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Callable, Set
@@ -111,11 +112,27 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def convert_object(raw: dict[str, Any], target: type[T]) -> T:
     """Convert a decoded object to `target`. Raises RequestError with the path of the first field that does not fit."""
+    if target not in _prepared:
+        _prepare(target)
     try:
         return msgspec.convert(raw, target)
     except msgspec.ValidationError as error:
         field = FIELD.search(str(error))
         raise RequestError(str(error), param=(field[1] or field[2]) if field else None, code="invalid-field") from None
+
+
+# The first use of a type reads its annotations, in Python code: with two threads in it, msgspec 0.22 crashes.
+_prepared: set[type[msgspec.Struct]] = set()
+_preparing = Lock()
+
+
+def _prepare(target: type[msgspec.Struct]) -> None:
+    """Have msgspec read a type's annotations in one thread."""
+    with _preparing:
+        if target not in _prepared:
+            with contextlib.suppress(msgspec.ValidationError):
+                msgspec.convert({}, target)
+            _prepared.add(target)
 
 
 class UnknownFields:

@@ -19,6 +19,7 @@ from weft.serving.sampling import sampling_fields
 from weft.serving.service import Service
 from weft.serving.structured import wanted_output
 from weft.serving.tools import ToolUse, add_tools_message, read_tools
+from weft.text.limits import LIMITS
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,9 @@ def _effort(effort: str | None) -> dict[str, Any]:
         return {}
     thinks = effort != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+
+
+def count_prompt(service: Service, body: ChatRequest) -> int:
+    """Number of tokens of a request's prompt, which may be longer than the model can read."""
+    messages, arguments = _template_input(service, body, read_tools(body), service.answer_format)
+    return len(service.frontend.encode_chat(messages, least=LIMITS.tokenize_characters, **arguments)[1])

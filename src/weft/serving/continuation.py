@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
-from weft.serving.admin import check_admin_key
+from weft.serving.access import check_admin_key
 from weft.serving.openai_types import SamplingRequest
 from weft.serving.service import Service
 

@@ -1,4 +1,4 @@
-"""Error responses in the shape of OpenAI's API."""
+"""Error responses, in the shape of the API that is called: OpenAI's, Anthropic's or Ollama's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.ranks import CLOSED
@@ -35,6 +36,27 @@ class ErrorFrame(msgspec.Struct):
     """The body of an error response, and the error event of a stream."""
 
     error: ErrorBody
+
+
+class AnthropicErrorBody(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorFrame(msgspec.Struct):
+    """The body of an error response of Anthropic's API, and its error event."""
+
+    error: AnthropicErrorBody
+    type: str = "error"
+
+
+class OllamaErrorFrame(msgspec.Struct):
+    """The body of an error response of Ollama's API, and the last line of a stream that breaks."""
+
+    error: str
+
+
+AnyErrorFrame = ErrorFrame | AnthropicErrorFrame | OllamaErrorFrame
 
 
 class JsonResponse(Response):
@@ -88,14 +110,43 @@ def describe_error(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     return status, ErrorBody(message, error_type(status), param, code), headers
 
 
-def error_frame(error: Exception) -> ErrorFrame:
-    return ErrorFrame(describe_error(error)[1])
+def shape_error(status: int, body: ErrorBody, path: str = "") -> AnyErrorFrame:
+    """An error in the shape of the API that `path` belongs to."""
+    if path.startswith("/v1/messages"):
+        return AnthropicErrorFrame(AnthropicErrorBody(anthropic_type(status), body.message))
+    if path.startswith("/api/"):
+        return OllamaErrorFrame(body.message)
+    return ErrorFrame(body)
 
 
-def error_response(error: Exception) -> Response:
-    """The response to an exception."""
+def anthropic_type(status: int) -> str:
+    """Anthropic's name of an error with this status."""
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 404:
+            return "not_found_error"
+        case 413:
+            return "request_too_large"
+        case 429:
+            return "rate_limit_error"
+        case 503:
+            return "overloaded_error"
+        case _:
+            return "invalid_request_error" if status < 500 else "api_error"
+
+
+def error_frame(error: Exception, path: str = "") -> AnyErrorFrame:
+    status, body, _ = describe_error(error)
+    return shape_error(status, body, path)
+
+
+def error_response(error: Exception, path: str = "") -> Response:
+    """The response to an exception, in the shape of the API that `path` belongs to."""
     status, body, headers = describe_error(error)
-    return JsonResponse(ErrorFrame(body), status, headers)
+    return JsonResponse(shape_error(status, body, path), status, headers)
 
 
 async def handle_exception(request: Request, error: Exception) -> Response:
@@ -103,7 +154,13 @@ async def handle_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         problem = "unknown URL" if error.status_code == 404 else "method not allowed"
         error = HTTPException(error.status_code, f"{problem}: {request.method} {request.url.path}", error.headers)
-    return error_response(error)
+    return error_response(error, api_path(request.scope))
+
+
+def api_path(scope: Scope) -> str:
+    """The path of a request without the prefix that a reverse proxy knows the server by."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 # A handler for Exception alone would do, but Starlette re-raises what that one caught, and the server logs it.

@@ -55,4 +55,7 @@ class ServeOptions(Options):
         False, help="answer requests with status 503 while the engine sleeps, instead of letting them wait"
     )
     profile_directory: str = option("weft-profiles", metavar="DIR", help="where POST /start_profile writes traces")
+    storage_directory: str | None = option(
+        None, metavar="DIR", help="where uploaded files and batches are kept (default: $XDG_CACHE_HOME/weft/storage)"
+    )
     admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused

@@ -28,9 +28,11 @@ from weft.planner.replicas import ReplicaPlan, plan_replicas
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
+from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.options import ServeOptions
 from weft.serving.predicted import PredictionCheck
+from weft.serving.run_files import announced
 from weft.serving.service import Service
 from weft.serving.stopping import cancel_exit_deadline, drain, handle_stop_signals
 
@@ -113,7 +115,8 @@ async def _serve(
         listen.start_listening(listener, options)
         gc.freeze()  # what exists now stays: no response waits while the collector scans it
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
-        await server.until_ended()
+        with announced(service.names, address):
+            await server.until_ended()
         failure = engine.failure
     finally:
         await engine.close()
@@ -133,8 +136,9 @@ class ServingServer(HttpServer):
     ) -> None:
         """`ended` returns when the engine has ended."""
         options = service.options
+        application = create_app(service)
         super().__init__(
-            create_app(service),
+            application,
             listener,
             limits,
             root_path=options.root_path,
@@ -142,6 +146,7 @@ class ServingServer(HttpServer):
             ssl_certfile=options.ssl_certfile,
         )
         self._service = service
+        self.batches: BatchKeeper = application.state.batches
         self._ended = ended
         self._shutdown: asyncio.Task[None] | None = None
         self._draining_requests: asyncio.Task[None] | None = None
@@ -149,6 +154,7 @@ class ServingServer(HttpServer):
 
     async def until_ended(self) -> None:
         """Serve until a signal or the death of the engine."""
+        self.batches.resume()
         tasks = [asyncio.create_task(self._watch_engine())]
         if not self._service.options.disable_log_stats:
             tasks.append(asyncio.create_task(_log_stats(self._service)))
@@ -158,6 +164,7 @@ class ServingServer(HttpServer):
         finally:
             for task in tasks:
                 task.cancel()
+            await self.batches.close()
         if self._interrupted:
             raise KeyboardInterrupt
 

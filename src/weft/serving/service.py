@@ -104,6 +104,7 @@ class Service:
         self.metrics.registry.register(self.devices)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
+        self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()
         self.idle.set()
         self.prediction_check: PredictionCheck | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
-from weft.serving.errors import error_frame
+from weft.serving.errors import AnthropicErrorFrame, error_frame
 
 log = logging.getLogger("weft.serving")
 
@@ -23,8 +24,31 @@ DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
 
 
+@dataclass(frozen=True)
+class StreamFormat:
+    """The way in which an API streams.
+
+    `encode_error` makes the last part of a stream that breaks. `keepalive` is sent while there is nothing to say; empty
+    if clients of the API could not skip it.
+    """
+
+    media_type: str
+    encode_error: Callable[[Exception], bytes]
+    keepalive: bytes
+
+
 def encode_event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def encode_error_event(error: Exception, path: str = "") -> bytes:
+    """The event of an error, in the shape of the API that `path` belongs to."""
+    frame = error_frame(error, path)
+    name = b"event: error\n" if isinstance(frame, AnthropicErrorFrame) else b""
+    return name + encode_event(frame)
+
+
+OPENAI_STREAM = StreamFormat("text/event-stream", encode_error_event, KEEPALIVE)
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -64,13 +88,14 @@ async def send_reply(
     events: Callable[[], AsyncGenerator[bytes, None]],
     whole: Callable[[], Coroutine[Any, Any, Response]],
     keepalive_s: float,
+    stream_format: StreamFormat = OPENAI_STREAM,
 ) -> Response:
     """Response of `source`: its `events` as they arrive if `streaming`, else `whole`.
 
     `source` is closed when the response ends or the client disconnects.
     """
     if streaming:
-        return EventStream(events(), source, keepalive_s=keepalive_s)
+        return EventStream(events(), source, keepalive_s=keepalive_s, stream_format=stream_format)
     try:
         response = await while_connected(request.receive, whole())
     finally:
@@ -82,15 +107,22 @@ class EventStream(Response):
     """Response that streams `events` and closes their `source` at the end, even if the client disconnects.
 
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
-    connection as idle. An error after the first byte is sent as an event. The connection is then cut without the end
-    mark of the body, so that a client cannot take the truncated response for a whole one.
+    connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut
+    without the end mark of the body, so that a client cannot take the truncated response for a whole one.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None], source: Closable, *, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: Closable,
+        *,
+        keepalive_s: float,
+        stream_format: StreamFormat = OPENAI_STREAM,
+    ) -> None:
         # X-Accel-Buffering: nginx would buffer events.
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=stream_format.media_type)
+        self._format = stream_format
         del self.headers["content-length"]
         self._events = events
         self._source = source
@@ -121,13 +153,13 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, WeftError):
                 log.exception("a stream failed")
-            await self._send(send, encode_event(error_frame(error)))
+            await self._send(send, self._format.encode_error(error))
         else:
             await self._send(send, b"", more_body=False)
 
     async def _send_keepalives(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while self._format.keepalive:
             await asyncio.sleep(self._sent_at + self._keepalive_s - loop.time())
             if loop.time() >= self._sent_at + self._keepalive_s:
-                await self._send(send, KEEPALIVE)
+                await self._send(send, self._format.keepalive)

@@ -1,0 +1,62 @@
+"""Access to what changes the server: with the admin key, or from this machine."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import Scope
+
+from weft.serving.errors import HttpError
+from weft.serving.keys import digest_key, matching_index, sent_key
+from weft.serving.service import Service
+
+
+def check_admin_key(request: Request) -> None:
+    """Raise HttpError 401 for a request without the admin key, and 403 if there is no such key."""
+    service: Service = request.app.state.service
+    key = service.options.admin_key
+    if not key:
+        raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
+    if matching_index([digest_key(key)], sent_key(request.headers)) is None:
+        raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
+
+
+def check_owner(request: Request) -> None:
+    """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine."""
+    service: Service = request.app.state.service
+    if service.options.admin_key:
+        check_admin_key(request)
+    elif not comes_from_here(request.scope):
+        raise HttpError(
+            403,
+            "only this machine may do this; set WEFT_ADMIN_KEY in the server's environment to allow it elsewhere",
+            code="admin-key-unset",
+        )
+
+
+def comes_from_here(scope: Scope) -> bool:
+    """Return True for a request of a process of this machine.
+
+    Not one through a proxy on it, whose clients are anywhere, nor one of another server's page in a browser, which may
+    also send under a name that leads here.
+    """
+    headers, peer = Headers(scope=scope), scope.get("client")
+    if "x-forwarded-for" in headers or "forwarded" in headers:
+        return False
+    if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+        return False
+    if not peer:
+        return True  # a Unix socket
+    return _names_address(headers.get("host", "")) and ip_address(peer[0]).is_loopback
+
+
+def _names_address(host: str) -> bool:
+    """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
+    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False

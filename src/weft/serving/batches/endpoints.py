@@ -1,0 +1,233 @@
+"""/v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from typing import BinaryIO, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+from weft.errors import RequestError
+from weft.serving.batches.keeper import BatchKeeper
+from weft.serving.batches.store import UNFINISHED, new_id
+from weft.serving.batches.types import (
+    BatchList,
+    BatchObject,
+    BatchRequest,
+    DeletedFile,
+    FileList,
+    FileObject,
+)
+from weft.serving.batches.uploads import Form, boundary_of, read_form, receive_body
+from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.keys import sent_key
+from weft.serving.service import Service
+
+Row = TypeVar("Row", FileObject, BatchObject)
+
+PURPOSE = "batch"
+MOST_WINDOW_H = 24 * 30
+MOST_ROWS = 10_000  # of a list
+METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
+
+
+def _keeper(request: Request) -> BatchKeeper:
+    keeper: BatchKeeper = request.app.state.batches
+    return keeper
+
+
+def _owner(request: Request) -> str:
+    """The name under which a client's files are kept: clients with other keys do not see them."""
+    service: Service = request.app.state.service
+    if not service.options.api_key:
+        return ""
+    return hashlib.sha256(sent_key(request.headers).encode()).hexdigest()[:32]
+
+
+async def upload_file(request: Request) -> Response:
+    """POST /v1/files: keep a file of requests."""
+    boundary, owner = boundary_of(request), _owner(request)
+    keeper = _keeper(request)
+    store = await keeper.call(lambda store: store)
+    with store.new_content() as body:
+        await receive_body(request, body)
+        form = await asyncio.to_thread(read_form, body, boundary)
+        _check_form(form)
+        with store.new_content() as content:
+            await asyncio.to_thread(_copy, body, form, content)
+            name = form.filename
+            return JsonResponse(await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE)))
+
+
+def _check_form(form: Form) -> None:
+    if form.start < 0:
+        raise RequestError("the form has no file", param="file", code="file-missing")
+    purpose = form.fields.get("purpose")
+    if purpose != PURPOSE:
+        raise RequestError(
+            f"purpose is {purpose!r:.60}; files are kept for {PURPOSE!r} only", param="purpose", code="unknown-purpose"
+        )
+
+
+def _copy(body: BinaryIO, form: Form, content: BinaryIO) -> None:
+    """Copy the uploaded file's bytes out of a body."""
+    body.seek(form.start)
+    left = form.end - form.start
+    while left > 0:
+        piece = body.read(min(left, shutil.COPY_BUFSIZE))  # type: ignore[attr-defined]
+        content.write(piece)
+        left -= len(piece)
+
+
+async def list_files(request: Request) -> Response:
+    """GET /v1/files."""
+    owner, purpose = _owner(request), request.query_params.get("purpose")
+    rows = await _keeper(request).call(lambda store: store.files(owner))
+    if request.query_params.get("order", "desc") == "desc":
+        rows.reverse()
+    shown, more = _page(request, [row for row in rows if purpose in (None, row.purpose)], MOST_ROWS)
+    return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
+
+
+async def get_file(request: Request) -> Response:
+    """GET /v1/files/ID."""
+    return JsonResponse(await _find_file(request, request.path_params["id"]))
+
+
+async def file_content(request: Request) -> Response:
+    """GET /v1/files/ID/content."""
+    file = await _find_file(request, request.path_params["id"])
+    path = await _keeper(request).call(lambda store: store.content(file.id))
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+async def delete_file(request: Request) -> Response:
+    """DELETE /v1/files/ID, unless an unfinished batch reads it."""
+    file = await _find_file(request, request.path_params["id"])
+    keeper = _keeper(request)
+    if await keeper.call(lambda store: store.is_read(file.id)):
+        raise HttpError(409, f"a batch that is not finished reads {file.id}; cancel it first", code="file-in-use")
+    await keeper.call(lambda store: store.delete_file(file.id))
+    return JsonResponse(DeletedFile(id=file.id))
+
+
+async def _find_file(request: Request, id: str) -> FileObject:
+    owner = _owner(request)
+    file = await _keeper(request).call(lambda store: store.file(owner, id))
+    if file is None:
+        raise HttpError(404, f"there is no file {id!r:.100}", code="file-not-found", param="file_id")
+    return file
+
+
+async def create_batch(request: Request) -> Response:
+    """POST /v1/batches: answer the lines of a file."""
+    service: Service = request.app.state.service
+    keeper, owner = _keeper(request), _owner(request)
+    body = await service.prepare(request, decode_batch)
+    if body.endpoint not in keeper.endpoints:
+        known = ", ".join(keeper.endpoints)
+        raise RequestError(
+            f"endpoint is {body.endpoint!r:.100}; batches have {known}", param="endpoint", code="unknown-endpoint"
+        )
+    file = await _find_file(request, body.input_file_id)
+    now = int(time.time())
+    batch = BatchObject(
+        id=new_id("batch_"),
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        created_at=now,
+        expires_at=now + _window_s(body.completion_window),
+        metadata=body.metadata,
+    )
+    await keeper.call(lambda store: store.add_batch(owner, batch))
+    keeper.start()
+    return JsonResponse(batch)
+
+
+def decode_batch(service: Service, content: bytes) -> BatchRequest:
+    """Decode and check a body of POST /v1/batches."""
+    body = service.decode_body(content, BatchRequest)
+    _window_s(body.completion_window)
+    entries, key_length, value_length = METADATA
+    given = body.metadata or {}
+    if len(given) > entries or any(len(k) > key_length or len(v) > value_length for k, v in given.items()):
+        raise RequestError(
+            f"metadata has at most {entries} entries, of {key_length} characters and values of {value_length}",
+            param="metadata",
+            code="too-many-items",
+        )
+    return body
+
+
+def _window_s(window: str) -> int:
+    """Seconds of a completion window. Raises RequestError."""
+    match = re.fullmatch(r"(\d{1,4})h", window, re.ASCII)
+    if match is None or not 1 <= int(match[1]) <= MOST_WINDOW_H:
+        raise RequestError(
+            f"completion_window is {window!r:.60}; it must be a number of hours from 1h to {MOST_WINDOW_H}h",
+            param="completion_window",
+            code="invalid-window",
+        )
+    return 3600 * int(match[1])
+
+
+async def list_batches(request: Request) -> Response:
+    """GET /v1/batches: the newest first."""
+    owner = _owner(request)
+    rows = await _keeper(request).call(lambda store: store.batches(owner))
+    shown, more = _page(request, rows, 20)
+    return JsonResponse(BatchList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
+
+
+async def get_batch(request: Request) -> Response:
+    """GET /v1/batches/ID."""
+    return JsonResponse(await _find_batch(request))
+
+
+async def cancel_batch(request: Request) -> Response:
+    """POST /v1/batches/ID/cancel: what is answered already stays."""
+    batch, keeper = await _find_batch(request), _keeper(request)
+
+    def cancel(row: BatchObject) -> None:
+        if row.status in ("validating", "in_progress"):
+            row.status, row.cancelling_at = "cancelling", int(time.time())
+
+    if batch.status not in UNFINISHED:
+        raise HttpError(409, f"{batch.id} is {batch.status} already", code="batch-finished")
+    await keeper.call(lambda store: store.change_batch(batch.id, cancel))
+    keeper.start()
+    return JsonResponse(await _find_batch(request))
+
+
+async def _find_batch(request: Request) -> BatchObject:
+    owner, id = _owner(request), request.path_params["id"]
+    batch = await _keeper(request).call(lambda store: store.batch(owner, id))
+    if batch is None:
+        raise HttpError(404, f"there is no batch {id!r:.100}", code="batch-not-found", param="batch_id")
+    return batch
+
+
+def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row], bool]:
+    """The rows after `after`, at most `limit`, and True if there are more. Raises RequestError."""
+    text = request.query_params.get("limit", str(default))
+    if not text.isdecimal() or not 1 <= int(text[:6]) <= MOST_ROWS:
+        raise RequestError(
+            f"limit is {text!r:.60}; it must be a number from 1 to {MOST_ROWS}", param="limit", code="invalid-limit"
+        )
+    after = request.query_params.get("after")
+    begin = 0
+    if after is not None:
+        begin = next((number for number, row in enumerate(rows, 1) if row.id == after), len(rows))
+    end = begin + int(text)
+    return list(rows[begin:end]), end < len(rows)
+
+
+def _id(rows: Sequence[FileObject] | Sequence[BatchObject], at: int) -> str | None:
+    return rows[at].id if rows else None

@@ -1,0 +1,93 @@
+"""BatchKeeper: the store of a server, in a thread of its own, and the batches that the server answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from weft.cache import cache_path
+from weft.serving.batches.answers import Endpoint
+from weft.serving.batches.runner import BatchRun
+from weft.serving.batches.store import Store
+
+if TYPE_CHECKING:
+    from weft.serving.service import Service
+
+log = logging.getLogger("weft.serving")
+
+T = TypeVar("T")
+
+POLL_S = 5.0  # after which batches of other servers are looked at: one of these may have ended
+
+
+class BatchKeeper:
+    """Opens the store when it is first needed, and answers its batches one after the other."""
+
+    def __init__(self, service: Service, endpoints: Mapping[str, Endpoint]) -> None:
+        folder = service.options.storage_directory
+        self.folder = Path(folder).expanduser() if folder else cache_path() / "storage"
+        self.endpoints = endpoints
+        self.news = asyncio.Event()  # the batch that is being answered may have been cancelled
+        self._arrived = asyncio.Event()  # a batch came
+        self._service = service
+        self._thread = ThreadPoolExecutor(1, "weft-store")
+        self._store: Store | None = None
+        self._working: asyncio.Task[None] | None = None
+
+    async def call(self, work: Callable[[Store], T]) -> T:
+        """Do something with the store. Raises ConfigError if it cannot be opened."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
+
+    def resume(self) -> None:
+        """Go on with the batches that an earlier server has left, if there is a store."""
+        if (self.folder / "store.sqlite").exists():
+            self.start()
+
+    def start(self) -> None:
+        """Look at the batches anew, and begin to answer them, if that has not begun."""
+        self.news.set()
+        self._arrived.set()
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
+
+    async def close(self) -> None:
+        """Let go of the batches; what is answered is kept."""
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.gather(self._working, return_exceptions=True)
+        if self._store is not None:
+            await self.call(Store.close)
+        self._thread.shutdown(wait=False)
+
+    def _open(self) -> Store:
+        if self._store is None:
+            self._store = Store(self.folder)
+        return self._store
+
+    async def _work(self) -> None:
+        while not self._service.draining:
+            self._arrived.clear()
+            for owner, id in await self.call(Store.unfinished):
+                if self._service.draining:
+                    return
+                try:
+                    await self._try(owner, id)
+                except Exception:  # of one batch: the others go on, and this one is tried again
+                    log.exception("batch %s failed; it is tried again", id)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._arrived.wait()
+            except TimeoutError:
+                continue
+
+    async def _try(self, owner: str, id: str) -> None:
+        """Answer a batch, unless another server does, or none of this server's models is meant."""
+        store = await self.call(lambda store: store)
+        with store.claim(id) as claimed:
+            batch = await self.call(lambda store: store.batch(owner, id))
+            if claimed and batch is not None:
+                await BatchRun(self._service, self, owner, batch).run()

@@ -1,0 +1,201 @@
+"""BatchRun: one batch from its validation to its output files, and again from wherever an earlier server left it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.serving.batches.answers import NotNowError, answer
+from weft.serving.batches.lines import check_lines, numbered_lines
+from weft.serving.batches.store import Store, new_id
+from weft.serving.batches.types import LINE, BatchErrors, BatchLine, BatchObject
+
+if TYPE_CHECKING:
+    from weft.serving.batches.keeper import BatchKeeper
+    from weft.serving.service import Service
+
+log = logging.getLogger("weft.serving")
+
+
+class LineResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class LineResult(msgspec.Struct):
+    """A line of an output file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None = None
+
+
+class BatchRun:
+    """The work on one batch that this server has claimed."""
+
+    def __init__(self, service: Service, keeper: BatchKeeper, owner: str, batch: BatchObject) -> None:
+        self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
+        self._content: Path | None = None
+        # Half of the places: other clients' requests find some, too.
+        self._places = max(1, min(service.capacity, service.engine.plan.max_running) // 2)
+
+    async def run(self) -> None:
+        """Go on with the batch; return early if the server ends, or if the batch means another server's model."""
+        if self._batch.status == "validating":
+            await self._validate()
+        if self._batch.status == "in_progress":
+            if self._batch.model is not None and self._batch.model not in self._service.names:
+                return
+            await self._answer_lines()
+        if self._batch.status in ("cancelling", "finalizing"):
+            await self._finish()
+
+    async def _change(self, change: Callable[[BatchObject], None]) -> None:
+        id = self._batch.id
+        self._batch = await self._keeper.call(lambda store: store.change_batch(id, change))
+
+    async def _validate(self) -> None:
+        batch = self._batch
+        path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
+        total, model, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
+
+        def begin(row: BatchObject) -> None:
+            row.model, row.request_counts.total = model, total
+            if row.status != "validating":
+                return  # cancelled meanwhile
+            if errors:
+                row.status, row.failed_at, row.errors = "failed", _now(), BatchErrors(data=errors)
+            else:
+                row.status, row.in_progress_at = "in_progress", _now()
+
+        await self._change(begin)
+        log.info("batch %s: %s, %d lines", batch.id, self._batch.status, total)
+
+    async def _answer_lines(self) -> None:
+        """Answer the lines that have no answer yet. Return when all have, or when batch or server is to end."""
+        batch = self._batch
+        answered = await self._keeper.call(lambda store: store.answered(batch.id))
+        path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
+        lines = (numbered for numbered in numbered_lines(path) if numbered[0] not in answered)
+        workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._places)]
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                await self._until_done(workers)
+        except TimeoutError:
+            log.warning("batch %s has expired", batch.id)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        for worker in workers:
+            if not worker.cancelled() and (error := worker.exception()) is not None:
+                if isinstance(error, NotNowError):
+                    return
+                raise error
+
+        def end(row: BatchObject) -> None:
+            if row.status == "in_progress":
+                row.status, row.finalizing_at = "finalizing", _now()
+
+        if not self._service.draining:
+            await self._change(end)
+
+    async def _until_done(self, workers: list[asyncio.Task[None]]) -> None:
+        """Wait until all lines are answered, a worker fails, or a client cancels the batch."""
+        while not all(worker.done() for worker in workers):
+            news = asyncio.create_task(self._keeper.news.wait())
+            running = {worker for worker in workers if not worker.done()}
+            await asyncio.wait({*running, news}, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            if any(worker.done() and worker.exception() is not None for worker in workers):
+                return
+            if self._keeper.news.is_set():
+                self._keeper.news.clear()
+                await self._change(lambda row: None)
+                if self._batch.status != "in_progress":
+                    return
+
+    async def _take_lines(self, lines: Iterator[tuple[int, bytes]]) -> None:
+        """Answer one line after the other. Raises NotNowError."""
+        for number, text in lines:
+            if self._service.draining:
+                raise NotNowError
+            await self._answer_line(number, LINE.decode(text))
+
+    async def _answer_line(self, number: int, line: BatchLine) -> None:
+        status, body = await answer(self._service, self._keeper.endpoints[line.url], line)
+        response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
+        row = msgspec.json.encode(LineResult(new_id("batch_req_"), line.custom_id, response))
+        id, failed = self._batch.id, status != 200
+        keeping = self._keeper.call(lambda store: store.add_result(id, number, row, failed=failed))
+        if await asyncio.shield(keeping) != "in_progress":  # another server was asked to cancel it
+            self._keeper.news.set()
+
+    async def _finish(self) -> None:
+        """Write the output files, and end the batch."""
+        owner, batch = self._owner, self._batch
+        cancelled, expired = batch.status == "cancelling", False
+        if not cancelled:
+            expired = await self._keeper.call(lambda store: add_expired(store, batch))
+        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch))
+
+        def end(row: BatchObject) -> None:
+            row.output_file_id, row.error_file_id = output, errors
+            row.status = "cancelled" if cancelled else "expired" if expired else "completed"
+            setattr(row, f"{row.status}_at", _now())
+
+        await self._change(end)
+        log.info("batch %s: %s", batch.id, self._batch.status)
+
+
+def add_expired(store: Store, batch: BatchObject) -> bool:
+    """Note an error for each line that was not answered in time; return True if there are any."""
+    answered, expired = store.answered(batch.id), False
+    for number, text in numbered_lines(store.content(batch.input_file_id)):
+        if number not in answered:
+            line = LINE.decode(text)
+            error = LineError("batch_expired", "the line was not answered within the completion window")
+            row = msgspec.json.encode(LineResult(new_id("batch_req_"), line.custom_id, None, error))
+            store.add_result(batch.id, number, row, failed=True)
+            expired = True
+    return expired
+
+
+def write_outputs(store: Store, owner: str, batch: BatchObject) -> tuple[str | None, str | None]:
+    """Write the answers and the errors of a batch to a file each; return their ids, None for an empty one.
+
+    Writing them again changes nothing.
+    """
+    ids: list[str | None] = []
+    for failed, kind in ((False, "output"), (True, "error")):
+        with store.new_content() as content:
+            for row in store.results(batch.id, failed=failed):
+                content.write(row + b"\n")
+            empty = not content.tell()
+            if not empty:
+                name = f"{batch.id}_{kind}.jsonl"
+                store.add_file(owner, content, name, "batch_output", id=output_id(batch, kind))
+        ids.append(None if empty else output_id(batch, kind))
+    return ids[0], ids[1]
+
+
+def output_id(batch: BatchObject, kind: str) -> str:
+    """The id of a batch's output file: the same if it is written again."""
+    return f"file-{batch.id.removeprefix('batch_')}-{kind}"
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,184 @@
+"""Store: files and batches on disk, in one directory, which several servers of a machine may share.
+
+Rows are in SQLite, contents of files beside it. Each change is one transaction: after a kill the store is as before the
+change or as after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from weft.cache import make_private, try_lock
+from weft.errors import ConfigError, error_reason
+from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
+
+BUSY_S = 30.0  # to wait for another server's transaction
+UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS batches (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS results (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, row BLOB NOT NULL, PRIMARY KEY (batch, line)
+) WITHOUT ROWID;
+"""
+
+
+class Store:
+    """The files and batches in `folder`. Its methods block, and one thread at a time may call them.
+
+    `owner` tells clients with different keys apart: each sees only its own.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError if the directory cannot be used."""
+        self.folder = folder
+        try:
+            for part in (folder, folder / "contents", folder / "locks"):
+                make_private(part)
+            self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
+            self._rows.execute("PRAGMA journal_mode = WAL")
+            self._rows.executescript(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(
+                f"cannot keep files in {folder}: {error_reason(error)}; give another --storage-directory",
+                code="cannot-open-storage",
+            ) from error
+
+    def close(self) -> None:
+        self._rows.close()
+
+    # Files
+
+    def content(self, id: str) -> Path:
+        """Path of the bytes of a file."""
+        return self.folder / "contents" / id
+
+    @contextlib.contextmanager
+    def new_content(self) -> Iterator[BinaryIO]:
+        """A new file for bytes that have no name yet. `keep` gives it one; otherwise it is removed."""
+        path = self.content(f"{new_id('part-')}.part")
+        try:
+            with path.open("w+b") as file:
+                yield file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def add_file(self, owner: str, content: BinaryIO, filename: str, purpose: str, id: str = "") -> FileObject:
+        """Keep what `new_content` gave as a file; with the `id` of another, in its place."""
+        content.flush()
+        os.fsync(content.fileno())
+        id = id or new_id("file-")
+        size = os.fstat(content.fileno()).st_size
+        file = FileObject(id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
+        os.replace(content.name, self.content(id))
+        with self._rows:
+            self._rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (id, owner, msgspec.json.encode(file)))
+        return file
+
+    def file(self, owner: str, id: str) -> FileObject | None:
+        found = self._rows.execute("SELECT row FROM files WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        return FILE.decode(found[0]) if found else None
+
+    def files(self, owner: str) -> list[FileObject]:
+        """The files of an owner, the oldest first."""
+        rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
+        return [FILE.decode(row[0]) for row in rows]
+
+    def delete_file(self, id: str) -> None:
+        """Delete a file that no unfinished batch reads."""
+        with self._rows:
+            self._rows.execute("DELETE FROM files WHERE id = ?", (id,))
+        self.content(id).unlink(missing_ok=True)
+
+    def is_read(self, id: str) -> bool:
+        """Return True if an unfinished batch reads a file."""
+        query = f"SELECT 1 FROM batches WHERE input = ? AND status IN ({_marks(UNFINISHED)})"
+        return self._rows.execute(query, (id, *UNFINISHED)).fetchone() is not None
+
+    # Batches
+
+    def add_batch(self, owner: str, batch: BatchObject) -> None:
+        values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch))
+        with self._rows:
+            self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+
+    def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
+        """Let `change` alter a batch, while nobody else does; return it as it is then."""
+        with self._rows:
+            self._rows.execute("BEGIN IMMEDIATE")
+            row = self._rows.execute("SELECT row FROM batches WHERE id = ?", (id,)).fetchone()[0]
+            batch = BATCH.decode(row)
+            change(batch)
+            values = (batch.status, msgspec.json.encode(batch), id)
+            self._rows.execute("UPDATE batches SET status = ?, row = ? WHERE id = ?", values)
+        return batch
+
+    def batch(self, owner: str, id: str) -> BatchObject | None:
+        """A batch with the number of its results up to now."""
+        found = self._rows.execute("SELECT row FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        return self._counted(found[0]) if found else None
+
+    def batches(self, owner: str) -> list[BatchObject]:
+        """The batches of an owner, the newest first."""
+        rows = self._rows.execute("SELECT row FROM batches WHERE owner = ? ORDER BY rowid DESC", (owner,))
+        return [self._counted(row[0]) for row in rows.fetchall()]
+
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Owner and id of all batches that are not finished, the oldest first."""
+        query = f"SELECT owner, id FROM batches WHERE status IN ({_marks(UNFINISHED)}) ORDER BY rowid"
+        return self._rows.execute(query, UNFINISHED).fetchall()
+
+    def status(self, id: str) -> str:
+        found = self._rows.execute("SELECT status FROM batches WHERE id = ?", (id,)).fetchone()
+        return str(found[0]) if found else ""
+
+    def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:
+        """Keep the answer to a line, unless there is one; return the batch's status."""
+        with self._rows:
+            self._rows.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (batch, line, failed, row))
+        return self.status(batch)
+
+    def answered(self, batch: str) -> set[int]:
+        """The lines of a batch that have answers."""
+        rows = self._rows.execute("SELECT line FROM results WHERE batch = ?", (batch,))
+        return {line for (line,) in rows}
+
+    def results(self, batch: str, *, failed: bool) -> Iterator[bytes]:
+        """The answers of a batch, in order of its lines."""
+        query = "SELECT row FROM results WHERE batch = ? AND failed = ? ORDER BY line"
+        for (row,) in self._rows.execute(query, (batch, failed)):
+            yield row
+
+    @contextlib.contextmanager
+    def claim(self, batch: str) -> Iterator[bool]:
+        """Hold a batch while the block runs, True, or False if another server has it. A killed server lets go."""
+        with (self.folder / "locks" / batch).open("a") as lock:
+            yield try_lock(lock)
+
+    def _counted(self, row: bytes) -> BatchObject:
+        batch = BATCH.decode(row)
+        counts = dict(
+            self._rows.execute("SELECT failed, count(*) FROM results WHERE batch = ? GROUP BY failed", (batch.id,))
+        )
+        batch.request_counts.completed, batch.request_counts.failed = counts.get(0, 0), counts.get(1, 0)
+        return batch
+
+
+def new_id(prefix: str) -> str:
+    """A random id that begins with `prefix`."""
+    return prefix + secrets.token_hex(12)
+
+
+def _marks(values: tuple[str, ...]) -> str:
+    return ", ".join("?" * len(values))

@@ -1,0 +1,94 @@
+"""Uploaded files: the body of multipart/form-data, received to the disk, and its parts."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterator
+from email.message import Message
+from email.parser import BytesParser
+from typing import BinaryIO
+
+from starlette.requests import Request
+
+from weft.errors import RequestError
+from weft.serving.errors import HttpError
+
+MOST_BYTES = 200 * 2**20  # of one file, as OpenAI's API
+FORM_BYTES = 2**16  # of the other fields and the parts' heads
+HEAD_BYTES = 2**13
+MOST_PARTS = 32
+
+
+def boundary_of(request: Request) -> bytes:
+    """The line between the parts of a request's body. Raises RequestError for a body of another type."""
+    message = Message()
+    message["content-type"] = request.headers.get("content-type", "")
+    boundary = message.get_boundary()
+    if message.get_content_type() != "multipart/form-data" or not boundary or not boundary.isascii():
+        raise RequestError("send multipart/form-data with the fields file and purpose", code="not-form-data")
+    return b"--" + boundary.encode()
+
+
+async def receive_body(request: Request, file: BinaryIO) -> None:
+    """Write a request's body to a file. Raises HttpError 413 for one that is too long."""
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MOST_BYTES + FORM_BYTES:
+            raise HttpError(413, f"the file is longer than {MOST_BYTES:,} bytes; send several", code="file-too-large")
+        file.write(piece)
+    file.flush()
+
+
+class Form:
+    """The fields of a body, and the place of the uploaded file in it."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename = ""
+        self.start = self.end = -1  # of the file's bytes
+
+
+def read_form(file: BinaryIO, boundary: bytes) -> Form:
+    """Find the parts of a body in a file. Raises RequestError for one that is no form."""
+    form = Form()
+    if not file.tell():
+        raise _broken("it is empty")
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for start, end in _parts(data, boundary):
+            head_end = data.find(b"\r\n\r\n", start, min(end, start + HEAD_BYTES))
+            if head_end < 0:
+                raise _broken("a part has no head")
+            head = BytesParser().parsebytes(data[start : head_end + 4], headersonly=True)
+            name = head.get_param("name", header="content-disposition")
+            filename = head.get_filename()
+            if name == "file" and filename is not None:
+                form.filename, form.start, form.end = filename, head_end + 4, end
+            elif isinstance(name, str) and end - head_end < FORM_BYTES:
+                form.fields[name] = data[head_end + 4 : end].decode(errors="replace")
+    return form
+
+
+def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[int, int]]:
+    """Start and end of each part, its head included."""
+    at = data.find(boundary)
+    for _ in range(MOST_PARTS):
+        if at < 0:
+            break
+        start = at + len(boundary)
+        if data[start : start + 2] == b"--":
+            return
+        if not re.match(rb"[ \t]*\r\n", data[start : start + 80]):
+            break
+        start = data.find(b"\r\n", start) + 2
+        at = data.find(b"\r\n" + boundary, start - 2)
+        if at < 0:
+            break
+        yield start, at
+        at += 2
+    raise _broken("it ends in the middle, or has too many parts")
+
+
+def _broken(reason: str) -> RequestError:
+    return RequestError(f"the body is no multipart/form-data: {reason}", code="broken-form-data")

@@ -1,0 +1,194 @@
+"""/api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.client.outputs import Logprob
+from weft.serving.chat_answer import AnswerDelta, ChatAnswers, open_answers
+from weft.serving.chat_answer import ToolCall as WholeCall
+from weft.serving.errors import JsonResponse
+from weft.serving.logprobs import chat_logprobs
+from weft.serving.ollama.details import timestamp
+from weft.serving.ollama.prepare import Prepared, prepare_generate, prepare_ollama_chat
+from weft.serving.ollama.stream import NDJSON, encode_line
+from weft.serving.ollama.types import (
+    Answer,
+    AnswerMessage,
+    ChatAnswer,
+    GenerateAnswer,
+    PositionLogprobs,
+    TokenLogprob,
+    ToolCall,
+    ToolCallFunction,
+)
+from weft.serving.service import Service
+from weft.serving.sse import send_reply
+
+NS = 10**9
+
+
+async def chat(request: Request) -> Response:
+    """/api/chat."""
+    service: Service = request.app.state.service
+    prepared = await service.prepare(request, prepare_ollama_chat)
+    return await _reply(request, prepared, ChatParts)
+
+
+async def generate(request: Request) -> Response:
+    """/api/generate."""
+    service: Service = request.app.state.service
+    prepared = await service.prepare(request, prepare_generate)
+    return await _reply(request, prepared, GenerateParts)
+
+
+async def _reply(request: Request, prepared: Prepared, kind: type[OllamaAnswer]) -> Response:
+    service: Service = request.app.state.service
+    if prepared.chat is None:
+        # Clients load a model by asking for nothing, and unload it by a `keep_alive` of 0; this one stays.
+        reason = "unload" if prepared.body.keep_alive in (0, "0", "0s") else "load"
+        return JsonResponse(kind.part(prepared.name, "", done=True, done_reason=reason))
+    answer = kind(service, open_answers(service, prepared.chat), prepared)
+    return await send_reply(
+        request,
+        answer,
+        streaming=prepared.body.stream is not False,
+        events=answer.lines,
+        whole=answer.whole,
+        keepalive_s=service.options.keepalive_interval,
+        stream_format=NDJSON,
+    )
+
+
+class OllamaAnswer(ABC):
+    """One answer, as lines of JSON or as one object."""
+
+    def __init__(self, service: Service, answers: ChatAnswers, prepared: Prepared) -> None:
+        self._frontend = service.frontend
+        self._answers = answers
+        self._name = prepared.name
+        self._shows_reasoning = prepared.shows_reasoning
+        self._top_logprobs = (prepared.body.top_logprobs or 0) if answers.prepared.body.logprobs else None
+        self._told_calls = 0
+
+    @staticmethod
+    @abstractmethod
+    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+        """A part of an answer."""
+
+    async def aclose(self) -> None:
+        """Abort what has not ended."""
+        await self._answers.aclose()
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The parts of the answer; the last has no text, but counts and times."""
+        reason = "stop"
+        async for delta in self._answers:
+            reason = delta.finish_reason or reason
+            if (part := self._delta_part(delta)) is not None:
+                yield encode_line(part)
+        yield encode_line(self.part(self._name, "", **self._end(reason)))
+
+    def _delta_part(self, delta: AnswerDelta) -> Answer | None:
+        thinking = delta.reasoning if self._shows_reasoning else ""
+        calls = self._new_calls(last=delta.finish_reason is not None)
+        logprobs = self._logprobs(delta.logprobs)
+        if not (delta.content or thinking or calls or logprobs):
+            return None
+        return self.part(self._name, delta.content, thinking=thinking, calls=calls, logprobs=logprobs or UNSET)
+
+    def _new_calls(self, *, last: bool) -> list[ToolCall]:
+        """The calls that are complete, and were not told yet: all but the last one, which goes on until the end."""
+        made = self._answers.whole()[0].tool_calls
+        complete = made if last else made[:-1]
+        new, begun = complete[self._told_calls :], self._told_calls
+        self._told_calls = max(begun, len(complete))
+        return read_calls(new, begun)
+
+    async def whole(self) -> Response:
+        """The answer as one object."""
+        await self._answers.finish()
+        choice = self._answers.whole()[0]
+        logprobs = self._logprobs(choice.logprobs)
+        return JsonResponse(
+            self.part(
+                self._name,
+                choice.content,
+                thinking=choice.reasoning if self._shows_reasoning else "",
+                calls=read_calls(choice.tool_calls),
+                logprobs=logprobs or UNSET,
+                **self._end(choice.finish_reason or "stop"),
+            )
+        )
+
+    def _end(self, reason: str) -> dict[str, Any]:
+        """The fields of the last part. What Ollama calls loading is the time in the queue here."""
+        usage, times = self._answers.usage(), self._answers.collector.output.metrics
+        now = time.monotonic()
+        first = times.first_token_s or now
+        began = times.scheduled_s or first
+        return {
+            "done": True,
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": int((now - times.arrival_s) * NS),
+            "load_duration": max(0, int((began - times.arrival_s) * NS)),
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": max(0, int((first - began) * NS)),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": max(0, int((now - first) * NS)),
+        }
+
+    def _logprobs(self, positions: Sequence[dict[int, Logprob]] | None) -> list[PositionLogprobs]:
+        if self._top_logprobs is None or not positions:
+            return []
+        told = chat_logprobs(positions, self._top_logprobs, self._frontend.token_bytes).content
+        return [
+            PositionLogprobs(
+                token=row.token,
+                logprob=row.logprob,
+                bytes=row.bytes,
+                top_logprobs=[TokenLogprob(token=t.token, logprob=t.logprob, bytes=t.bytes) for t in row.top_logprobs],
+            )
+            for row in told
+        ]
+
+
+class ChatParts(OllamaAnswer):
+    """An answer of /api/chat."""
+
+    @staticmethod
+    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+        message = AnswerMessage(content=text, thinking=thinking or UNSET, tool_calls=list(calls) or UNSET)
+        return ChatAnswer(model=name, created_at=timestamp(time.time()), message=message, **fields)
+
+
+class GenerateParts(OllamaAnswer):
+    """An answer of /api/generate."""
+
+    @staticmethod
+    def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
+        shown: str | UnsetType = thinking or UNSET
+        now = timestamp(time.time())
+        return GenerateAnswer(
+            model=name, created_at=now, response=text, thinking=shown, tool_calls=list(calls) or UNSET, **fields
+        )
+
+
+def read_calls(calls: Sequence[WholeCall], begun: int = 0) -> list[ToolCall]:
+    """Calls whose arguments are an object, as Ollama's API has them; one that `num_predict` has cut is left out."""
+    read: list[ToolCall] = []
+    for number, call in enumerate(calls, begun):
+        try:
+            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        except msgspec.DecodeError:
+            continue
+        read.append(ToolCall(id=call.id, function=ToolCallFunction(name=call.name, arguments=arguments, index=number)))
+    return read

@@ -1,0 +1,118 @@
+"""Ollama's endpoints about models: what is served and what is here, downloads and removals."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from weft import __version__
+from weft.errors import ModelError, RequestError
+from weft.formats import local_models
+from weft.formats.local_models import LocalModel
+from weft.serving.access import check_owner
+from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.ollama import details
+from weft.serving.ollama.names import requested_name, resolve_served, served_name, tagged
+from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, ShowAnswer, ShowRequest, VersionAnswer
+from weft.serving.service import Service
+
+ABSENT = {
+    "create": "models are not made here; give the files to `weft serve`",
+    "copy": "a model has one name here; --served-model-name gives it others",
+    "push": "models are not published from here",
+    "blobs": "files are not uploaded to this server; `weft pull` fetches models",
+}
+
+
+async def root(request: Request) -> Response:
+    """/: the line by which clients know a server of this API."""
+    return PlainTextResponse("Ollama is running")
+
+
+async def version(request: Request) -> Response:
+    """/api/version: the server's own version."""
+    return JsonResponse(VersionAnswer(__version__))
+
+
+async def tags(request: Request) -> Response:
+    """/api/tags: the served model by each of its names, and the models in the hub's cache."""
+    service: Service = request.app.state.service
+    local = await asyncio.to_thread(lambda: [details.local_row(model) for model in local_models.list_models()])
+    rows = [details.served_row(service, name) for name in service.names]
+    rows += [row for row in local if served_name(service, row.name) is None]
+    return JsonResponse(ModelList(rows))
+
+
+async def running(request: Request) -> Response:
+    """/api/ps: the served model."""
+    service: Service = request.app.state.service
+    return JsonResponse(RunningList([details.running_row(service, name) for name in service.names]))
+
+
+async def show(request: Request) -> Response:
+    """/api/show: facts of the served model."""
+    service: Service = request.app.state.service
+    return await service.prepare(request, show_model)
+
+
+def show_model(service: Service, content: bytes) -> Response:
+    """The answer to /api/show."""
+    name = resolve_served(service, requested_name(service.decode_body(content, ShowRequest)))
+    plan, row = service.engine.plan, details.served_row(service, name)
+    defaults = service.frontend.sampling_params({})
+    parameters = {"num_ctx": service.frontend.max_model_len, "temperature": defaults.temperature}
+    parameters |= {"top_k": defaults.top_k, "top_p": defaults.top_p, "repeat_penalty": defaults.repetition_penalty}
+    lines = [f"{key:<30} {value}" for key, value in parameters.items()]
+    template = service.frontend.template_source or ""
+    more = ["tools"] if template else []
+    more += ["thinking"] if service.answer_format.reasoning is not None else []
+    return JsonResponse(
+        ShowAnswer(
+            modelfile=f"# served by Weft\nFROM {tagged(name)}\n",
+            parameters="\n".join(lines),
+            template=template,
+            details=row.details,
+            model_info=details.model_info(plan),
+            capabilities=["completion", *more],
+            modified_at=row.modified_at,
+        )
+    )
+
+
+async def delete(request: Request) -> Response:
+    """/api/delete: remove a model from the hub's cache."""
+    check_owner(request)
+    service: Service = request.app.state.service
+    name = await service.prepare(request, delete_name)
+    if served_name(service, name) is not None:
+        raise HttpError(409, f"{name!r:.200} is being served; stop this server first", code="model-in-use")
+    await asyncio.to_thread(_remove, name)
+    return Response()
+
+
+def delete_name(service: Service, content: bytes) -> str:
+    """The model that a body of /api/delete names."""
+    return requested_name(service.decode_body(content, ModelRequest))
+
+
+def _remove(name: str) -> None:
+    local_models.remove_model(find_local(name))
+
+
+def find_local(name: str) -> LocalModel:
+    """The model of the hub's cache that a name means. Raises RequestError and HttpError 404."""
+    try:
+        model = local_models.find_model(name)
+    except ModelError as error:
+        raise RequestError(str(error), param="model", code=error.code) from None
+    if model is None:
+        raise HttpError(404, f"model {name!r:.200} not found", code="model-not-found", param="model")
+    return model
+
+
+async def absent(request: Request) -> Response:
+    """Endpoints of Ollama's that a server of one model does not have."""
+    name = request.url.path.split("/api/")[-1].partition("/")[0]
+    raise HttpError(501, f"/api/{name} is not supported: {ABSENT[name]}", code="not-supported")

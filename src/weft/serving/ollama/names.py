@@ -1,0 +1,53 @@
+"""Ollama's names of models: `NAME` means `NAME:latest`, and a tag the GGUF file that it stands for."""
+
+from __future__ import annotations
+
+from weft.errors import ModelError, RequestError
+from weft.formats import gguf_reference
+from weft.formats.gguf_reference import GgufReference
+from weft.serving.errors import HttpError
+from weft.serving.ollama.types import ModelRequest
+from weft.serving.service import Service
+
+LATEST = ":latest"
+
+
+def requested_name(body: ModelRequest) -> str:
+    """The model that a body names. Raises RequestError."""
+    name = body.model or body.name
+    if not name:
+        raise RequestError("the body must name a model", param="model", code="model-missing")
+    return name
+
+
+def tagged(name: str) -> str:
+    """A name with its tag, as Ollama shows it."""
+    return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+
+def served_name(service: Service, name: str) -> str | None:
+    """The name of the service's own that `name` means; None if it means another model."""
+    for own in service.names:
+        if tagged(own) == tagged(name):
+            return own
+    wanted = reference_of(name)
+    return next((own for own in service.names if wanted is not None and reference_of(own) == wanted), None)
+
+
+def resolve_served(service: Service, name: str) -> str:
+    """`served_name`. Raises HttpError 404, as Ollama does, for a model that is not served here."""
+    own = served_name(service, name)
+    if own is None:
+        known = ", ".join(map(repr, service.names))
+        raise HttpError(
+            404, f"model {name!r:.200} not found; this server serves {known}", code="model-not-found", param="model"
+        )
+    return own
+
+
+def reference_of(name: str) -> GgufReference | None:
+    """The GGUF file that a name means; None for another name."""
+    try:
+        return gguf_reference.parse_name(name)
+    except ModelError:
+        return None

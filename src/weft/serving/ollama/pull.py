@@ -1,0 +1,156 @@
+"""/api/pull: fetch a model from the hub, and tell how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from threading import Thread
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.errors import ModelError, RequestError
+from weft.formats import gguf_reference, pull
+from weft.formats.fetch_progress import FetchProgress
+from weft.formats.hub_files import Commit
+from weft.serving.access import check_owner
+from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.ollama.names import requested_name
+from weft.serving.ollama.stream import NDJSON, encode_line
+from weft.serving.ollama.types import PullRequest, PullStatus
+from weft.serving.service import Service
+from weft.serving.sse import send_reply
+
+MOST = 2  # downloads at once
+STATUS_S = 0.2  # between two lines about one file
+
+Tell = Callable[[PullStatus], None]
+
+
+async def pull_model(request: Request) -> Response:
+    """Answer /api/pull. A client that hangs up ends the download, which continues at the next one."""
+    check_owner(request)
+    service: Service = request.app.state.service
+    body = await service.prepare(request, decode_pull)
+    download = Download(service, requested_name(body))
+    return await send_reply(
+        request,
+        download,
+        streaming=body.stream is not False,
+        events=download.lines,
+        whole=download.whole,
+        keepalive_s=service.options.keepalive_interval,
+        stream_format=NDJSON,
+    )
+
+
+def decode_pull(service: Service, content: bytes) -> PullRequest:
+    """Decode a body, and check that its name means something, before anything is sent."""
+    body = service.decode_body(content, PullRequest)
+    name = requested_name(body).removesuffix(":latest")
+    try:
+        if name != "demo" and pull.hub_id(name) is None:
+            gguf_reference.require(name)
+    except ModelError as error:
+        raise RequestError(str(error), param="model", code=error.code) from None
+    return body
+
+
+class Download:
+    """One download, in a thread of its own, and its states."""
+
+    def __init__(self, service: Service, name: str) -> None:
+        """Raises HttpError 429 while MOST others run."""
+        if len(service.downloads) >= MOST:
+            raise HttpError(
+                429, f"{MOST} models are being fetched already; wait for one", code="too-many-pulls", retry_after_s=60
+            )
+        self._service, self._name = service, name
+        self._states: asyncio.Queue[PullStatus | Exception | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._progress: FetchProgress | None = None
+        self._stopped = False
+        service.downloads.add(self)
+        Thread(target=self._run, name="weft-pull", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            pull.pull_model(self._name, create_progress=self._begin)
+            self._tell(None)
+        except Exception as error:  # of the hub's library too
+            self._tell(error)
+
+    def _begin(self, commit: Commit) -> FetchProgress:
+        progress = StatusProgress(commit, self._tell)
+        self._progress = progress
+        if self._stopped:
+            progress.stop()
+        return progress
+
+    def _tell(self, state: PullStatus | Exception | None) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._take, state)
+        except RuntimeError:  # the server has ended
+            return
+
+    def _take(self, state: PullStatus | Exception | None) -> None:
+        if not isinstance(state, PullStatus):
+            self._service.downloads.discard(self)
+        self._states.put_nowait(state)
+
+    async def _statuses(self) -> AsyncGenerator[PullStatus, None]:
+        yield PullStatus(status="pulling manifest")
+        while (state := await self._states.get()) is not None:
+            if isinstance(state, Exception):
+                raise state
+            yield state
+        for status in ("verifying sha256 digest", "writing manifest", "success"):
+            yield PullStatus(status=status)
+
+    async def lines(self) -> AsyncGenerator[bytes, None]:
+        """The states as lines of JSON."""
+        async for status in self._statuses():
+            yield encode_line(status)
+
+    async def whole(self) -> Response:
+        """The last state."""
+        last = PullStatus(status="")
+        async for status in self._statuses():
+            last = status
+        return JsonResponse(last)
+
+    async def aclose(self) -> None:
+        """End the download in the middle of its files, unless it is complete."""
+        self._stopped = True
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class StatusProgress(FetchProgress):
+    """Progress that is told as PullStatus."""
+
+    def __init__(self, commit: Commit, tell: Tell) -> None:
+        super().__init__(commit.repository, {file.name: file.size for file in commit.files})
+        self._tell = tell
+        self._files = {file.name: file for file in commit.files}
+        self._bytes = dict.fromkeys(self._files, 0)
+        self._told_s = dict.fromkeys(self._files, 0.0)
+
+    def add(self, file: str, nbytes: int) -> None:
+        super().add(file, nbytes)
+        self._bytes[file] += nbytes
+        now, about = time.monotonic(), self._files[file]
+        if self._bytes[file] < about.size and now - self._told_s[file] < STATUS_S:
+            return
+        self._told_s[file] = now
+        hashed = about.sha256
+        self._tell(
+            PullStatus(
+                status=f"pulling {hashed[:12] if hashed else file}",
+                digest=f"sha256:{hashed}" if hashed else msgspec.UNSET,
+                total=about.size,
+                completed=self._bytes[file],
+            )
+        )

@@ -1,0 +1,189 @@
+"""Requests of /v1/responses as requests of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.errors import RequestError
+from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.openai_types import ChatRequest
+from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest, TextFormat, Tool
+from weft.serving.service import Service
+
+LOGPROBS = "message.output_text.logprobs"
+# What a client may ask to include; nothing of the second kind is made here, and its absence changes no text.
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@dataclass(frozen=True)
+class PreparedResponse:
+    """A checked request."""
+
+    body: ResponsesRequest
+    chat: PreparedChat
+
+
+def prepare_response(service: Service, content: bytes) -> PreparedResponse:
+    """Check a body and tokenize its conversation. Raises RequestError and HttpError."""
+    body = service.decode_body(content, ResponsesRequest)
+    check_stateless(body)
+    common = ChatRequest(model=body.model, messages=read_input(body))
+    common.max_completion_tokens, common.stream = body.max_output_tokens, body.stream
+    common.temperature, common.top_p, common.top_k = body.temperature, body.top_p, body.top_k
+    common.seed, common.priority, common.cache_salt = body.seed, body.priority, body.cache_salt
+    common.chat_template_kwargs = body.chat_template_kwargs
+    common.tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(body.tools or ())] or None
+    common.tool_choice = _tool_choice(body.tool_choice)
+    common.parallel_tool_calls = body.parallel_tool_calls
+    if body.reasoning is not None:
+        common.reasoning_effort = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        common.response_format = _format(body.text.format)
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        common.logprobs, common.top_logprobs = True, body.top_logprobs
+    return PreparedResponse(body, prepare_chat(service, common))
+
+
+def check_stateless(body: ResponsesRequest) -> None:
+    """Raise RequestError for a request that needs what earlier ones said, or that is to be kept."""
+    kept: dict[str, object] = {
+        "store": body.store,
+        "background": body.background,
+        "previous_response_id": body.previous_response_id,
+        "conversation": body.conversation,
+        "prompt": body.prompt,
+    }
+    for name, value in kept.items():
+        if value:
+            raise RequestError(
+                f"{name} is not supported: nothing is kept between requests; send the whole conversation as input",
+                param=name,
+                code="unsupported-field",
+            )
+    if body.truncation not in (None, "disabled"):
+        raise RequestError(
+            f"truncation {body.truncation!r:.60} is not supported; leave it out",
+            param="truncation",
+            code="unsupported-field",
+        )
+    for name in body.include or ():
+        if name not in INCLUDED:
+            raise RequestError(
+                f"include has {name!r:.80}; it can have {', '.join(INCLUDED)}", param="include", code="unknown-include"
+            )
+
+
+def read_input(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The conversation as messages: what the model said between two other messages is one of them."""
+    reader = _InputReader()
+    if body.instructions:
+        reader.messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        reader.messages.append({"role": "user", "content": body.input})
+    else:
+        for number, item in enumerate(body.input):
+            reader.add(item, f"input[{number}]")
+    reader.end_turn()
+    return reader.messages
+
+
+class _InputReader:
+    """Gathers messages; `_turn` is what the model has said last."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._turn: dict[str, Any] = {}
+
+    def end_turn(self) -> None:
+        """Add what the model has said."""
+        if self._turn:
+            self.messages.append({"role": "assistant", "content": None, **self._turn})
+            if "tool_calls" not in self._turn:
+                self.messages[-1]["content"] = self._turn.get("content", "")
+        self._turn = {}
+
+    def add(self, item: InputItem, place: str) -> None:
+        match item.type:
+            case "message" if item.role == "assistant":
+                if "content" in self._turn or "tool_calls" in self._turn:
+                    self.end_turn()
+                self._turn["content"] = _text(item.content, f"{place}.content")
+            case "message":
+                self.end_turn()
+                self.messages.append({"role": item.role, "content": _text(item.content, f"{place}.content")})
+            case "reasoning":
+                self._add_reasoning(item)
+            case "function_call":
+                function = {"name": _required(item.name, f"{place}.name"), "arguments": item.arguments or "{}"}
+                id = _required(item.call_id, f"{place}.call_id")
+                self._turn.setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
+            case "function_call_output":
+                self.end_turn()
+                id = _required(item.call_id, f"{place}.call_id")
+                text = _text(item.output, f"{place}.output")
+                self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+            case _:
+                raise RequestError(
+                    f"{place} is of type {item.type!r:.80}; it can be message, reasoning, function_call and "
+                    "function_call_output",
+                    param="input",
+                    code="unknown-item",
+                )
+
+    def _add_reasoning(self, item: InputItem) -> None:
+        """Add reasoning as the model wrote it; that which only OpenAI's servers can read is left out."""
+        if self._turn:
+            self.end_turn()
+        content = item.content if isinstance(item.content, list) else []
+        text = "\n".join(part.text or "" for part in content)
+        if text:
+            self._turn["reasoning_content"] = text
+
+
+def _text(content: str | Sequence[InputPart] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*TEXT_PARTS, "refusal") or text is None:
+            raise RequestError(
+                f"{place}[{number}] is of type {part.type!r:.80}; this model takes text only",
+                param="input",
+                code="content-part-not-text",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _required(value: str | None, place: str) -> str:
+    if not value:
+        raise RequestError(f"{place} is missing", param="input", code="field-missing")
+    return value
+
+
+def _tool(tool: Tool, place: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise RequestError(
+            f"{place} is of type {tool.type!r:.80}, which OpenAI's servers run; give tools of type 'function'",
+            param="tools",
+            code="unsupported-tool",
+        )
+    named = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(text: TextFormat) -> dict[str, Any]:
+    if text.type != "json_schema":
+        return {"type": text.type}
+    schema = {"name": text.name, "schema": text.schema, "strict": text.strict}
+    return {"type": "json_schema", "json_schema": {name: value for name, value in schema.items() if value is not None}}

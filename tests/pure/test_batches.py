@@ -1,0 +1,355 @@
+"""/v1/files and /v1/batches: OpenAI's client, servers that are killed, and servers that share a store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.pure.clients import openai_client
+from tests.pure.commands import HERE
+from tests.pure.worlds import HELLO, FakeEngine, World, endless, refused
+from weft.core.request import Output, Request
+from weft.serving.batches.keeper import BatchKeeper
+from weft.serving.batches.store import Store
+from weft.serving.batches.types import BatchObject
+
+URL = "/v1/chat/completions"
+
+
+def line(name: str, url: str = URL, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": name}]
+    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "tiny", "messages": messages} | fields}
+
+
+def jsonl(rows: Iterable[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+@asynccontextmanager
+async def client(world: World, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of a server that goes on with what it finds in its store."""
+    keeper: BatchKeeper = world.app.state.batches
+    async with openai_client(world, key) as api:
+        keeper.resume()
+        yield api
+        await keeper.close()
+
+
+async def begin(api: openai.AsyncOpenAI, rows: Iterable[Any], **fields: Any) -> str:
+    file = await api.files.create(file=("in.jsonl", jsonl(rows)), purpose="batch")
+    options = {"endpoint": URL, "completion_window": "24h"} | fields
+    return (await api.batches.create(input_file_id=file.id, **options)).id
+
+
+async def ended(api: openai.AsyncOpenAI, id: str, *states: str) -> Any:
+    """The batch, once it has one of these states."""
+    while True:
+        batch = await api.batches.retrieve(id)
+        if batch.status in (states or ("completed", "failed", "expired", "cancelled")):
+            return batch
+        await asyncio.sleep(0.01)
+
+
+async def rows_of(api: openai.AsyncOpenAI, file: str | None) -> list[dict[str, Any]]:
+    if file is None:
+        return []
+    text = (await api.files.content(file)).text
+    return [json.loads(row) for row in text.splitlines()]
+
+
+async def test_files_with_the_official_client(tmp_path: Path) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        content = jsonl([line("a")]) + b"\r\n--nearly a boundary\r\n"
+        file = await api.files.create(file=("mine.jsonl", content), purpose="batch")
+        assert (file.bytes, file.filename, file.purpose) == (len(content), "mine.jsonl", "batch")
+        assert (await api.files.retrieve(file.id)) == file
+        assert (await api.files.content(file.id)).content == content
+        other = await api.files.create(file=("other.jsonl", b"x"), purpose="batch")
+        assert [row.id async for row in api.files.list(limit=1)] == [other.id, file.id]
+        assert [row.id async for row in api.files.list(order="asc")] == [file.id, other.id]
+        assert (await api.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await api.files.retrieve(file.id)
+        assert len(list((tmp_path / "contents").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"--x\r\n\r\n--x--\r\n", b"\r\n" * 1000])
+async def test_files_of_any_bytes_come_back(tmp_path: Path, content: bytes) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        file = await api.files.create(file=("f", content), purpose="batch")
+        assert (await api.files.content(file.id)).content == content
+
+
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nabc\r\n'
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "code"),
+    [
+        (b"{}", {"Content-Type": "application/json"}, "invalid_value"),
+        (b"", FORM, "invalid_value"),
+        (b"--x\r\n", FORM, "invalid_value"),
+        (PART, FORM, "invalid_value"),
+        (PART + b"--x--\r\n", FORM, "invalid_value"),
+        (b"--x\r\nno head--x--", FORM, "invalid_value"),
+        (b"--x--", FORM, "invalid_value"),
+        (b"--x\r\n" * 100, FORM, "invalid_value"),
+    ],
+)
+async def test_bodies_that_are_no_upload(tmp_path: Path, body: bytes, headers: dict[str, str], code: str) -> None:
+    world = World(storage_directory=str(tmp_path))
+    refused(await world.client.post("/v1/files", content=body, headers=headers), 400, code=code)
+    assert not list((tmp_path / "contents").iterdir()) if (tmp_path / "contents").exists() else True
+
+
+async def test_other_purposes_are_refused(tmp_path: Path) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            await api.files.create(file=("f", b"x"), purpose="fine-tune")
+
+
+async def test_a_batch_with_the_official_client(tmp_path: Path) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        names = [f"line-{number}" for number in range(20)]
+        id = await begin(api, [line(name) for name in names], metadata={"team": "blue"})
+        batch = await ended(api, id)
+        assert batch.status == "completed" and batch.metadata == {"team": "blue"} and batch.model == "tiny"
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (20, 20, 0) and batch.error_file_id is None
+        rows = await rows_of(api, batch.output_file_id)
+        assert [row["custom_id"] for row in rows] == names  # in the order of the lines
+        body = rows[0]["response"]["body"]
+        assert rows[0]["response"]["status_code"] == 200 and body["choices"][0]["message"]["content"] == "hello"
+        assert [row.id async for row in api.batches.list()] == [id]
+        outputs = await api.files.list(purpose="batch_output")
+        assert [file.id for file in outputs.data] == [batch.output_file_id]
+
+
+async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        rows = [line("good"), line("bad", temperature=-1), line("unknown", model="other")]
+        batch = await ended(api, await begin(api, rows))
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 2)
+        failed = {row["custom_id"]: row["response"] for row in await rows_of(api, batch.error_file_id)}
+        assert {name: row["status_code"] for name, row in failed.items()} == {"bad": 400, "unknown": 404}
+        assert failed["bad"]["body"]["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "at"),
+    [
+        (b"", "empty_file", None),
+        (b"{", "invalid_json_line", 1),
+        (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
+        (jsonl([line("a", url="/v1/completions")]), "invalid_url", 1),
+        (jsonl([line("a") | {"method": "GET"}]), "invalid_method", 1),
+        (jsonl([line("a"), line("b", stream=True)]), "invalid_request", 2),
+    ],
+)
+async def test_a_file_that_is_no_batch_fails_with_the_line(
+    tmp_path: Path, content: bytes, code: str, at: int | None
+) -> None:
+    world = World(storage_directory=str(tmp_path))
+    async with client(world) as api:
+        file = await api.files.create(file=("in.jsonl", content), purpose="batch")
+        id = (await api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")).id
+        batch = await ended(api, id)
+        assert batch.status == "failed" and batch.errors and batch.errors.data
+        assert (batch.errors.data[0].code, batch.errors.data[0].line) == (code, at)
+        assert not world.engine.requests
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"endpoint": "/v1/embed"},
+        {"completion_window": "soon"},
+        {"completion_window": "0h"},
+        {"metadata": {"a" * 65: "b"}},
+    ],
+    ids=str,
+)
+async def test_batches_that_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        with pytest.raises(openai.BadRequestError, match=next(iter(fields))):
+            await begin(api, [line("a")], **fields)
+
+
+async def test_a_batch_is_cancelled(tmp_path: Path) -> None:
+    def script(request: Request) -> Iterable[Output]:
+        return (HELLO if bytes(t for t in request.prompt if t < 256).startswith(b"user:a") else endless)(request)
+
+    world = World(FakeEngine(script), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        id = await begin(api, [line("a"), *(line(f"b{number}") for number in range(20))])
+        while (await api.batches.retrieve(id)).request_counts.completed == 0:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        file = (await api.batches.retrieve(id)).input_file_id
+        with pytest.raises(openai.ConflictError):
+            await api.files.delete(file)
+        assert (await api.batches.cancel(id)).status == "cancelling"
+        batch = await ended(api, id)
+        assert batch.status == "cancelled" and batch.request_counts.completed == 1
+        assert [row["custom_id"] for row in await rows_of(api, batch.output_file_id)] == ["a"]
+        assert not world.engine.open  # nothing runs on
+        with pytest.raises(openai.ConflictError):
+            await api.batches.cancel(id)
+        await api.files.delete(file)
+
+
+async def test_a_batch_expires(tmp_path: Path) -> None:
+    world = World(FakeEngine(endless), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        file = await api.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
+        row = BatchObject(
+            id="batch_late", endpoint=URL, input_file_id=file.id, completion_window="1h", created_at=0, expires_at=1
+        )
+        keeper: BatchKeeper = world.app.state.batches
+        await keeper.call(lambda store: store.add_batch("", row))
+        keeper.start()
+        batch = await ended(api, "batch_late")
+        assert batch.status == "expired" and batch.expired_at
+        (error,) = await rows_of(api, batch.error_file_id)
+        assert error["error"]["code"] == "batch_expired" and error["response"] is None
+
+
+async def test_other_clients_requests_find_a_place(tmp_path: Path) -> None:
+    world = World(FakeEngine(endless), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        id = await begin(api, [line(f"{number}") for number in range(30)])
+        while len(world.engine.requests) < 4:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert len(world.engine.requests) == 4  # of 8 that can run
+        await api.batches.cancel(id)
+        await ended(api, id)
+
+
+async def test_a_full_server_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
+    world = World(storage_directory=str(tmp_path))
+    world.engine.full = True
+    async with client(world) as api:
+        id = await begin(api, [line("a"), line("b")])
+        await ended(api, id, "in_progress")
+        await asyncio.sleep(0.05)
+        world.engine.full = False
+        batch = await ended(api, id)
+        assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 2, None)
+
+
+async def test_clients_with_other_keys_do_not_see_it(tmp_path: Path) -> None:
+    world = World(storage_directory=str(tmp_path), api_key=("blue", "red"))
+    async with client(world, "blue") as api:
+        id = await begin(api, [line("a")])
+        batch = await ended(api, id)
+        other = api.with_options(api_key="red")
+        assert not (await other.files.list()).data and not (await other.batches.list()).data
+        for call in (other.batches.retrieve(id), other.files.content(batch.output_file_id), other.batches.cancel(id)):
+            with pytest.raises(openai.NotFoundError):
+                await call
+
+
+async def test_a_later_server_goes_on(tmp_path: Path) -> None:
+    """A server that is shut down answers what it has begun, and the next one the rest."""
+    first = World(storage_directory=str(tmp_path))
+    async with client(first) as api:
+        id = await begin(api, [line(f"{number}") for number in range(60)])
+        while len(first.engine.requests) < 10:
+            await asyncio.sleep(0.001)
+        first.service.draining = True
+        await first.service.idle.wait()
+    second = World(storage_directory=str(tmp_path))
+    async with client(second) as api:
+        batch = await ended(api, id)
+        rows = await rows_of(api, batch.output_file_id)
+    assert [row["custom_id"] for row in rows] == [f"{number}" for number in range(60)]
+    asked = len(first.engine.requests) + len(second.engine.requests)
+    assert asked == 60 and second.engine.requests
+
+
+async def test_a_batch_waits_for_a_server_of_its_model(tmp_path: Path) -> None:
+    first = World(FakeEngine(endless), storage_directory=str(tmp_path))
+    async with client(first) as api:
+        id = await begin(api, [line("a")])
+        await ended(api, id, "in_progress")
+    other = World(storage_directory=str(tmp_path), served_model_name=("other",))
+    async with client(other) as api:
+        await asyncio.sleep(0.1)
+        assert (await api.batches.retrieve(id)).status == "in_progress" and not other.engine.requests
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        assert (await ended(api, id)).request_counts.completed == 1
+
+
+async def test_two_servers_share_a_store(tmp_path: Path) -> None:
+    worlds = [World(storage_directory=str(tmp_path)) for _ in range(2)]
+    async with client(worlds[0]) as first, client(worlds[1]) as second:
+        ids = [await begin(api, [line(f"{number}") for number in range(10)]) for api in (first, second)]
+        for id in ids:
+            batch = await ended(second, id)
+            assert len(await rows_of(first, batch.output_file_id)) == 10
+    assert sum(len(world.engine.requests) for world in worlds) == 20  # no line is answered twice
+
+
+KILLED = """
+import asyncio, os, sys
+from tests.pure.worlds import World, FakeEngine, HELLO
+
+async def main(folder, survives):
+    asked = 0
+    def script(request):
+        global asked
+        with open(folder + "/asked", "a") as log:
+            log.write("x")
+        return HELLO(request)
+    world = World(FakeEngine(script), storage_directory=folder)
+    keeper = world.app.state.batches
+    keeper.resume()
+    kept = 0
+    while True:
+        done = await keeper.call(lambda store: store.batch("", "batch_1"))
+        if done.status == "completed":
+            return
+        if done.request_counts.completed >= survives:
+            os.kill(os.getpid(), 9)
+        await asyncio.sleep(0.002)
+
+asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+def test_kill_9_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
+    """A server that is killed again and again leaves one answer to each line."""
+    store, lines = Store(tmp_path), 60
+    with store.new_content() as content:
+        content.write(jsonl([line(f"{number}") for number in range(lines)]))
+        file = store.add_file("", content, "in.jsonl", "batch")
+    store.add_batch(
+        "",
+        BatchObject(
+            id="batch_1", endpoint=URL, input_file_id=file.id, completion_window="24h", created_at=0, expires_at=2**40
+        ),
+    )
+    statuses = []
+    for survives in (1, 30, lines + 1):
+        run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(survives)], env=HERE, timeout=60)
+        statuses.append(run.returncode)
+    assert statuses == [-9, -9, 0]
+    batch = store.batch("", "batch_1")
+    assert batch and batch.request_counts.completed == lines and batch.output_file_id
+    rows = [json.loads(row) for row in store.content(batch.output_file_id).read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == [f"{number}" for number in range(lines)]
+    # What ran when the server was killed is asked again: at most as many lines as run at a time.
+    asked = (tmp_path / "asked").stat().st_size
+    assert lines <= asked <= lines + 2 * 4
+    store.close()

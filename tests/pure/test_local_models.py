@@ -1,0 +1,180 @@
+"""weft pull, ls, rm, ps and stop, and the names of GGUF files on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.pure.commands import weft
+from tests.pure.hubs import Hub, running_hub
+from tests.refusals import refuses
+from weft.errors import ModelError
+from weft.formats import checkpoint, demo, gguf_reference, hub, local_models, model_names
+from weft.formats.gguf_reference import GgufReference, choose_files, listed, parse_name, short_name
+from weft.formats.pull import pull_model
+from weft.serving.run_files import announced, running_servers
+
+REPOSITORY = "owner/tiny_gguf"
+ADDRESS = f"hf.co/{REPOSITORY}:Q4_K_M"
+WEIGHTS = bytes(range(256)) * 100
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub on loopback, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(demo, "cached_demo", lambda: None)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with running_hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.repositories[REPOSITORY] = {"tiny-Q4_K_M.gguf": WEIGHTS, "tiny-q8_0.gguf": WEIGHTS + WEIGHTS}
+        server.repositories["owner/whole"] = {"config.json": b"{}", "model.safetensors": WEIGHTS}
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "quantization"),
+    [
+        ("llama3:70b", "bartowski/Meta-Llama-3-70B-Instruct-GGUF", "Q4_K_M"),
+        ("qwen2.5:14b", "Qwen/Qwen2.5-14B-Instruct-GGUF", "Q4_K_M"),
+        ("qwen2.5:14b-instruct-q8_0", "Qwen/Qwen2.5-14B-Instruct-GGUF", "Q8_0"),
+        ("qwen2.5:latest", "Qwen/Qwen2.5-7B-Instruct-GGUF", "Q4_K_M"),
+        ("Mistral", "bartowski/Mistral-7B-Instruct-v0.3-GGUF", "Q4_K_M"),
+        ("gpt-oss:20b", "ggml-org/gpt-oss-20b-GGUF", "MXFP4"),
+        ("hf.co/Owner/Repo", "Owner/Repo", "Q4_K_M"),
+        ("HF.co/Owner/Repo:iq4_xs", "Owner/Repo", "IQ4_XS"),
+        ("huggingface.co/Owner/Repo:latest", "Owner/Repo", "Q4_K_M"),
+    ],
+)
+def test_names_of_files(name: str, repository: str, quantization: str) -> None:
+    assert parse_name(name) == GgufReference(repository, quantization)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3:9b", "llama3:8b-", "unheard-of", "qwen2.5:14b:q8", "Qwen/Qwen2.5-14B", "demo", ""]
+)
+def test_other_names_are_no_files(name: str) -> None:
+    assert parse_name(name) is None
+
+
+def test_every_tag_reads_back() -> None:
+    for row in listed():
+        reference = parse_name(row.tag)
+        assert reference and short_name(reference) == row.tag
+        assert parse_name(str(reference)) == reference
+    families = [row.tag.partition(":")[0] for row in listed() if row.latest]
+    assert len(families) == len(set(families))
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["a-Q4_K_M.gguf", "a-Q4_K_S.gguf", "mmproj-a-Q4_K_M.gguf"], ["a-Q4_K_M.gguf"]),
+        (["a.q4_k_m.gguf"], ["a.q4_k_m.gguf"]),
+        (
+            ["b/a-Q4_K_M-00002-of-00002.gguf", "b/a-Q4_K_M-00001-of-00002.gguf"],
+            ["b/a-Q4_K_M-00001-of-00002.gguf", "b/a-Q4_K_M-00002-of-00002.gguf"],
+        ),
+        (["a-Q4_K_M-00001-of-00001.gguf", "a-Q4_K_M.gguf"], ["a-Q4_K_M.gguf"]),
+    ],
+)
+def test_the_file_of_a_quantisation(names: list[str], chosen: list[str]) -> None:
+    assert choose_files(names, GgufReference("o/r", "Q4_K_M")) == chosen
+
+
+def test_quantisations_that_are_not_there_are_named() -> None:
+    with refuses(ModelError, "no-such-quantization", "Q5_K_M, Q8_0"):
+        choose_files(["a-Q5_K_M.gguf", "a-Q8_0.gguf"], GgufReference("o/r", "Q4_K_M"))
+    with refuses(ModelError, "no-such-quantization", "no GGUF"):
+        choose_files(["model.safetensors"], GgufReference("o/r", "Q4_K_M"))
+    with refuses(ModelError, "gguf-parts-missing"):
+        choose_files(["a-Q4_K_M-00001-of-00002.gguf"], GgufReference("o/r", "Q4_K_M"))
+
+
+def test_what_is_fetched_serves_without_the_hub(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pull_model(ADDRESS)
+    assert path.read_bytes() == WEIGHTS
+    server.requests.clear()
+    assert hub.fetch_gguf(GgufReference(REPOSITORY, "Q4_K_M")) == path and not server.requests
+    with pytest.raises(ModelError, match=path.name):
+        checkpoint.resolve(ADDRESS)  # it is found; its bytes are no model
+    row = gguf_reference.Listed(tag="qwen3:8b", name=REPOSITORY)
+    monkeypatch.setattr(gguf_reference, "listed", lambda: (row,))
+    assert model_names.full_name("qwen3:8b") == ADDRESS
+    local_models.remove_model(local_models.list_models()[0])
+    assert model_names.full_name("qwen3:8b") == "Qwen/Qwen3-8B"
+
+
+def test_the_commands(server: Hub) -> None:
+    status, out, _ = weft("pull", ADDRESS)
+    assert status == 0 and Path(out.strip()).read_bytes() == WEIGHTS
+    assert weft("pull", f"hf.co/{REPOSITORY}:Q8_0")[0] == weft("pull", "owner/whole")[0] == 0
+    names = {ADDRESS, f"hf.co/{REPOSITORY}:Q8_0", "owner/whole"}
+    rows = {row["name"]: row for row in json.loads(weft("ls", "--json")[1])["models"]}
+    assert rows.keys() == names
+    assert (rows[ADDRESS]["bytes"], rows[ADDRESS]["quantization"]) == (len(WEIGHTS), "Q4_K_M")
+    assert (rows["owner/whole"]["format"], rows["owner/whole"]["quantization"]) == ("safetensors", None)
+    assert all(name in weft("ls")[1] for name in names)
+    assert weft("rm", ADDRESS, "owner/whole")[0] == 0
+    assert [row["name"] for row in json.loads(weft("ls", "--json")[1])["models"]] == [f"hf.co/{REPOSITORY}:Q8_0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pull"], "needs the name of a model"),
+        (["pull", "nobody:13b"], "hf.co/OWNER/REPO:QUANT"),
+        (["rm"], "needs the name of a model"),
+        (["rm", "nobody"], "weft ls"),
+        (["stop"], "needs the name of a model"),
+        (["stop", "nobody"], "no server of 'nobody'"),
+    ],
+)
+def test_refusals(words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    status, out, error = weft(*words)
+    assert status in (1, 2) and not out and said in error and error.count("\n") == 1
+
+
+SERVER = """
+import sys, time
+from weft.serving.run_files import announced
+with announced(["tiny", "other"], "http://127.0.0.1:9"):
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_servers_are_listed_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert running_servers() == []
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline() == b"up\n"
+        (row,) = json.loads(weft("ps", "--json")[1])["servers"]
+        assert (row["models"], row["url"], row["pid"]) == (["tiny", "other"], "http://127.0.0.1:9", process.pid)
+        assert "tiny, other" in weft("ps")[1]
+        assert weft("stop", "other:latest")[0] == 0
+        assert process.wait(60) != 0
+    # Killed before it could remove its file: nobody is listed, and nobody's process is stopped.
+    assert running_servers() == [] and not list((tmp_path / "weft" / "running").iterdir())
+
+
+def test_a_server_that_ends_is_no_longer_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    began = time.time()
+    with announced(["tiny"], "http://127.0.0.1:9"):
+        (server,) = running_servers()
+        assert server.pid == os.getpid() and server.began_s >= began
+    assert running_servers() == []
