@@ -15,16 +15,16 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
-from weft.client.opening import Message, check_params, describe_engine, open_model
+from weft.client.opening import Message, check_params, describe_engine, open_model, plan_engine
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
+from weft.cluster.assembly import assemble
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
 from weft.errors import OutputError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run
 
 UNLIMITED = 2**31 - 1
 SHUT_DOWN = "this AsyncLLM has been shut down; make another"
@@ -217,9 +217,11 @@ class AsyncLLM:
 
     async def _open(self) -> StartedEngine:
         checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
-        plan = await asyncio.to_thread(lambda: plan_to_run(self.config, checkpoint, probe_host()))
+        host = probe_host()
+        assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
+        plan = await asyncio.to_thread(plan_engine, self.config, checkpoint, host, assembly)
         asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)  # done before the engine is
-        engine = await AsyncEngine.start(plan, self.config)
+        engine = await AsyncEngine.start(plan, self.config, others=assembly.hand_over() if assembly else None)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)
 

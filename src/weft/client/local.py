@@ -16,6 +16,8 @@ import msgspec
 
 from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
+from weft.client.opening import plan_engine
+from weft.cluster.assembly import assemble
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.engine import EngineCore
@@ -23,12 +25,12 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
+from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import probe_host
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
-from weft.planner.execution import plan_to_run
 
 log = logging.getLogger("weft")
 
@@ -47,9 +49,10 @@ class LocalEngine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self.host = probe_host()
-        plan = plan_to_run(config, checkpoint, self.host)
+        assembly = assemble(config, checkpoint, self.host)
+        plan = plan_engine(config, checkpoint, self.host, assembly)
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
-        self._executor = create_executor(kind)
+        self._executor = create_executor(kind, WORKER, assembly.hand_over() if assembly else None)
         try:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks

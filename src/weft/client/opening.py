@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
+from weft.cluster.assembly import Assembly
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import ModelError, RequestError
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
+from weft.hardware.host import Host
 from weft.plan.plan import Plan
+from weft.planner.execution import plan_over_nodes, plan_to_run
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -34,6 +37,20 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
     if tools.tokenizer is not None:
         check_vocabulary(tools.tokenizer, checkpoint, config.tokenizer or checkpoint.path)
     return checkpoint, tools
+
+
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, host: Host, assembly: Assembly | None) -> Plan:
+    """The plan of an engine on this machine, or on all nodes of `assembly`, which learn of an error.
+
+    Raises ConfigError and PlanError.
+    """
+    if assembly is None:
+        return plan_to_run(config, checkpoint, host)
+    try:
+        return plan_over_nodes(config, checkpoint, assembly.hosts, assembly.round_trip_s)
+    except BaseException as error:
+        assembly.dismiss(error)
+        raise
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -> None:

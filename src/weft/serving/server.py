@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from weft.client.frontend import Frontend, TextTools
-from weft.client.opening import open_model
+from weft.client.opening import open_model, plan_engine
 from weft.client.remote import AsyncEngine
+from weft.cluster.assembly import Assembly, assemble
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
@@ -22,7 +23,7 @@ from weft.hardware import malloc
 from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
-from weft.planner.execution import measured_speeds, plan_to_run
+from weft.planner.execution import measured_speeds
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
@@ -54,9 +55,11 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
+        host = probe_host()
+        assembly = assemble(config, checkpoint, host)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:  # closing it waits for threads
-                runner.run(_serve(config, options, checkpoint, text_tools, listener, began))
+                runner.run(_serve(config, options, checkpoint, text_tools, host, assembly, listener, began))
         finally:
             cancel_exit_deadline()
 
@@ -66,18 +69,20 @@ async def _serve(
     options: ServeOptions,
     checkpoint: Checkpoint,
     text_tools: TextTools,
+    host: Host,
+    assembly: Assembly | None,
     listener: socket.socket,
     began: float,
 ) -> None:
     files = raise_file_limit()
-    host = probe_host()
-    plan = plan_to_run(config, checkpoint, host)
-    speeds = None if options.disable_log_stats else _machine_speeds(plan, host)
+    plan = plan_engine(config, checkpoint, host, assembly)
+    # Predictions are for one machine.
+    speeds = None if options.disable_log_stats or assembly else _machine_speeds(plan, host)
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, plan, host, speeds)) if speeds else None
     asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)
     starting = time.monotonic()
-    engine = await AsyncEngine.start(plan, config)
+    engine = await AsyncEngine.start(plan, config, others=assembly.hand_over() if assembly else None)
     try:
         for line in capacity_lines(plan, engine.ready.num_blocks):
             log.info(line)
