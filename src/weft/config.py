@@ -178,10 +178,10 @@ class LayoutOptions(Options):
     executor: str | None = option(
         None,
         flag="distributed-executor-backend",
-        choices=("processes", "inline"),
+        choices=("processes", "inline", "ray"),
         synonyms={"mp": "processes", "uni": "inline"},  # vLLM's names
-        help="mp or processes: a process per rank; uni or inline: a thread per rank. Default: a thread for one rank, "
-        "processes for several and in weft serve",
+        help="mp or processes: a process per rank; uni or inline: a thread per rank; ray: an actor per rank, on a Ray "
+        "cluster. Default: a thread for one rank, processes for several and in weft serve",
     )
     device: str = option("auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs if there are any")
     device_ids: tuple[int, ...] | None = option(

@@ -107,8 +107,7 @@ def stat_rows(replies: Replies) -> list[dict[str, Any]]:
 
 def memory_rows(plan: Plan, num_blocks: int, ranks: Sequence[Capacity], replies: Replies) -> list[dict[str, Any]]:
     """Rows of `layout`, in rank order: what the plan gives a rank, and the memory that it has reported."""
-    several = plan.nodes > 1
-    nodes = {rank.rank: str(plan.devices[rank.rank].node) if several else rank.host for rank in ranks}
+    nodes = {capacity.rank: capacity.node or capacity.host for capacity in ranks}
     rows = []
     for row, report in zip(layout_json(plan, num_blocks), replies, strict=True):
         assert isinstance(report, RankReport)

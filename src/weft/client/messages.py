@@ -10,6 +10,7 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import Cause
 from weft.executors.base import Ready
 from weft.executors.node_messages import OtherNodes
+from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 
@@ -22,7 +23,7 @@ class StartCore(msgspec.Struct, frozen=True, tag=True):
     plan: Plan
     config: EngineConfig
     worker: str
-    others: OtherNodes | None = None
+    others: OtherNodes | RayNodes | None = None
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
-from weft.cluster.assembly import Assembly
+from weft.cluster.assembly import AnyAssembly
+from weft.cluster.ray_cluster import RayAssembly
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import ModelError, RequestError
@@ -39,15 +41,17 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
     return checkpoint, tools
 
 
-def plan_engine(config: EngineConfig, checkpoint: Checkpoint, host: Host, assembly: Assembly | None) -> Plan:
+def plan_engine(config: EngineConfig, checkpoint: Checkpoint, host: Host, assembly: AnyAssembly | None) -> Plan:
     """The plan of an engine on this machine, or on all nodes of `assembly`, which learn of an error.
 
     Raises ConfigError and PlanError.
     """
     if assembly is None:
         return plan_to_run(config, checkpoint, host)
+    if isinstance(assembly, RayAssembly):
+        config = replace(config, executor="ray")
     try:
-        return plan_over_nodes(config, checkpoint, assembly.hosts, assembly.round_trip_s)
+        return plan_over_nodes(config, checkpoint, assembly.hosts, assembly.rooms, assembly.round_trip_s)
     except BaseException as error:
         assembly.dismiss(error)
         raise

@@ -34,6 +34,7 @@ from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
 from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
+from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
@@ -66,14 +67,14 @@ class AsyncEngine:
 
     @classmethod
     async def start(
-        cls, plan: Plan, config: EngineConfig, worker: str = WORKER, others: OtherNodes | None = None
+        cls, plan: Plan, config: EngineConfig, worker: str = WORKER, others: OtherNodes | RayNodes | None = None
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here.
         """
-        descriptors = others.descriptors if others else []
+        descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         try:
             engine = cls(plan.max_running + config.max_num_queued_reqs, descriptors)
         finally:

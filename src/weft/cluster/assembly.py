@@ -14,9 +14,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from weft.cluster import preflight
-from weft.cluster.addresses import check_private, interface_of
 from weft.cluster.facts import gather_facts
-from weft.cluster.keys import NotWeftError, WrongKeyError, check_connector
 from weft.cluster.messages import (
     Dismissed,
     Facts,
@@ -30,6 +28,7 @@ from weft.cluster.messages import (
     TellTime,
     Time,
 )
+from weft.cluster.ray_cluster import RayAssembly, assemble_on_ray, uses_ray
 from weft.cluster.settings import NodeSettings, node_settings
 from weft.cluster.speed import PeerListener, measure_network
 from weft.config import EngineConfig
@@ -37,8 +36,10 @@ from weft.errors import ConfigError, WeftError, error_reason
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
+from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
 from weft.executors.node_messages import NodeSocket, OtherNodes
 from weft.formats.checkpoint import Checkpoint
+from weft.hardware.addresses import check_private, interface_of
 from weft.hardware.host import Host
 
 log = logging.getLogger("weft.cluster")
@@ -100,6 +101,11 @@ class Assembly:
         return [self._own.host, *(node.facts.host for node in self._nodes)]
 
     @property
+    def rooms(self) -> list[int | None]:
+        """Number of ranks that each node has room for, None for any: one per GPU."""
+        return [len(host.gpus) or None for host in self.hosts]
+
+    @property
     def round_trip_s(self) -> float:
         """The longest time of a small message between two nodes and back."""
         return max(speed.round_trip_s for speed in self.speeds)
@@ -122,11 +128,14 @@ class Assembly:
 
 def assemble(
     config: EngineConfig, checkpoint: Checkpoint, host: Host, environment: Mapping[str, str] = os.environ
-) -> Assembly | None:
-    """Wait for the other nodes of the engine and check all of them; return None for an engine of one node.
+) -> AnyAssembly | None:
+    """Wait for the other nodes of the engine, or find them on Ray, and check all; None for an engine of one node.
 
-    Raises ConfigError if this node is not the head, if nodes are missing after `start_timeout`, or if a check fails.
+    Raises ConfigError if this node is not the head, if nodes are missing after `start_timeout`, or if a check fails,
+    and PlanError if a Ray cluster is too small.
     """
+    if uses_ray(config, host, environment):
+        return assemble_on_ray(config, checkpoint, host, environment)
     settings = node_settings(config, environment)
     if settings is None:
         return None
@@ -145,6 +154,9 @@ def assemble(
         Assembly(own, nodes, ()).dismiss(error)
         raise
     return Assembly(own, nodes, speeds)
+
+
+AnyAssembly = Assembly | RayAssembly
 
 
 def fetch_command(config: EngineConfig) -> str:

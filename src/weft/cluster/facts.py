@@ -11,11 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 from weft import __version__
-from weft.cluster.addresses import interface_of, own_address, own_interfaces
 from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.errors import WeftError
 from weft.formats.checkpoint import Checkpoint
+from weft.hardware.addresses import interface_of, own_address, own_interfaces
 from weft.hardware.host import Host
 
 HEADER_BYTES = 4 << 20  # of each file that are compared, at most: headers and the first tensors

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 
 from weft.cluster.facts import gather_facts
-from weft.cluster.keys import NotWeftError, WrongKeyError, prove_to_acceptor
 from weft.cluster.messages import (
     Dismissed,
     Facts,
@@ -29,6 +28,7 @@ from weft.errors import Cause, ConfigError, EngineError, ModelError, error_reaso
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel
+from weft.executors.keys import NotWeftError, WrongKeyError, prove_to_acceptor
 from weft.executors.node_messages import StartRanks
 from weft.executors.node_ranks import NodeRanks
 from weft.formats.checkpoint import Checkpoint, resolve

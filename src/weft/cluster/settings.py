@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from weft.cluster.addresses import check_private
-from weft.cluster.keys import load_key
 from weft.config import EngineConfig
 from weft.errors import ConfigError
+from weft.executors.keys import load_key
+from weft.hardware.addresses import check_private
 
 MASTER_PORT = 29501  # vLLM's default
 

@@ -7,9 +7,9 @@ import threading
 import time
 from contextlib import suppress
 
-from weft.cluster.keys import NotWeftError, WrongKeyError, check_connector, prove_to_acceptor
 from weft.cluster.messages import Speed
 from weft.errors import ConfigError, error_reason
+from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, prove_to_acceptor
 
 CONNECT_S = 5.0
 PINGS = 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.errors import Cause
-from weft.executors.messages import Allocate, FromRank, RunCommand, RunStep
+from weft.executors.messages import Allocate, FromRank, RunCommand, RunStep, ToRank
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
 
@@ -43,6 +43,8 @@ class EndRanks(msgspec.Struct, frozen=True, tag=True):
 
     cause: Cause
 
+
+ToActor = ToRank | Ping
 
 ToNode = StartRanks | MeetAt | PassOn | Ping | PrintStacks | EndRanks
 
@@ -91,7 +93,7 @@ class NodeSocket(msgspec.Struct, frozen=True):
         return f"node {self.node} ({self.name}, {self.address})"
 
 
-class OtherNodes(msgspec.Struct, frozen=True):
+class OtherNodes(msgspec.Struct, frozen=True, tag=True):
     """The nodes beside the head, and the head's own address and interface that route to them."""
 
     address: str

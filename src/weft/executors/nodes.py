@@ -34,7 +34,6 @@ from weft.executors.processes import ProcessExecutor
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, network_environment
 from weft.executors.ranks import CLOSED
-from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
 
@@ -139,20 +138,16 @@ class NodesExecutor(ProcessExecutor):
         """Handle a message from another node."""
         match message:
             case RankMessage(rank, inner):
-                self._take_message(rank, self._relabelled(link, inner))
+                self._take_message(rank, inner)
             case RankLost(cause):
                 self._fail(cause)
             case Beat(states):
                 link.states = states
 
-    def _relabelled(self, link: NodeLink, message: FromRank) -> FromRank:
-        """Name the host of a rank's memory so that GPUs of the same number, on other nodes, are other GPUs."""
-        if isinstance(message, Loaded) and message.capacity.device != "cpu":
-            capacity: Capacity = msgspec.structs.replace(
-                message.capacity, host=f"{message.capacity.host} (node {link.about.node})"
-            )
-            return Loaded(capacity)
-        return message
+    def _take_message(self, rank: int, message: FromRank) -> None:
+        if isinstance(message, Loaded):
+            message = Loaded(msgspec.structs.replace(message.capacity, node=str(self._node_of[rank])))
+        super()._take_message(rank, message)
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         """Handle the end of a node's connection."""

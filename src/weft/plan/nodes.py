@@ -46,7 +46,7 @@ def divide_ranks(tensor_parallel: int, stages: int, most: Sequence[int | None]) 
         )
     if sum(rooms) < ranks:
         raise PlanError(
-            f"{ranks} ranks need as many GPUs, and the {len(rooms)} nodes have {' + '.join(map(str, rooms))}; lower "
+            f"{ranks} ranks need as many devices, and the {len(rooms)} nodes have {' + '.join(map(str, rooms))}; lower "
             "--tensor-parallel-size or --pipeline-parallel-size, or add nodes",
             code="more-ranks-than-gpus",
         )

@@ -39,12 +39,17 @@ CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipel
 
 
 def plan_over_nodes(
-    config: EngineConfig, checkpoint: Checkpoint, hosts: Sequence[Host], round_trip_s: float | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    hosts: Sequence[Host],
+    rooms: Sequence[int | None],
+    round_trip_s: float | None = None,
 ) -> Plan:
     """The plan of an engine whose ranks are divided over several nodes, in rank order.
 
-    `hosts` are the nodes' machines, `round_trip_s` is the time of a small message between two of them and back; it is
-    None if nobody has measured it. Raises ConfigError and PlanError as `plan_to_run` does.
+    `hosts` are the nodes' machines, `rooms` the numbers of ranks that they have room for, None for any. `round_trip_s`
+    is the time of a small message between two of them and back, None if nobody has measured it. Raises ConfigError and
+    PlanError as `plan_to_run` does.
     """
     if config.plan is not None or config.speculative_config is not None:
         flag = "--plan" if config.plan is not None else "--speculative-config"
@@ -54,11 +59,12 @@ def plan_over_nodes(
     weights, stages = rank_cut(config, checkpoint.shape)
     experts = expert_cut(config, checkpoint.shape, len(weights))
     joined = nodes.joined_host(hosts)
-    on_cpu = device_kind(config, joined) == "cpu"
-    counts = nodes.divide_ranks(
-        len(weights), len(stages) * experts.data_parallel, [None if on_cpu else len(host.gpus) for host in hosts]
-    )
+    if device_kind(config, joined) == "cpu" and config.executor != "ray":
+        rooms = [None] * len(hosts)
+    counts = nodes.divide_ranks(len(weights), len(stages) * experts.data_parallel, rooms)
     plan = nodes.over_nodes(build_plan(nodes.seats(config, hosts, counts), checkpoint, joined), hosts, counts)
+    if config.executor == "ray" and plan.on_cpu:
+        plan = msgspec.structs.replace(plan, max_threads=1)  # a rank's bundle is one CPU
     if config.max_num_batched_tokens is None:
         _log_step_tokens(plan.max_num_batched_tokens, "the default for ranks on several nodes")
     if warning := nodes.crossing_warning(plan, round_trip_s):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model, plan_engine
 from weft.client.remote import AsyncEngine
-from weft.cluster.assembly import Assembly, assemble
+from weft.cluster.assembly import AnyAssembly, assemble
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
@@ -70,7 +70,7 @@ async def _serve(
     checkpoint: Checkpoint,
     text_tools: TextTools,
     host: Host,
-    assembly: Assembly | None,
+    assembly: AnyAssembly | None,
     listener: socket.socket,
     began: float,
 ) -> None:
