@@ -12,7 +12,7 @@ import msgspec
 
 from weft import __version__
 from weft.cluster import preflight
-from weft.cluster.facts import gather_facts
+from weft.cluster.facts import gather_facts, machine_id
 from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.config import EngineConfig
@@ -108,7 +108,9 @@ def assemble_on_ray(
     chosen = choose_seats(config, checkpoint, seats)
     check_seats(chosen, config)
     own = ray.util.get_node_ip_address()
-    check_private(own, config.allow_public)
+    if any(seat.facts.machine != machine_id() for seat in chosen):
+        for address in (own, *(seat.node.address for seat in chosen)):
+            check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
     key = (environment.get(VARIABLE) or secrets.token_hex(32)).encode()
     nodes = RayNodes(cluster, own, key, float(config.start_timeout), tuple(seat.node for seat in chosen))
