@@ -20,7 +20,8 @@ from weft.errors import ConfigError, EngineError, PlanError
 ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 
 # Ray's own code leaves sockets and files to the garbage collector.
-pytestmark = pytest.mark.filterwarnings(
+LIBRARY_WARNINGS = ("ResourceWarning", "DeprecationWarning", "FutureWarning")
+pytestmark = pytest.mark.filterwarnings(*(f"ignore::{name}" for name in LIBRARY_WARNINGS))
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
 

@@ -85,6 +85,7 @@ THROUGHPUT = (
     ),
 )
 
+CLUSTER = (Flag(name="json", parse=None, help="print one JSON object"),)
 SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
 
 COMMANDS = {
@@ -152,6 +153,14 @@ COMMANDS = {
             own_config=True,
             log_level="INFO",
             example="weft gateway --upstream http://10.0.1.10:8000 --upstream http://10.0.1.11:8000",
+        ),
+        Command(
+            name="cluster status",
+            summary="Show the nodes of the Ray cluster, or this machine: devices, who runs what, and what is free.",
+            module="weft.cli.cluster",
+            groups=(("cluster", CLUSTER),),
+            argument="",
+            example="weft cluster status --json",
         ),
         Command(
             name="bench latency",

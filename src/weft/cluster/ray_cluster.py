@@ -117,8 +117,11 @@ def assemble_on_ray(
     return RayAssembly(nodes, chosen)
 
 
-def connect(environment: Mapping[str, str]) -> Any:
-    """Connect to RAY_ADDRESS, a running cluster or a new local one; return the module `ray`. Raises ConfigError."""
+def connect(environment: Mapping[str, str], *, may_start: bool = True) -> Any:
+    """Connect to RAY_ADDRESS, a running cluster or, if it may start, a local one; return the module `ray`.
+
+    Raises ConfigError.
+    """
     try:
         import ray
     except ImportError:
@@ -130,7 +133,7 @@ def connect(environment: Mapping[str, str]) -> Any:
         try:
             ray.init(address=address or "auto", logging_level=logging.WARNING)
         except ConnectionError:
-            if address:
+            if address or not may_start:
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)

@@ -29,7 +29,7 @@ from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
-from weft.executors.ray_nodes import NODE_LABEL, Alive, Attached, FromActor, RayNodes
+from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Alive, Attached, FromActor, RayNodes
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
 
@@ -98,7 +98,10 @@ class RayExecutor(RankExecutor):
         bundle = {"CPU": 1.0} if plan.on_cpu else {"CPU": 1.0, "GPU": 1.0}
         selectors = [{NODE_LABEL: self._nodes.nodes[device.node].id} for device in plan.devices]
         self._group = placement_group(
-            [dict(bundle) for _ in plan.devices], strategy="PACK", bundle_label_selector=selectors
+            [dict(bundle) for _ in plan.devices],
+            strategy="PACK",
+            name=f"{ENGINE_NAME}{plan.model}",
+            bundle_label_selector=selectors,
         )
         deadline = time.monotonic() + self._nodes.timeout_s
         while not self._group.wait(timeout_seconds=min(SAY_S, max(0.1, deadline - time.monotonic()))):
