@@ -22,8 +22,6 @@ ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 # Ray's own code leaves sockets and files to the garbage collector.
 LIBRARY_WARNINGS = ("ResourceWarning", "DeprecationWarning", "FutureWarning")
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{name}" for name in LIBRARY_WARNINGS))
-    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 90
