@@ -11,6 +11,7 @@ import msgspec
 from weft.architectures.shape import ModelShape
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
+from weft.formatting import format_bytes
 from weft.hardware.host import Host
 from weft.plan.devices import device_kind, rank_cores
 from weft.plan.plan import Plan, RankDevice
@@ -120,6 +121,21 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
     )
     cores = tuple(part for host, count in zip(hosts, counts, strict=True) for part in rank_cores(host, count))
     return msgspec.structs.replace(plan, devices=devices, cores=cores)
+
+
+def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:
+    """Raise PlanError for a node whose free memory does not hold the weights of its CPU ranks."""
+    if not plan.on_cpu:
+        return
+    for node, host in enumerate(hosts[: plan.nodes]):
+        need = sum(plan.weight_bytes(rank) for rank in plan.ranks_of(node))
+        if need > host.memory_free_bytes:
+            raise PlanError(
+                f"the ranks of node {node} ({host.hostname}) have {format_bytes(need)} of weights, and "
+                f"{format_bytes(host.memory_free_bytes)} of its memory are free; free some, add nodes, or give it "
+                "fewer layers with --pipeline-split",
+                code="node-without-memory",
+            )
 
 
 def crossing_groups(plan: Plan) -> list[list[int]]:

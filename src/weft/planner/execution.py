@@ -63,6 +63,7 @@ def plan_over_nodes(
         rooms = [None] * len(hosts)
     counts = nodes.divide_ranks(len(weights), len(stages) * experts.data_parallel, rooms)
     plan = nodes.over_nodes(build_plan(nodes.seats(config, hosts, counts), checkpoint, joined), hosts, counts)
+    nodes.check_node_memory(plan, hosts)
     if config.executor == "ray" and plan.on_cpu:
         plan = msgspec.structs.replace(plan, max_threads=1)  # a rank's bundle is one CPU
     if config.max_num_batched_tokens is None:
