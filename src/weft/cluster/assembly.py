@@ -197,6 +197,9 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        with suppress(Empty):
+            while True:
+                self._came.get_nowait().dismiss("node 0 no longer waits for nodes", "node-refused")
 
     def wait_for_all(self) -> list[JoinedNode]:
         """Return the other nodes, in their order. Raises ConfigError if some have not come in time."""

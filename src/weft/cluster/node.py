@@ -81,9 +81,7 @@ def connect_to_head(settings: NodeSettings) -> socket.socket:
     said = ""
     while True:
         try:
-            connection = socket.create_connection((settings.address, settings.port), REACH_S)
-            prove_to_acceptor(connection, settings.key)
-            return connection
+            return _open_connection(settings)
         except WrongKeyError:
             raise ConfigError(
                 f"the head at {settings.head} has another cluster key; copy its key file to this node",
@@ -101,6 +99,17 @@ def connect_to_head(settings: NodeSettings) -> socket.socket:
             said = reason
             log.info("waiting for the head at %s: %s", settings.head, reason)
         time.sleep(AGAIN_S)
+
+
+def _open_connection(settings: NodeSettings) -> socket.socket:
+    """Connect once, and prove the key. Raises OSError, NotWeftError and WrongKeyError."""
+    connection = socket.create_connection((settings.address, settings.port), REACH_S)
+    try:
+        prove_to_acceptor(connection, settings.key)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class Node:

@@ -6,12 +6,14 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 
 from weft.errors import CORE, Cause
 from weft.executors.beats import SILENCE_S, Watch
+from weft.executors.causes import cause_of
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.messages import FromRank, Launch, RunStep
 from weft.executors.node_messages import (
@@ -30,7 +32,7 @@ from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, RankProcesses, network_environment
 from weft.executors.ranks import compile_ahead
 from weft.plan.plan import Plan
-from weft.plan.wiring import Tcp, Wiring
+from weft.plan.wiring import Tcp
 
 
 class NodeRanks:
@@ -46,7 +48,8 @@ class NodeRanks:
         self._sending = threading.Lock()
         self._processes = RankProcesses(self._take, self._lose)
         self._watch = Watch(self._beat, self._head_silent, "head")
-        self._launches: dict[int, tuple[Plan, str, Wiring]] = {}
+        self._addresses: SimpleQueue[Tcp | None] = SimpleQueue()  # of rank 0; None at the end
+        self._starter: threading.Thread | None = None
         self._steps: Counter[int] = Counter()
         self._end: Cause | None = None
 
@@ -65,6 +68,9 @@ class NodeRanks:
             self._end = self._own_cause("unknown-message", str(error))
         finally:
             self._watch.stop()
+            if self._starter:
+                self._addresses.put(None)
+                self._starter.join()
             self._processes.end()
         return self._end or self._own_cause("head-lost", "the head has closed the connection")
 
@@ -75,9 +81,12 @@ class NodeRanks:
     def _handle(self, message: ToNode) -> None:
         match message:
             case StartRanks(plan, worker):
-                self._start(plan, worker)
+                # In a thread: heartbeats are read meanwhile, and a fork server may import torch first.
+                self._watch.start()
+                self._starter = threading.Thread(target=self._try_start, args=(plan, worker), name="weft-start")
+                self._starter.start()
             case MeetAt(address):
-                self._launch(address)
+                self._addresses.put(address)
             case PassOn(ranks, inner):
                 if isinstance(inner, RunStep):
                     self._steps.update(ranks)
@@ -87,7 +96,14 @@ class NodeRanks:
             case EndRanks(cause):
                 self._end = cause
 
+    def _try_start(self, plan: Plan, worker: str) -> None:
+        try:
+            self._start(plan, worker)
+        except Exception as error:
+            self._lose(cause_of(error, plan.ranks_of(self._node)[0], "start"))
+
     def _start(self, plan: Plan, worker: str) -> None:
+        """Start the processes of this node's ranks, and launch them once rank 0 listens."""
         plan = msgspec.structs.replace(plan, checkpoint=self._checkpoint)
         own = plan.ranks_of(self._node)
         if worker == WORKER:
@@ -96,13 +112,10 @@ class NodeRanks:
             self._processes.prepare_forks(network_environment(plan, own[0], self._interface), len(own))
         with NodeWirings(plan, self._node) as wirings:
             for rank in own:
-                self._launches[rank] = plan, worker, wirings.wirings[rank]
                 self._processes.start(rank, network_environment(plan, rank, self._interface), wirings.files[rank])
-        self._watch.start()
-
-    def _launch(self, address: Tcp) -> None:
-        for rank, (plan, worker, wiring) in self._launches.items():
-            self._processes.send(Launch(plan, rank, worker, address, wiring), [rank])
+        if address := self._addresses.get():
+            for rank in own:
+                self._processes.send(Launch(plan, rank, worker, address, wirings.wirings[rank]), [rank])
 
     def _take(self, rank: int, message: FromRank) -> None:
         self._send(RankMessage(rank, message))

@@ -155,7 +155,10 @@ class NodesExecutor(ProcessExecutor):
 
     def node_silent(self, link: NodeLink) -> None:
         """Handle a node that sends nothing: print the stacks of the other ranks, and fail."""
-        states = "; ".join(f"rank {state.rank} in {state.phase}, step {state.steps}" for state in link.states)
+        # The phases by the ranks' own messages, which come before the next heartbeat.
+        states = "; ".join(
+            f"rank {state.rank} in {self._phases[state.rank]}, step {state.steps}" for state in link.states
+        )
         for other in self._links:
             if other is not link:
                 other.send(PrintStacks())
