@@ -207,10 +207,11 @@ def report_facts(number: int, question: bytes) -> bytes:
         checkpoint = error
     import ray
 
+    library: Any = ray  # whose functions have no types
     settings = NodeSettings(
         nodes=0,
         node=0,
-        address=ray.util.get_node_ip_address(),
+        address=library.util.get_node_ip_address(),
         port=0,
         start_timeout_s=0,
         allow_public=True,

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import socket
 import threading
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Any
 
@@ -46,10 +47,10 @@ class RankActor:
         def create_worker() -> RankWorker:
             listener = join_rendezvous(launch, driver.send)
             with gc_paused():
-                from weft.comm.connect import Site, connect_rank
-
+                connect = import_module("weft.comm.connect")  # by name: this package does not import torch
             worker = worker_class(launch.worker)
-            links = connect_rank(Site(launch.plan, launch.rank, launch.wiring, launch.rendezvous, listener))
+            site = connect.Site(launch.plan, launch.rank, launch.wiring, launch.rendezvous, listener)
+            links = connect.connect_rank(site)
             return worker(launch.plan, launch.rank, links)
 
         run_rank(rank, driver.inbox, driver.send, create_worker)
