@@ -185,6 +185,8 @@ class Door:
         self._came: SimpleQueue[JoinedNode] = SimpleQueue()
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, name="weft-door", daemon=True)
+        self._lock = threading.Lock()  # guards the next
+        self._greeting: dict[socket.socket, threading.Thread] = {}  # connections that have not reported yet
         self._closed = False
 
     def __enter__(self) -> Door:
@@ -197,6 +199,13 @@ class Door:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
+        with self._lock:
+            greeting = dict(self._greeting)
+            for connection in greeting:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in greeting.values():
+            thread.join()
         with suppress(Empty):
             while True:
                 self._came.get_nowait().dismiss("node 0 no longer waits for nodes", "node-refused")
@@ -263,14 +272,20 @@ class Door:
                 if not self._slots.acquire(blocking=False):
                     connection.close()
                     continue
-                threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True).start()
+                thread = threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True)
+                with self._lock:
+                    self._greeting[connection] = thread
+                thread.start()
 
     def _greet(self, connection: socket.socket, peer: str) -> None:
         """Have the other side prove the key, and read its report."""
         try:
             check_private(peer, self._settings.allow_public)
             check_connector(connection, self._settings.key)
-            self._came.put(JoinedNode(connection))
+            node = JoinedNode(connection)
+            with self._lock:
+                del self._greeting[connection]
+                self._came.put(node)
             return
         except WrongKeyError:
             log.error("%s has another cluster key: copy the key file of node 0 to it", peer)
@@ -278,6 +293,8 @@ class Door:
             log.warning("a connection from %s is refused: %s", peer, error)
         finally:
             self._slots.release()
+        with self._lock:
+            del self._greeting[connection]
         connection.close()
 
 
