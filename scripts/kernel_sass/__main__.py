@@ -24,14 +24,14 @@ pass of its inner loop. A share of issue slots above 1 means that the instructio
 def main(words: Sequence[str]) -> int:
     arguments = parsed(words)
     if arguments.triton:
-        start_with(arguments.triton, arguments.architectures)
+        start_with(arguments.triton, arguments.architectures, first_variants=arguments.first_variants)
     # Only now: Triton is the one that PYTHONPATH has, and it reads the variable when it is imported.
     os.environ.pop("TRITON_INTERPRET", None)
     import triton
 
     from scripts.kernel_sass.measure import rows
 
-    kernels = rows(arguments.architectures)
+    kernels = rows(arguments.architectures, first_variants=arguments.first_variants)
     content = {"triton": triton.__version__, "date": date.today().isoformat(), "kernels": kernels}
     print(*table(kernels), sep="\n", file=sys.stderr)
     print(written(content), end="")
@@ -49,10 +49,12 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         metavar="80,90,...",
         help=f"some of {','.join(map(str, LIMITS))}; all of them by default",
     )
+    parser.add_argument("--first-variants", action="store_true", help="only the first variant of each kernel")
     parser.add_argument("--triton", metavar="VERSION", help="with this version of Triton, in a folder of its own")
     parser.add_argument("--update", action="store_true", help="make it the baseline, tests/data/sass.json")
     arguments = parser.parse_args(words)
-    if arguments.update and (arguments.triton or arguments.architectures != tuple(LIMITS)):
+    partial = arguments.first_variants or arguments.architectures != tuple(LIMITS)
+    if arguments.update and (arguments.triton or partial):
         parser.error("the baseline is that of the installed Triton and of all architectures; leave out the other flags")
     return arguments
 
@@ -64,13 +66,14 @@ def architectures(text: str) -> tuple[int, ...]:
     return tuple(known[word] for word in text.split(","))
 
 
-def start_with(version: str, chosen: Sequence[int]) -> NoReturn:
+def start_with(version: str, chosen: Sequence[int], *, first_variants: bool) -> NoReturn:
     """Replace this process by one that has this Triton first on its path; raises SystemExit if pip has none."""
     folder = cache_dir() / f"triton-{version}"
     if not folder.is_dir():
         install(version, folder)
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     words = ["-m", "scripts.kernel_sass", "--architectures", ",".join(map(str, chosen))]
+    words += ["--first-variants"] * first_variants
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHONPATH": path})
 
 

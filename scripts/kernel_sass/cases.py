@@ -388,3 +388,8 @@ CASES = (
     Case("_round", "Q4_1", round_work, partial(round_weight, "Q4_1")),
     Case("_round", "INT8", round_work, partial(round_weight, "INT8")),
 )
+
+
+def is_first_variant(case: Case) -> bool:
+    """True for one case of each kernel."""
+    return case is next(other for other in CASES if other.kernel == case.kernel)

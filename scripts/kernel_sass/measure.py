@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scripts.kernel_sass.cards import CARDS, LIMITS
-from scripts.kernel_sass.cases import CASES, Case
+from scripts.kernel_sass.cases import CASES, Case, is_first_variant
 from scripts.kernel_sass.disassembly import disassemble, passes, registers_of
 from weft.hardware.host import usable_cores
 
@@ -20,9 +20,10 @@ def compiled_case(index: int, architecture: int) -> Compiled:
     return kernel.asm["cubin"], kernel.metadata.num_warps, kernel.metadata.shared
 
 
-def rows(architectures: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for each case and architecture, cases first."""
-    tasks = [(i, each) for each in architectures for i, case in enumerate(CASES) if each >= case.since]
+def rows(architectures: Sequence[int], *, first_variants: bool = False) -> list[dict[str, Any]]:
+    """A row for each case and architecture, cases first; with `first_variants` only those of each kernel's first."""
+    chosen = [i for i, case in enumerate(CASES) if is_first_variant(case) or not first_variants]
+    tasks = [(i, each) for each in architectures for i in chosen if each >= CASES[i].since]
     # Forked: each would otherwise import torch and Triton for itself.
     with multiprocessing.get_context("fork").Pool(len(usable_cores())) as pool:
         compiled = dict(zip(tasks, pool.starmap(compiled_case, tasks, chunksize=1), strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import ConfigError
 from weft.formats.schemes import QUANTIZATIONS
@@ -16,6 +16,7 @@ from weft.formats.schemes import QUANTIZATIONS
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two are synonyms
 
 DeviceMap = dict[str, int | str] | str  # modules to devices, or auto, balanced, sequential, ...
+DeviceIds = tuple[int | Literal["cpu"], ...]  # GPUs by their numbers, or the CPU
 MaxMemory = dict[int | str, int | str]  # of each device to be used: bytes, or a text such as "40GB"
 
 
@@ -184,8 +185,10 @@ class LayoutOptions(Options):
         "cluster. Default: a thread for one rank, processes for several and in weft serve",
     )
     device: str = option("auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs if there are any")
-    device_ids: tuple[int, ...] | None = option(
-        None, metavar="0,1", help="the GPU of each rank, numbered among the visible ones"
+    device_ids: DeviceIds | None = option(
+        None,
+        metavar="0,1",
+        help="the GPU of each rank, numbered among the visible ones; cpu for a pipeline stage on the CPU beside them",
     )
 
 
@@ -229,7 +232,8 @@ class MemoryOptions(Options):
     max_memory: MaxMemory | None = option(
         None,
         metavar="0=40GB,1=40GB",
-        help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate",
+        help="limit for the memory of each device; a GPU that is not named is not used, as in accelerate. With "
+        "cpu=SIZE beside GPUs, layers that no GPU has room for run on the CPU",
     )
     kv_cache_memory_bytes: int | None = option(
         None,

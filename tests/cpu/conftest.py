@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -12,6 +14,12 @@ import torch
 from tests.cpu.shared_threads import threads_share_memory
 from weft.executors import forks
 from weft.executors.forks import MIN_FORKS, pool
+from weft.plan import memory
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from tests.cpu.interpreter import remember_searches
+
+    remember_searches()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +58,12 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ranks that are threads exchange through shared memory, in C++ where layers are fused."""
     with threads_share_memory(monkeypatch):
         yield
+
+
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV caches of 100 MB: 4 GB are millions of blocks of a tiny model, whose lists take longer than its answers."""
+    monkeypatch.setattr(memory, "CPU_KV_BYTES", 100_000_000)
 
 
 @pytest.fixture

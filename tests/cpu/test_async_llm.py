@@ -62,6 +62,10 @@ async def test_answers_grow_together_and_alone_alike(folder: Path) -> None:
         talk = await last(llm.chat(HI, GREEDY, "mine"))
         assert talk.request_id == "mine"
         stop = talk.outputs[0].text[3:5]
+        response, turns = await llm.chat("hi", system="", temperature=0.0, max_tokens=40, ignore_eos=True)
+        assert response == talk.outputs[0].text and turns == [("hi", response)]
+        again, longer = await llm.chat(query="hi", history=turns, max_tokens=1)
+        assert longer == [*turns, ("hi", again)] and len(turns) == 1
         cut = await last(llm.chat(HI, SamplingParams(temperature=0.0, max_tokens=40, stop=stop)))
         assert cut.finished and cut.outputs[0].stop_reason == stop
         await check_aborts(llm)

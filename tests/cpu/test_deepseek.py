@@ -111,6 +111,17 @@ def test_heads_cut_unevenly(lite: Path, layout: str) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == truth_of(lite)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_long_prompts_are_expanded_a_few_heads_at_a_time(
+    lite: Path, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dims = plan_for(lite, "whole").shape.latent
+    assert dims is not None
+    head_bytes = max(map(len, PROMPTS)) * 2 * (dims.nope_dim + dims.rope_dim) * 4
+    monkeypatch.setattr("weft.kernels.latents.EXPANDED_BYTES", heads * head_bytes)
+    assert tokens_of(lite) == truth_of(lite)
+
+
 def test_ranks_in_processes(third: Path) -> None:
     assert tokens_of(third, executor="processes", tensor_parallel_size=2) == truth_of(third)
 

@@ -21,6 +21,8 @@ from weft.formats import config_json
 from weft.formats.checkpoint import resolve
 from weft.formats.gguf_names import INTERLEAVED_ARCHITECTURES
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 PROMPT, NEW = list(range(3, 60)), 12
 
 

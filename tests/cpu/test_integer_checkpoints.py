@@ -26,6 +26,8 @@ from weft.formats.precision import held_precision, sum_by_kind, weight_bytes
 from weft.plan.fills import rank_weight_bytes
 from weft.weights.load import allocate_parameters, load_weights
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 CPU = torch.device("cpu")
 # Heads of 32 columns, of which some cuts fall inside blocks of 64.
 CONFIG: dict[str, Any] = {

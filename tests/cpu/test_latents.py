@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.cpu.attention import ragged
 from tests.cpu.kernels import native
 from tests.cpu.latents import PUBLISHED, SMALL, attend_absorbed_by_loop, attend_as_published, random_latents
+from tests.pure.shapes import dense_shape
+from weft.architectures.place import whole
+from weft.architectures.shape import LatentAttention, ModelShape
 from weft.kernels.base import Kernels, KVCache
 from weft.kernels.latents import LatentDims, LatentNorm, attend_by_latents
 from weft.kernels.plain import create_plain_kernels
+from weft.plan.memory import step_bytes
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -147,3 +154,61 @@ def test_a_projection_of_latents_takes_other_values(kind: str) -> None:
     got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
     want = attend_as_published(q, weight, SMALL, cache, batch, 0.2)
     torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
+
+
+@pytest.mark.parametrize("kind", ["native", "plain"])
+def test_values_longer_than_keys(kind: str) -> None:
+    kernels, dims = kernels_of(kind, torch.float32), LatentDims(3, 32, 8, 16, 30)
+    q, weight, cache, batch = random_latents(dims, [1, 120], [40, 130], torch.float32)
+    assert dims.expands_from < 120
+    products = kernels.matrices.latent_products(weight, dims, "kv_b.weight")
+    got = attend_by_latents(kernels, products, q, cache, batch, 0.2)
+    want = attend_as_published(q, weight, dims, cache, batch, 0.2)
+    torch.testing.assert_close(got.double(), want, atol=4e-5, rtol=4e-5)
+
+
+def latent_shape(dims: LatentDims) -> ModelShape:
+    """A model whose attention has these dims on one rank."""
+    lengths = {"nope_dim": dims.nope_dim, "rope_dim": dims.rope_dim, "v_dim": dims.value_dim}
+    mixer = LatentAttention(heads=dims.heads, kv_lora_rank=dims.rank, q_lora_rank=None, scale=0.2, **lengths)
+    plain = dense_shape(
+        architecture="DeepseekV2ForCausalLM",
+        layers=1,
+        hidden=64,
+        q_heads=dims.heads,
+        kv_heads=dims.heads,
+        head_dim=dims.nope_dim + dims.rope_dim,
+        ffn=32,
+        vocab=64,
+        max_positions=4096,
+    )
+    return replace(plain, layers=tuple(replace(layer, mixer=mixer) for layer in plain.layers))
+
+
+def test_the_memory_of_an_expanded_context_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, dims = create_plain_kernels(), LatentDims(4, 32, 8, 16, 12)
+    q, weight, cache, batch = random_latents(dims, [60], [2000], torch.float32)
+    products = kernels.matrices.latent_products(weight, dims)
+    taken = list[int]()
+    expand, attend = type(products).expand, type(kernels.attention).attend
+
+    def watched_expand(self: object, latents: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand(self, latents, heads)
+        taken.append(latents.nbytes + keys.untyped_storage().nbytes() + values.untyped_storage().nbytes())
+        return keys, values
+
+    def watched_attend(self: object, own: torch.Tensor, expanded: KVCache, *rest: Any) -> torch.Tensor:
+        taken[-1] += expanded.values.nbytes
+        return attend(self, own, expanded, *rest)
+
+    monkeypatch.setattr(type(products), "expand", watched_expand)
+    monkeypatch.setattr(type(kernels.attention), "attend", watched_attend)
+    shape = latent_shape(dims)
+    for most in (1 << 30, 2 * 2000 * (24 + 12) * 4):
+        taken.clear()
+        for module in ("weft.kernels.latents", "weft.plan.memory"):
+            monkeypatch.setattr(f"{module}.EXPANDED_BYTES", most)
+        attend_by_latents(kernels, products, q, cache, batch, 0.2)
+        assert len(taken) == (1 if most == 1 << 30 else 2)
+        counted = step_bytes(shape, whole(shape), 60, 1, 4, context=2000) - step_bytes(shape, whole(shape), 60, 1, 4)
+        assert max(taken) <= counted <= 2 * max(taken)

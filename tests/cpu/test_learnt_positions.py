@@ -20,6 +20,8 @@ from weft.errors import ConfigError, ModelError
 from weft.formats.checkpoint import resolve
 from weft.formats.precision import weight_bytes
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

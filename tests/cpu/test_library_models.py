@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.cpu import checkpoints
 from tests.cpu.layouts import LAYOUTS, logits_of
@@ -26,10 +28,14 @@ from weft.formats.library import LibraryReport
 from weft.formats.lookup import look_up
 from weft.formats.safetensors import read_directory
 from weft.hardware import host
+from weft.kernels.plain import create_plain_kernels
 from weft.models.library.build import ClassError
 from weft.models.library.describe import describe
+from weft.models.library.modules import kernel_norm
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("small_caches")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 ask_child = library._ask_child
@@ -72,6 +78,21 @@ def truth(checkpoint: Path) -> list[list[int]]:
 def plan_for(path: Path, layout: str = "whole", **config: Any) -> Plan:
     options = EngineConfig(**{"model": str(path), "dtype": "float32", **LAYOUTS[layout], **config})
     return build_plan(options, resolve(str(path), model_impl=options.model_impl), host.probe_host())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_a_norm_that_computes_the_same_is_the_kernels(dtype: torch.dtype) -> None:
+    kernels = create_plain_kernels()
+    plain, shifted = LlamaRMSNorm(32, eps=1e-5).to(dtype), Gemma2RMSNorm(32, eps=1e-5).to(dtype)
+    for module in (plain, shifted):
+        torch.nn.init.normal_(module.weight).requires_grad_(False)
+    norm = kernel_norm(plain, kernels)
+    assert norm is not None and norm.weight is plain.weight
+    assert kernel_norm(shifted, kernels) is None and kernel_norm(torch.nn.LayerNorm(32), kernels) is None
+    x = torch.randn(1, 3, 2, 32, dtype=dtype)
+    torch.testing.assert_close(norm(x), plain(x))
+    # A class that normalises in another dtype keeps its own norm.
+    torch.testing.assert_close(norm(x.double()), plain(x.double()))
 
 
 @pytest.mark.parametrize("layout", ["whole", "tp2", "pp2", "pp 1,1,1", "tp2 x pp2"])

@@ -20,6 +20,8 @@ from weft import LLM, SamplingParams
 from weft.core import kv
 from weft.layers.exchange import DispatchExchange, GatherExchange
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 EXPERTS = {"enable_expert_parallel": True}
 # The third begins as the second does.
 PROMPTS = [[7], list(range(3, 60)), [*range(3, 50), 9, 8], [1, 150, 30], [40, 41, 42] * 9]
@@ -45,15 +47,11 @@ HOWS: dict[str, dict[str, Any]] = {
 
 
 class Model(NamedTuple):
-    """A recipe, how it is quantised, and what else differs from the recipe.
-
-    With latent attention Python exchanges the tokens of attention groups, else C++.
-    """
+    """A recipe, how it is quantised, and what else differs from the recipe."""
 
     recipe: str
     quantization: str | None = None
     mxfp4: bool = False
-    latent: bool = False
 
 
 MODELS = {
@@ -62,8 +60,8 @@ MODELS = {
     "qwen3-moe": Model("qwen3-moe-biased"),
     "gpt-oss": Model("gpt-oss"),
     "gpt-oss in MXFP4": Model("gpt-oss-mxfp4", mxfp4=True),
-    "deepseek-v2": Model("deepseek-v2", latent=True),
-    "deepseek-v3": Model("deepseek-v3", latent=True),
+    "deepseek-v2": Model("deepseek-v2"),
+    "deepseek-v3": Model("deepseek-v3"),
     "qwen2-moe in 8 bits": Model("qwen2-moe-normalised", quantization="int8"),
 }
 # A way of scheduling for each model and layout, so that each meets every other.
@@ -75,7 +73,6 @@ class Truth(NamedTuple):
     path: Path
     options: dict[str, Any]
     answers: list[list[int]]
-    latent: bool
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +94,12 @@ def find_truth(model: Model, folder: Path) -> Truth:
     path = checkpoints.make(model.recipe, folder)
     if model.mxfp4:
         path, exact = publish_mxfp4(path)
-        return Truth(path, {}, transformers_answers(exact), model.latent)
+        return Truth(path, {}, transformers_answers(exact))
     if model.quantization is None:
-        return Truth(path, {}, transformers_answers(path), model.latent)
+        return Truth(path, {}, transformers_answers(path))
     options = {"quantization": model.quantization}
     with start(path, **options) as llm:
-        return Truth(path, options, answers(llm), model.latent)
+        return Truth(path, options, answers(llm))
 
 
 def transformers_answers(path: Path) -> list[list[int]]:
@@ -124,7 +121,7 @@ def test_every_mixture_in_every_layout(
 ) -> None:
     """Together, again from the prefix cache, and one at a time, beside groups that then have nothing."""
     options = {**EXPERTS, **truth.options, **LAYOUTS[layout], **HOWS[how]}
-    for exchange in () if truth.latent else (GatherExchange, DispatchExchange):
+    for exchange in (GatherExchange, DispatchExchange):
         monkeypatch.setattr(exchange, "dispatch", None)  # C++ exchanges
     if how == "preempted":
         options |= little_cache(truth.path, options)

@@ -16,6 +16,8 @@ from weft.architectures.families.llama import LLAMA
 from weft.architectures.registry import ARCHITECTURES
 from weft.core import kv
 
+pytestmark = pytest.mark.usefixtures("small_caches")
+
 PROMPTS = [[1, 5, 9, 33, 7], list(range(3, 60)), [1, 150], [40, 41, 42] * 9]
 NEW = 12
 # Recipes of long tests: test_learnt_positions and test_deepseek have some layouts of them.

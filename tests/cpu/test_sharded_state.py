@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.pure.gguf_files import write_model
 from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
 from weft import LLM, SamplingParams
+from weft.architectures.place import Place
 from weft.cli import shard
 from weft.cli.dispatch import dispatch
 from weft.client.control import swap_command
@@ -238,6 +240,66 @@ def test_a_failure_leaves_no_half_file(model: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="No space left"):
         cut(model, tmp_path / "cut", tensor_parallel_size=2)
     assert not list((tmp_path / "cut").iterdir())
+
+
+def test_what_is_interrupted_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.worker import sharding
+
+    aborted, loads = Event(), list[int]()
+
+    class Watched(sharding.Threads):
+        def abort(self) -> None:
+            super().abort()
+            aborted.set()
+
+    def load(plan: Plan, place: Place, *_: object, **__: object) -> None:
+        loads.append(place.rank)
+        assert aborted.wait(30), "nobody tells the ranks to end"
+
+    def interrupt(*_: object, **__: object) -> None:
+        while len(set(loads)) < 2:
+            aborted.wait(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sharding, "Threads", Watched)
+    monkeypatch.setattr(sharding, "load_weights", load)
+    monkeypatch.setattr(sharding, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch(["shard", str(model), str(tmp_path / "new" / "cut"), "-tp", "2"])
+    assert sorted(loads) == [0, 1]  # no rank goes on with another layer
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_error_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(shard, "copy_texts", fail)
+    for name in ("empty", "new"):
+        assert dispatch(["shard", str(model), str(tmp_path / name)]) != 0
+        assert "No space left" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"] and not list((tmp_path / "empty").iterdir())
+
+
+def test_the_classes_that_a_model_runs_through(model: Path, folder: Path, tmp_path: Path) -> None:
+    through = cut(model, tmp_path / "through", model_impl="transformers", pipeline_parallel_size=2)
+    state = sharded.read_state(through)
+    assert state.shape.library is not None
+    with refuses(ModelError, "shards-of-other-impl", through, "--model-impl transformers", "weft"):
+        resolve(str(through), model_impl="weft")
+    with refuses(ModelError, "shards-of-other-impl", folder, "--model-impl weft", "transformers"):
+        resolve(str(folder), model_impl="transformers")
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "executor": "inline"}
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    answers = []
+    for path, impl in ((folder, "auto"), (through, "transformers")):
+        with LLM(str(path), device="cpu", model_impl=impl, **options) as llm:
+            [output] = llm.generate([{"prompt_token_ids": [1, 5, 9, 3]}], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_what_a_running_engine_takes(model: Path, folder: Path) -> None:

@@ -3,14 +3,18 @@ compiler refuses: a product that is too small, tiles that no GPU has the memory 
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.cpu.compiling import environment
 
 pytest.importorskip("triton", reason="needs triton")
+
+Compile = Callable[..., dict[str, int]]
 
 # In a process without TRITON_INTERPRET, which is read on import. Launches are recorded, and compiled afterwards.
 LAUNCHES = """
@@ -160,7 +164,7 @@ def launch_all():
     ],
     ids=str,
 )
-def test_they_compile_and_fit(capability: int, head_dims: str, dtype: str, kept: str) -> None:
+def test_they_compile_and_fit(compiled: Compile, capability: int, head_dims: str, dtype: str, kept: str) -> None:
     shared = compiled(PROGRAM, str(capability), head_dims, dtype, kept)
     expected = {"_decode", "_prefill", "_rms_norm", "_silu_mul"}
     if capability >= 80:
@@ -181,7 +185,7 @@ def test_they_compile_and_fit(capability: int, head_dims: str, dtype: str, kept:
     ],
     ids=str,
 )
-def test_products_compile_and_fit(capability: int, dtype: str) -> None:
+def test_products_compile_and_fit(compiled: Compile, capability: int, dtype: str) -> None:
     shared = compiled(PRODUCTS, str(capability), dtype)
     assert shared.keys() == {"_multiply", "_dequantise", "_round"}
     assert max(shared.values()) <= most_shared(capability), shared
@@ -197,7 +201,7 @@ def test_products_compile_and_fit(capability: int, dtype: str) -> None:
     ],
     ids=str,
 )
-def test_experts_compile_and_fit(capability: int, dtype: str, kinds: str) -> None:
+def test_experts_compile_and_fit(compiled: Compile, capability: int, dtype: str, kinds: str) -> None:
     shared = compiled(EXPERTS, str(capability), dtype, kinds)
     assert shared.keys() == {"_choose", "_sort", "_multiply_experts", "_sum"}
     assert max(shared.values()) <= most_shared(capability), shared
@@ -213,7 +217,7 @@ def test_experts_compile_and_fit(capability: int, dtype: str, kinds: str) -> Non
     ],
     ids=str,
 )
-def test_latent_attention_compiles_and_fits(capability: int, dtype: str) -> None:
+def test_latent_attention_compiles_and_fits(compiled: Compile, capability: int, dtype: str) -> None:
     shared = compiled(LATENTS, str(capability), dtype)
     assert shared.keys() == {"_decode_latents", "_prefill_latents", "_store_latents"}
     assert max(shared.values()) <= most_shared(capability), shared
@@ -224,12 +228,47 @@ def most_shared(capability: int) -> int:
     return 64 << 10 if capability < 80 else 99 << 10
 
 
-def compiled(program: str, *arguments: str) -> dict[str, int]:
-    """The most bytes of shared memory that a program of each kernel takes."""
-    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shared: dict[str, int] = {}
-    for name, size in map(str.split, done.stdout.splitlines()):
-        shared[name] = max(shared.get(name, 0), int(size))
-    return shared
+# Imports what all programs need, half of the time of most, and runs each one that it is told of in a fork.
+SERVER = """
+import json, os, sys, traceback
+import scripts.kernel_sass.launches, weft.kernels.latents, weft.quant.quantised
+
+for line in sys.stdin:
+    program, arguments, results = json.loads(line)
+    child = os.fork()
+    if not child:
+        status = 1
+        sys.argv = ["-c", *arguments]
+        with open(results, "w") as sys.stdout:
+            try:
+                exec(program, {"__name__": "__main__"})
+                status = 0
+            except BaseException:
+                print(traceback.format_exc())
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Function of a program and its arguments: the most bytes of shared memory that one of each kernel takes."""
+    results = tmp_path_factory.mktemp("compiled") / "results"
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    with subprocess.Popen(
+        command, env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdin is not None and server.stdout is not None
+        requests, statuses = server.stdin, server.stdout
+
+        def compile_program(program: str, *arguments: str) -> dict[str, int]:
+            requests.write(json.dumps([program, arguments, str(results)]) + "\n")
+            requests.flush()
+            status, printed = statuses.readline().strip(), results.read_text()
+            assert status == "0", (status, printed[-2000:])
+            shared: dict[str, int] = {}
+            for name, size in map(str.split, printed.splitlines()):
+                shared[name] = max(shared.get(name, 0), int(size))
+            return shared
+
+        yield compile_program

@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 
 SWITCH = "a switch"
+EVERY_LINK = 0xFFFFFFFF
 GIB = 1 << 30
 
 
@@ -50,6 +51,14 @@ class Card:
     drawing: Sequence[tuple[int, int | None]] = ()
     slices: Sequence[MigSlice] = ()
     knows_mig: bool = False
+    utilization: tuple[int, int] = (0, 0)
+    power_mw: int = 30_000
+    power_limit_mw: int = 350_000
+    temperature_c: int = 40
+    throttle: int = 0
+    pcie_kBps: tuple[int, int] = (0, 0)
+    nvlink_KiB: list[tuple[int, int]] = field(default_factory=list)
+    link_errors: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def uuid(self) -> str:
@@ -155,6 +164,8 @@ class FakeNvml:
         return {pynvml.NVML_CLOCK_SM: handle.cores_mhz, pynvml.NVML_CLOCK_MEM: handle.memory_mhz}[type]
 
     def nvmlDeviceGetClockInfo(self, handle: Card, type: int) -> int:
+        if isinstance(handle, MigSlice):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return {pynvml.NVML_CLOCK_SM: handle.cores_now_mhz, pynvml.NVML_CLOCK_MEM: 405}[type]
 
     def nvmlDeviceGetNumGpuCores(self, device: Card) -> int:
@@ -192,7 +203,7 @@ class FakeNvml:
         return self.names[pid]
 
     def nvmlDeviceGetNvLinkState(self, device: Card, link: int) -> int:
-        self.new()
+        self.whole(device)
         if not device.links:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if link >= len(device.links):
@@ -215,11 +226,66 @@ class FakeNvml:
         found = []
         for wanted in fieldIds:
             kind, link = wanted if isinstance(wanted, tuple) else (wanted, None)
+            if link == EVERY_LINK:
+                found.append(self._traffic(handle, kind))
+                continue
             scoped = kind == pynvml.NVML_FI_DEV_NVLINK_GET_SPEED and link is not None and handle.links[link] is not None
             value = SimpleNamespace(uiVal=handle.link_mbps if scoped else 0)
             status = pynvml.NVML_SUCCESS if scoped else pynvml.NVML_ERROR_NOT_SUPPORTED
             found.append(SimpleNamespace(nvmlReturn=status, value=value))
         return found
+
+    def _traffic(self, card: Card, kind: int) -> Any:
+        """Count of KiB over all NVLinks: the next entry of `nvlink_KiB`, which the second direction uses up."""
+        if not card.nvlink_KiB:
+            return SimpleNamespace(nvmlReturn=pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if kind == pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX:
+            count = card.nvlink_KiB[0][0]
+        else:
+            count = card.nvlink_KiB.pop(0)[1]
+        return SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=SimpleNamespace(ullVal=count))
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Card | MigSlice:
+        slices = [part for card in self.cards for part in card.slices]
+        return next(handle for handle in (*self.cards, *slices) if handle.uuid == uuid)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Card) -> Any:
+        self.whole(handle)
+        return SimpleNamespace(gpu=handle.utilization[0], memory=handle.utilization[1])
+
+    def nvmlDeviceGetPowerUsage(self, handle: Card) -> int:
+        self.whole(handle)
+        return handle.power_mw
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Card) -> int:
+        self.whole(handle)
+        return handle.power_limit_mw
+
+    def nvmlDeviceGetTemperature(self, handle: Card, sensor: int) -> int:
+        self.whole(handle)
+        assert sensor == pynvml.NVML_TEMPERATURE_GPU
+        return handle.temperature_c
+
+    def nvmlDeviceGetPcieThroughput(self, device: Card, counter: int) -> int:
+        self.whole(device)
+        return device.pcie_kBps[counter]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Card) -> int:
+        self.whole(handle)
+        return handle.throttle
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, device: Card, link: int, counter: int) -> int:
+        self.new()
+        return device.link_errors[counter]
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 12080
+
+    def whole(self, handle: Card | MigSlice) -> None:
+        """A part of a card has figures of memory only, and an old driver none of these."""
+        self.new()
+        if isinstance(handle, MigSlice):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetTopologyCommonAncestor(self, device1: Card, device2: Card) -> int:
         self.new()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -80,13 +80,25 @@ class LiveGateway:
         self.proxy, self.server = proxy, server
         self.address = address
         self.stubs: list[Upstream] = []
-        self.client = httpx.AsyncClient(base_url=f"http://{address[0]}:{address[1]}", timeout=PATIENCE_S)
+        self._connected: list[Client] = []
+        # Without TLS, whose certificates take 50 ms to be read.
+        url = f"http://{address[0]}:{address[1]}"
+        self.client = httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=False)
 
     async def chat(self, **fields: Any) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json={**CHAT, **fields})
 
     async def connect(self) -> Client:
-        return Client(*await asyncio.open_connection(*self.address))
+        self._connected.append(Client(*await asyncio.open_connection(*self.address)))
+        return self._connected[-1]
+
+    async def hang_up(self) -> None:
+        """Close the connections of all clients."""
+        await self.client.aclose()
+        for client in self._connected:
+            client.writer.transport.abort()
+            with suppress(OSError):
+                await client.writer.wait_closed()
 
     def replica(self, stub: Upstream) -> Replica:
         return self.proxy.fleet.find(stub.url)
@@ -113,7 +125,7 @@ async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> As
         try:
             yield live
         finally:
-            await live.client.aclose()
+            await live.hang_up()
             server.leave()
             await running
             proxy.close()

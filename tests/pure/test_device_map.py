@@ -169,15 +169,17 @@ def test_devices_that_are_not_there() -> None:
     fails({}, "empty-device-map")
 
 
-def test_layers_off_the_gpus_have_their_price() -> None:
-    off = {"": 0, "model.layers.30": "cpu", "model.layers.31": "disk"}
-    told = ["model.layers.30 to model.layers.31", "200 MB", "cpu and disk", "0.02 s", "10 GB/s", "disk"]
-    fails(off, "map-off-gpu", *told, fetch_Bps=1e10)
-    fails(off, "map-off-gpu", "200 MB")
+def test_layers_on_disk_have_their_price() -> None:
+    off = {"": 0, "model.layers.29": "cpu", "model.layers.30": "disk", "model.layers.31": "disk"}
+    fails(off, "map-to-disk", "model.layers.30 to model.layers.31", "200 MB", "0.067 s", "3 GB/s", "cpu")
     fails({"": "disk"}, "map-to-disk", "disk", "cpu", gpus=0)
     fails({"": "cpu", "lm_head": "disk"}, "map-to-disk", "lm_head", "cpu", gpus=0)
-    # All of it on the CPU is no offloading.
+
+
+def test_layers_on_the_cpu() -> None:
     assert stages({"": "cpu"}).devices == ("cpu",)
+    beside = stages({"": 0, "model.layers.3": "cpu", "model.layers.4": "cpu", "model.layers.5": 1})
+    assert beside.devices == (0, "cpu", 1, 0) and beside.layers[:3] == (3, 2, 1)
 
 
 def test_bytes_of_parts_add_up() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.gateway.config import make_config
 from weft.gateway.ledger import DAY_HOURS, HOUR_S, Amount, Ledger
+from weft.gateway.shares import ACTIVE_S, Shares
+from weft.serving.errors import HttpError
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
 PRICE = {"input": 1.0, "output": 2.0}
@@ -79,6 +83,22 @@ def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     ledger.close()
 
 
+def test_a_file_belongs_to_one_gateway_from_its_opening(tmp_path: Path) -> None:
+    path = str(tmp_path / "ledger")
+    Ledger(path).close()
+    ledger = Ledger(path)  # which writes nothing
+    with refuses(ConfigError, "cannot-use-ledger", path):
+        Ledger(path)
+    code = f"from weft.gateway.ledger import Ledger; Ledger({path!r})"
+    other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert other.returncode and "end the gateway that has it" in other.stderr
+    ledger.settle(ledger.reserve("a", "m", "u", Amount(1, 1, 1.0)), Amount(1, 1, 0.5))
+    ledger.close()
+    again = Ledger(path)
+    assert again.dollars(1) == 0.5
+    again.close()
+
+
 def test_a_file_that_is_no_ledger(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"not a database" * 100)
     with refuses(ConfigError, "cannot-use-ledger", "x"):
@@ -106,6 +126,102 @@ async def test_rates_of_a_key(tmp_path: Path, limit: str, most: int) -> None:
         assert int(answers[-1].headers["retry-after"]) >= 1
         live.client.headers = httpx.Headers({"Authorization": "Bearer two"})
         assert (await live.client.post("/v1/completions", content=body)).status_code == 200
+        live.assert_idle()
+
+
+async def test_a_request_that_one_limit_forbids_does_not_count_for_the_other(tmp_path: Path) -> None:
+    pytest.importorskip("limits", reason="rates need the package limits")
+    keys = write_keys(tmp_path, "[{name: a, key: one, rpm: 2, tpm: 1000}]")
+    async with upstream() as one, gateway(one.url, keys=keys) as live:
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        answers = [await live.chat() for _ in range(30)]
+        assert [answer.status_code for answer in answers] == [200] * 2 + [429] * 28
+        refused(answers[-1], 429, code="rate_limit")
+        rates = live.proxy.accounts._rates
+        item, limiter = rates._items["a", "tokens"], rates._limiter
+        assert limiter is not None
+        # Two chats of less than 100 tokens each, not thirty.
+        assert limiter.get_window_stats(item, "a", "tokens").remaining > 1000 - 200
+        live.assert_idle()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=str)
+async def test_tokens_of_answers_count_without_a_ledger(tmp_path: Path, fields: dict[str, Any]) -> None:
+    pytest.importorskip("limits", reason="rates need the package limits")
+    keys = write_keys(tmp_path, "[{name: a, key: one, tpm: 60}, {name: b, key: two}]")
+
+    async def long(exchange: Exchange) -> None:
+        usage = {**USAGE, "completion_tokens": 1000}
+        if not exchange.json.get("stream"):
+            body = json.dumps({"choices": [], "usage": usage}).encode()
+            exchange.head("200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
+            exchange.writer.write(body)
+            return
+        exchange.stream()
+        if (exchange.json.get("stream_options") or {}).get("include_usage"):
+            exchange.event({"choices": [], "usage": usage})
+        exchange.event(b"[DONE]")
+        exchange.end()
+
+    async with upstream() as one, gateway(one.url, keys=keys) as live:
+        one.answer = long
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        fields = {**fields, "stream_options": {"include_usage": False, "pad": "x" * 10}} if fields else {}
+        first = await live.chat(**fields)
+        assert first.status_code == 200 and ("usage" in first.text) == (not fields)
+        if fields:
+            assert one.seen[0].json["stream_options"] == {"include_usage": True}
+        refused(await live.chat(**fields), 429, code="rate_limit")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer two"})
+        assert (await live.chat(**fields)).status_code == 200  # whose tokens nobody counts
+        assert one.seen[-1].json.get("stream_options") == fields.get("stream_options")
+        live.assert_idle()
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": -5, "completion_tokens": 1},
+        {"prompt_tokens": 1, "completion_tokens": 2**53},
+        {"prompt_tokens": True, "completion_tokens": 1},
+        {"prompt_tokens": 1.0, "completion_tokens": 1},
+        {"prompt_tokens": "1", "completion_tokens": 1},
+        {"prompt_tokens": 1},
+    ],
+    ids=str,
+)
+async def test_figures_that_can_be_none_count_as_none(tmp_path: Path, usage: dict[str, Any]) -> None:
+    async with upstream() as own, upstream() as cloud:
+        cloud.answer = answer_status("200 OK", body=json.dumps({"choices": [], "usage": usage}).encode())
+        own.answer = answer_status("429 X")
+        async with gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live:
+            assert (await live.chat(max_tokens=100)).status_code == 200
+            ledger = live.proxy.accounts.ledger
+            assert ledger is not None
+            most = 100 * PRICE["output"] / 1e6  # of the answer, beside the prompt's
+            assert most < ledger.dollars(1) < 2 * most
+            assert ledger.rows(1)[0]["completion_tokens"] == 100
+            live.assert_idle()
+
+
+async def test_a_ledger_that_cannot_be_written_leaves_nothing_running(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "[{name: a, key: one, concurrent: 1}]")
+    async with upstream() as one, gateway(one.url, keys=keys, ledger=str(tmp_path / "ledger")) as live:
+        one.answer = answer_usage
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        ledger = live.proxy.accounts.ledger
+        assert ledger is not None
+
+        def full(*given: Any, **named: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        reserve, settle = ledger.reserve, ledger.settle
+        ledger.reserve = full  # type: ignore[assignment, method-assign]
+        refused(await live.chat(), 503, code="ledger_not_written")
+        ledger.reserve, ledger.settle = reserve, full  # type: ignore[assignment, method-assign]
+        assert (await live.chat()).status_code == 200
+        ledger.settle = settle  # type: ignore[method-assign]
+        assert (await live.chat()).status_code == 200  # the key's only request at once has ended
         live.assert_idle()
 
 
@@ -138,11 +254,92 @@ async def test_usage_and_quota_of_a_key(tmp_path: Path, fields: dict[str, Any]) 
         answers = [await live.chat(**fields, max_tokens=5) for _ in range(5)]
         assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 2
         refused(answers[-1], 429, code="quota_exceeded")
+        assert "'a' has taken 45 of its 60 tokens of this hour" in answers[-1].text
         assert "usage" not in answers[0].text or not fields  # the client of a stream did not ask for it
         rows = (await live.client.get("/gateway/status")).json()["spending"]["usage_day"]
         assert [(row["key"], row["requests"], row["prompt_tokens"], row["completion_tokens"]) for row in rows] == [
             ("a", 3, 30, 15)
         ]
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/messages", 403), ("/api/chat", 403), ("/tokenize", 200)])
+async def test_a_key_with_a_quota_gets_answers_that_are_counted(tmp_path: Path, path: str, status: int) -> None:
+    keys = write_keys(tmp_path, "[{name: a, key: one, quota: {day: 600}}]")
+    async with upstream() as one, gateway(one.url, keys=keys, ledger=str(tmp_path / "ledger")) as live:
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        assert (await live.client.post(path, json={"model": "m"})).status_code == status
+        assert len(one.seen) == (status == 200)
+        assert (await live.client.get("/version")).status_code == 200
+        live.assert_idle()
+
+
+# Shares
+
+
+def fill(shares: Shares, name: str) -> int:
+    """Number of requests that a key gets beside those that run."""
+    count = 0
+    with suppress(HttpError):
+        for count in range(1, 1000):  # noqa: B007
+            shares.enter(name)
+        return count
+    return count - 1
+
+
+def test_a_key_alone_gets_all_and_two_get_their_shares() -> None:
+    now = 0.0
+    shares = Shares(12, {"a": 3.0, "b": 1.0}, lambda: now)
+    assert fill(shares, "a") == 12
+    assert fill(shares, "b") == 0  # nobody is sent away, but what ends is b's
+    for _ in range(4):
+        shares.leave("a")
+    assert fill(shares, "a") == 1  # up to its nine of twelve
+    assert fill(shares, "b") == 3
+    now = ACTIVE_S + 1
+    for _ in range(3):
+        shares.leave("b")
+    assert fill(shares, "a") == 3  # b has sent nothing for a while
+    assert fill(shares, "b") == 0
+
+
+def test_room_that_others_have_a_right_to_stays_free() -> None:
+    shares = Shares(10, {"a": 1.0, "b": 1.0}, lambda: 0.0)
+    shares.enter("b")
+    assert fill(shares, "a") == 5
+    assert fill(shares, "b") == 4
+    assert fill(shares, "") == 0
+
+
+async def test_requests_of_all_keys_at_once(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "[{name: a, key: one, weight: 3}, {name: b, key: two, concurrent: 1}]")
+    async with upstream() as one, gateway(one.url, keys=keys, concurrent=2) as live:
+        one.answer = never
+        asking = []
+        for count, key in enumerate(("one", "two"), 1):
+            live.client.headers = httpx.Headers({"Authorization": f"Bearer {key}"})
+            asking.append(asyncio.create_task(live.chat()))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(one.seen) < count:
+                    await asyncio.sleep(0.005)
+        refused(await live.chat(), 429, code="too_many_at_once")
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        refused(await live.chat(), 429, code="share_exceeded")
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        one.answer = answer_json
+        async with asyncio.timeout(PATIENCE_S):
+            while (await live.chat()).status_code != 200:
+                await asyncio.sleep(0.005)
+        live.assert_idle()
+
+
+@pytest.mark.parametrize(("weight", "code"), [("1", "weight-without-limit"), ("0", "invalid-field")])
+async def test_weights_that_mean_nothing(tmp_path: Path, weight: str, code: str) -> None:
+    keys = write_keys(tmp_path, f"[{{name: a, key: one, weight: {weight}}}]")
+    with refuses(ConfigError, code):
+        async with gateway("http://127.0.0.1:9", keys=keys):
+            pass
 
 
 # Overflow
@@ -217,6 +414,103 @@ async def test_requests_overflow_beyond_the_objective(tmp_path: Path, objective:
         go_on.set()
         assert {(await task).status_code for task in asking} == {200}
         live.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("limits", "sent"),
+    [
+        ({}, 4096),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 9, "max_completion_tokens": 7}, 9),
+        ({"max_tokens": 7, "max_completion_tokens": 9}, 9),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("only", [None, "max_tokens", "max_completion_tokens"])
+async def test_the_larger_limit_is_reserved_and_sent(
+    tmp_path: Path, limits: dict[str, int], sent: int, only: str | None
+) -> None:
+    async with upstream() as own, upstream() as cloud:
+        config = overflowing(own.url, cloud.url, tmp_path / "ledger")
+        config["upstreams"][1]["limit_field"] = only
+        async with gateway(**config) as live:
+            own.answer, cloud.answer = answer_status("429 X"), answer_json  # without a usage
+            assert (await live.chat(**limits)).status_code == 200
+            asked = cloud.seen[-1].json
+            names = ("max_tokens", "max_completion_tokens") if only is None else (only,)
+            assert {name: asked.get(name) for name in asked if name.startswith("max_")} == dict.fromkeys(names, sent)
+            ledger = live.proxy.accounts.ledger
+            assert ledger is not None and ledger.rows(1)[0]["completion_tokens"] == sent
+
+
+async def test_a_completion_has_one_limit(tmp_path: Path) -> None:
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        body = {"model": "m", "prompt": "a", "max_tokens": 3}
+        assert (await live.client.post("/v1/completions", json=body)).status_code == 200
+        assert cloud.seen[-1].json == {**body, "model": "theirs"}
+
+
+PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+UNPRICED: dict[str, bytes] = {
+    "limit that is no integer": b'"messages": [], "max_tokens": 1e5',
+    "limit in words": b'"messages": [], "max_completion_tokens": "100000"',
+    "true": b'"messages": [], "max_tokens": true',
+    "limit beyond all": b'"messages": [], "max_tokens": 99999999999999999999999999',
+    "one good limit": b'"messages": [], "max_tokens": 5, "max_completion_tokens": 1e5',
+    "picture": b'"messages": ' + json.dumps(PICTURE).encode(),
+    "escaped picture": b'"messages": ' + json.dumps(PICTURE).replace("image_url", "image\\u005furl").encode(),
+    "search": b'"messages": [], "web_search_options": {}',
+    "escaped search": b'"messages": [], "web\\u005fsearch_options": {}',
+    "faster tier": b'"messages": [], "service_tier": "priority"',
+    "tool of the vendor": b'"messages": [], "tools": [{"type": "web_search"}]',
+    "messages that are none": b'"messages": "x"',
+    "several choices": b'"messages": [], "n": 2',
+}
+
+
+@pytest.mark.parametrize("fields", UNPRICED.values(), ids=UNPRICED.keys())
+async def test_requests_without_a_known_price_do_not_overflow(tmp_path: Path, fields: bytes) -> None:
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        body = b'{"model": "m", %b}' % fields
+        answer = await live.client.post("/v1/chat/completions", content=body)
+        assert answer.status_code == 429 and not cloud.seen
+        live.assert_idle()
+
+
+async def test_a_body_that_names_fields_twice_overflows_with_the_last(tmp_path: Path) -> None:
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer = answer_status("429 X")
+        cloud.answer, raw = answer_usage, b'{"model":"m","max_tokens":5,"messages":[{"content":"a"}]}'
+        twice = raw.replace(b'"content":"a"', b'"content":[{"type":"image_url"}],"content":"a"')
+        assert (await live.client.post("/v1/chat/completions", content=twice)).status_code == 200
+        assert cloud.seen[-1].json["messages"] == [{"content": "a"}]
+        sent = int(cloud.seen[-1].headers["content-length"])
+        assert sent < len(twice)  # the first one is gone, not only unread
+
+
+async def test_an_upstream_that_cannot_be_reached_costs_nothing(tmp_path: Path) -> None:
+    async with upstream() as own:
+        config = overflowing(own.url, "http://127.0.0.1:9", tmp_path / "ledger")
+        async with gateway(**config) as live:
+            own.answer = answer_status("429 X")
+            assert (await live.chat(max_tokens=5)).status_code == 429
+            ledger = live.proxy.accounts.ledger
+            assert ledger is not None and ledger.dollars(1) == 0.0
 
 
 async def test_without_a_limit_of_the_client_an_answer_gets_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.pure.gateways import CHAT, LiveGateway, gateway, hang_up, never, upstream
+from tests.pure.gateways import CHAT, LiveGateway, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import Exchange
 from tests.pure.test_continued_answers import world
 from weft.gateway import dispatch
@@ -22,6 +22,13 @@ from weft.gateway.events import EVENT_BYTES
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 KEYS = {"id", "created"}
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that broke an answer may go on with it at once, not after a second."""
+    monkeypatch.setattr(dispatch, "SECOND_CHANCE_S", 0.02)
+    monkeypatch.setattr(dispatch, "RESUME_POLL_S", 0.005)
 
 
 def weft(*breaks: int | None, **options: Any) -> Callable[[Exchange], Awaitable[None]]:
@@ -184,6 +191,21 @@ async def test_a_replica_that_does_not_continue_ends_the_answer_visibly() -> Non
             live.replica(stub).listed = {"tiny": {"id": "tiny", "owned_by": "weft"}}
         text = (await live.client.post(PATHS[0], json=body(PATHS[0]))).text
         assert "closed_in_response" in text and "[DONE]" not in text
+        live.assert_idle()
+
+
+async def test_a_replica_that_refuses_to_continue_is_not_to_blame() -> None:
+    async def refuses(exchange: Exchange) -> None:
+        await (weft() if exchange.json is None else answer_status("400 X"))(exchange)
+
+    async with replicas(weft(3), refuses) as live:
+        broken, healthy = (live.replica(stub) for stub in live.stubs)
+        healthy.connections += 1  # so that the other one comes first
+        text = (await live.client.post(PATHS[1], json=body(PATHS[1]))).text
+        healthy.connections -= 1
+        assert live.stubs[1].seen[-1].json["continue_token_ids"]
+        assert f"upstream {broken.name}: " in text and healthy.name not in text and "[DONE]" not in text
+        assert broken.breaker.failures == 1 and not healthy.breaker.failures
         live.assert_idle()
 
 

@@ -17,7 +17,7 @@ from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
 from weft.gateway import checks
 from weft.gateway.breaker import FAILURES, LONGEST_S, SHORTEST_S, SLOW_START_S, Breaker, RetryBudget
-from weft.gateway.checks import FileWatch, check_health, read_models
+from weft.gateway.checks import DnsWatch, FileWatch, check_health, read_models
 from weft.gateway.replica import Attempt
 
 ADMIN = {"Authorization": "Bearer admin-key"}
@@ -80,6 +80,23 @@ def test_a_recovered_replica_starts_slowly() -> None:
     assert breaker.share(5.0) == 1.0  # it is over
 
 
+def test_a_replica_that_fails_again_soon_waits_longer() -> None:
+    """It answers checks, but no requests."""
+    breaker, now = opened(), SHORTEST_S
+    for pause in (2, 4, 8):
+        breaker.succeed(now, probe=breaker.begin())
+        breaker.end(True)
+        for _ in range(FAILURES):
+            breaker.fail(now, "x", probe=False)
+        assert not breaker.admits(now + pause - 0.01) and breaker.admits(now + pause)
+        now += pause
+    breaker.succeed(now, probe=breaker.begin())
+    breaker.end(True)
+    for _ in range(FAILURES):
+        breaker.fail(now + SLOW_START_S, "x", probe=False)
+    assert breaker.admits(now + SLOW_START_S + SHORTEST_S)
+
+
 def test_the_retry_budget() -> None:
     budget = RetryBudget()
     assert sum(budget.spend() for _ in range(100)) == RetryBudget.SAVED
@@ -105,6 +122,41 @@ async def test_checks_open_and_close_the_breaker() -> None:
         await check_health(replica, fleet, timeouts)
         assert replica.breaker.closed and (await live.client.get("/health/ready")).status_code == 200
         live.assert_idle()
+
+
+async def test_no_request_tries_a_replica_that_is_ill() -> None:
+    """It might wait for all of `first_byte`, and nothing else could find out that the replica has recovered."""
+    async with upstream() as ill, upstream() as well, gateway(ill.url, well.url) as live:
+        replica, fleet = live.replica(ill), live.proxy.fleet
+        for _ in range(FAILURES):
+            replica.breaker.fail(0.0, "x", probe=False)
+        fleet.clock = lambda: SHORTEST_S
+        assert replica.breaker.state(SHORTEST_S) == "half-open"
+        for _ in range(4):
+            assert (await live.chat()).status_code == 200
+        assert not ill.seen and len(well.seen) == 4
+        await check_health(replica, fleet, live.proxy.timeouts)
+        assert replica.breaker.closed and len(ill.seen) == 1
+        live.assert_idle()
+
+
+async def test_a_slow_name_server_delays_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, checked = asyncio.Event(), asyncio.Event()
+
+    async def look(self: DnsWatch) -> None:
+        asked.set()
+        await checked.wait()
+
+    async def check(*given: Any) -> None:
+        await asked.wait()
+        checked.set()
+
+    monkeypatch.setattr(DnsWatch, "look", look)
+    monkeypatch.setattr(checks, "check_health", check)
+    async with gateway("http://127.0.0.1:9") as live:
+        fleet = live.proxy.fleet
+        watch = DnsWatch(fleet, "http://localhost:9")
+        await asyncio.wait_for(checks._check_all(fleet, live.proxy.timeouts, watch, {}), PATIENCE_S)
 
 
 @pytest.mark.parametrize(("status", "failures"), [(200, 0), (404, 0), (429, 0), (500, 1), (503, 1)])
@@ -280,11 +332,11 @@ async def test_a_stream_that_began_as_a_probe_does_not_keep_others_out() -> None
         breaker, now = live.replica(one).breaker, 0.0
         for _ in range(FAILURES):
             breaker.fail(now, "x", probe=False)
-        probe = Attempt(live.replica(one))
+        probe = Attempt(live.replica(one), probes=True)
         probe.succeed(SHORTEST_S)
         for _ in range(FAILURES):
             breaker.fail(SHORTEST_S, "x", probe=False)
-        assert breaker.admits(2 * SHORTEST_S + 1)
+        assert breaker.admits(3 * SHORTEST_S)
         probe.close()
         live.assert_idle()
 

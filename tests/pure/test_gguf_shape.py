@@ -308,3 +308,20 @@ def test_latent_attention_in_files_old_and_new(tmp_path: Path, lengths: dict[str
     assert [layer.has_experts for layer in found.layers] == [False, True, True]
     third = planned(tmp_path, "deepseek2", LATENT | lengths, ["blk.1.exp_probs_b.bias"])
     assert third.architecture == "DeepseekV3ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("bias", "change", "values"),
+    [
+        (False, {"expert_group_count": 3, "expert_group_used_count": 1}, ("expert_group_count", 3, "4 experts")),
+        (True, {"expert_group_count": 4, "expert_group_used_count": 2}, ("expert_group_count", 4, "2 or more")),
+        (False, {"expert_group_count": 2, "expert_group_used_count": 3}, ("expert_group_used_count", 3, 2)),
+        (False, {"expert_group_count": 4, "expert_group_used_count": 1}, ("expert_group_used_count", "takes 2")),
+    ],
+    ids=str,
+)
+def test_latent_files_that_cannot_be(
+    tmp_path: Path, bias: bool, change: dict[str, Any], values: tuple[object, ...]
+) -> None:
+    with refuses(ModelError, "wrong-field-value", *values):
+        planned(tmp_path, "deepseek2", LATENT | LENGTHS[0] | change, ["blk.1.exp_probs_b.bias"] * bias)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import logging
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -174,6 +178,83 @@ def test_a_disk_without_room(server: Hub, fetch: Fetch, tmp_path: Path, monkeypa
     server.faults = []
     monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: usage)
     fetch()  # since a part of the files is here
+
+
+def test_room_is_counted_for_what_is_missing(
+    server: Hub, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_files.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 400_000}))
+    blobs = tmp_path / "hub" / "models--owner--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"another{hub_files.PARTIAL}").write_bytes(WEIGHTS)  # a part of a file that nobody wants now
+    with refuses(ModelError, "disk-full"):
+        fetch()
+    (blobs / hashlib.sha256(WEIGHTS).hexdigest()).write_bytes(WEIGHTS)  # the content of a file of another commit
+    assert names(fetch()) == WANTED
+
+
+def test_a_second_process_waits_for_the_first(
+    server: Hub, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = tmp_path / "hub" / "models--owner--model" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+    blob.parent.mkdir(parents=True)
+    partial = blob.with_name(blob.name + hub_files.PARTIAL)
+    with partial.open("ab") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+
+        def finish(seconds: float) -> None:
+            """The first process gets the rest while the second waits."""
+            if partial.exists():
+                first.write(WEIGHTS)
+                first.flush()
+                partial.rename(blob)
+                fcntl.flock(first, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(time, "sleep", finish)
+        folder = fetch()
+    assert (folder / "model-1.safetensors").read_bytes() == WEIGHTS
+    assert not server.asked("GET", "model-1")
+    assert len(server.asked("GET", "model-2")) == 1
+
+
+def test_a_whole_part_is_only_hashed(server: Hub, fetch: Fetch, tmp_path: Path) -> None:
+    blob = tmp_path / "hub" / "models--owner--model" / "blobs" / hashlib.sha256(WEIGHTS).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.with_name(blob.name + hub_files.PARTIAL).write_bytes(WEIGHTS)
+    assert (fetch() / "model-1.safetensors").read_bytes() == WEIGHTS
+    assert not server.asked("GET", "model-1")
+
+
+def test_what_is_not_hashed_is_not_taken_for_whole(
+    server: Hub, fetch: Fetch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    server.changed["model-1.safetensors"] = WEIGHTS[:-1] + b"?"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(hub_files, "_hash_file", interrupted)
+        fetch()
+    assert not list((tmp_path / "hub").rglob(hashlib.sha256(WEIGHTS).hexdigest()))
+    with refuses(ModelError, "wrong-hash", "model-1.safetensors"):
+        fetch()
+
+
+def test_the_first_failure_ends_the_others(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def fetch_one(commit: object, file: hub_files.HubFile, token: object, folder: object, progress: Any) -> None:
+        if file.name == "model-2.safetensors":
+            raise ModelError("the disk is full", code="disk-full")
+        for _ in range(500):  # at most: what ends only with its own file never ends here
+            threading.Event().wait(0.01)
+            progress.add(file.name, 0)
+        ended.append(file.name)
+
+    monkeypatch.setattr(hub_files, "_fetch_file", fetch_one)
+    with refuses(ModelError, "disk-full"):
+        fetch()
+    assert not ended
 
 
 def test_a_disk_that_fills_up(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from safetensors.numpy import save_file
 
 from tests.pure import gguf_files
 from tests.pure.commands import weft, weft_json
 from tests.refusals import refuses
 from weft.errors import ModelError
+from weft.formats import library
 from weft.formats.fields import Fields
 from weft.formats.outline import estimate_kv, read_outline
 from weft.hardware.cluster import parse_gpus
@@ -95,6 +97,8 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         ({"num_key_value_heads": None}, 1024, 1024),
         ({"layer_types": ["full_attention", "linear_attention", "sliding_attention", "full_attention"]}, 128, 256),
         ({"sliding_window": 128}, 0, 256),
+        ({"sliding_window": 128, "use_sliding_window": True}, 0, 256),
+        ({"sliding_window": 128, "use_sliding_window": False}, 256, 256),
         ({"kv_lora_rank": 16, "qk_rope_head_dim": 4}, 4 * 20 * 2, 256),
         ({"num_key_value_heads": [2, 0, 0, 1]}, 96, 96),
         ({"state_size": 16}, 0, 256),
@@ -104,7 +108,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 )
 def test_estimates_of_the_kv_cache(change: dict[str, Any], low: int, high: int) -> None:
     kv = estimate_kv(Fields(CONFIG | change, "config.json"), 4)
-    assert (kv.low, kv.high) == (low, high) and kv.reason
+    assert (kv.low, kv.high) == (low, high) and kv.reason and kv.known is (high > 0)
 
 
 def test_layers_go_to_as_few_devices_as_hold_them(tmp_path: Path) -> None:
@@ -136,3 +140,64 @@ def test_a_config_without_layers(tmp_path: Path) -> None:
         read_outline(str(tmp_path))
     status, _, error = weft("plan", str(tmp_path), "--gpus", "1xRTX4090")
     assert status != 0 and "unknown architecture 'NobodyForCausalLM'" in error and "num_hidden_layers" in error
+
+
+def test_what_nobody_knows_is_not_said_to_fit(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG | {"hidden_size": None}, 4)
+    status, report = weft_json("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    assert status == 0 and report["fit"]["verdict"] == "may fit"
+    assert report["model"]["kv_bytes_per_token"] is report["model"]["kv_bytes_per_token_range"] is None
+    status, text, _ = weft("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    assert status == 0 and "It may fit" in text and "KV cache  unknown" in text
+
+
+def test_a_bound_of_the_speed_only_if_every_token_reads_every_layer(tmp_path: Path) -> None:
+    write(tmp_path, CONFIG, 4)
+    _, report = weft_json("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    layers = sum(read_outline(str(tmp_path)).layer_bytes)
+    assert report["fit"]["bound_tok_s"] == pytest.approx(parse_gpus("1xRTX4090").gpus[0].bandwidth_Bps / layers)
+    for experts in ({"n_experts": 8}, {"ffn_config": {"moe_num_experts": 16}}):
+        write(tmp_path, CONFIG | experts, 4)
+        _, report = weft_json("plan", str(tmp_path), "--gpus", "1xRTX4090")
+        assert report["fit"]["bound_tok_s"] is None
+    _, text, _ = weft("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    assert "no bound" in text and "at most" not in text
+    write(tmp_path, CONFIG | {"moe_layers": [], "expert_dropout": 0.0}, 4)
+    assert not read_outline(str(tmp_path)).mixture
+    write(tmp_path, CONFIG, 4, "model.layers")
+    save_file({"model.layers.0.experts.0.up": np.zeros((4, 4), np.float16)}, tmp_path / "model.safetensors")
+    assert read_outline(str(tmp_path)).mixture
+
+
+def test_a_repository_in_the_cache_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--owner--nobody"
+    stored = write(repository / "snapshots" / "c0ffee", CONFIG, 4)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("c0ffee")
+    assert read_outline("owner/nobody").weight_bytes == stored
+    status, report = weft_json("plan", "owner/nobody", "--gpus", "1xRTX4090")
+    assert status == 0 and report["model"]["weight_bytes"] == stored and report["runs"] is False
+    (repository / "snapshots" / "c0ffee" / "model.safetensors").unlink()
+    with refuses(ModelError, "unknown-model-offline", "owner/nobody"):
+        read_outline("owner/nobody")
+
+
+def test_a_class_that_cannot_be_described_leads_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ModelError("Transformers cannot describe the model", code="cannot-describe-model")
+
+    stored = write(tmp_path, CONFIG | {"architectures": ["Olmo2ForCausalLM"]}, 4)
+    monkeypatch.setattr(library, "_ask_child", fail)
+    status, report = weft_json("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    assert status == 0 and report["model"]["weight_bytes"] == stored and "cannot describe" in report["reason"]
+
+
+def test_a_library_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = write(tmp_path, CONFIG | {"architectures": ["Olmo2ForCausalLM"]}, 4)
+    monkeypatch.setattr(library.metadata, "version", lambda name: "4.57.1")
+    with refuses(ModelError, "transformers-too-old", 5, "4.57.1", "pip install"):
+        library.library_folder()
+    status, report = weft_json("plan", str(tmp_path), "--gpus", "1xRTX4090")
+    assert status == 0 and report["model"]["weight_bytes"] == stored and "4.57.1" in report["reason"]

@@ -229,7 +229,7 @@ def test_a_gpu_s_memory_is_shown_once_whatever_it_holds() -> None:
             1,
             ["splits model.layers.7", "model.layers.7.mlp on GPU 1"],
         ),
-        (["--device-map", '{"": 0, "model.layers.3": "cpu"}'], 1, ["436 MB", "on cpu", "GB/s of PCIe"]),
+        (["--device-map", '{"": 0, "model.layers.3": "disk"}'], 1, ["436 MB", "on disk", "0.15 s", "3 GB/s"]),
         (["--device-map", "cpu"], 2, ["2 GPUs"]),
         (["--device-map", "balanced", "-tp", "2"], 1, ["--tensor-parallel-size 2"]),
         (["--device-map", "balanced", "--tensor-split", "2,1"], 1, ["--tensor-split 2,1"]),
@@ -324,7 +324,7 @@ BAD_PLACEMENTS: list[tuple[int, dict[str, Any], str, list[str]]] = [
     (0, {"max_memory": {0: "4GB"}}, "max-memory-gpu-on-cpu", ["GPU 0", "cpu=8GB"]),
     (0, {"max_memory": {"cpu": "1GB"}}, "weights-exceed-max-memory", ["2.5 GB", "1.0 GB", "--max-memory"]),
     (2, {"device_map": {"": 2}}, "map-beyond-gpus", ["GPU 2", "GPUs 0 to 1"]),
-    (2, {"device_map": {"": 0, "model.layers.3": "cpu"}}, "map-off-gpu", ["cpu"]),
+    (2, {"device_map": {"": 0, "model.layers.3": "disk"}}, "map-to-disk", ["model.layers.3", "cpu"]),
     (
         2,
         {"device_map": {"": 0}, "tensor_parallel_size": 2},

@@ -1,4 +1,4 @@
-"""Published quantisation: the storage format of a GPTQ, AWQ, compressed-tensors, MXFP4 or FP8 checkpoint."""
+"""Published quantisation: the format of a GPTQ, AWQ, compressed-tensors, MXFP4, FP8 or bitsandbytes checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 
     The matrices of attention, MLPs and experts are in `scheme`, of MXFP4 those of experts; the head is not quantised.
 
+    - `method`: the library or format, as `quant_method` of a config.json names it.
+    - `bits`: of each stored number, without its part of the scales.
     - `group`: columns that share a scale; ROW for one scale per row.
+    - `symmetric`: groups have a scale alone, and no zero point.
     - `ordered`: columns were quantised in the order of their activations (desc_act), so a group's columns lie apart.
     - `zero_offset`: added to each stored zero point.
     - `floating`: numbers are FP8 (E4M3), of `bits` 8.
@@ -45,7 +48,8 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 
     @property
     def scheme(self) -> str:
-        """Name of the scheme of the matrices; a key of `formats.schemes` if there are kernels for it."""
+        """Name of the scheme of the matrices without exceptions; a key of `formats.schemes` if there are kernels for
+        it."""
         if self.method == "mxfp4":
             return "MXFP4"
         if self.floating:
@@ -56,7 +60,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 
     @property
     def precision(self) -> str:
-        """Name in `formats.precision`: int4, int8, fp8 or mxfp4."""
+        """Name in `formats.precision`: int4, int8, fp8 or mxfp4. Tables of 16 values (nf4, fp4) count as int4."""
         if self.floating:
             return "fp8"
         return "mxfp4" if self.method == "mxfp4" else f"int{self.bits}"
@@ -69,7 +73,7 @@ class PublishedQuantization(msgspec.Struct, frozen=True, kw_only=True, cache_has
 
 
 def scheme_name(bits: int, group: int, symmetric: bool) -> str:
-    """Name of a published scheme, as in "INT4_128" or "INT8_ROW_SYM"."""
+    """Name of the scheme of whole numbers, as in "INT4_128" or "INT8_ROW_SYM"."""
     return f"INT{bits}_{'ROW' if group == ROW else group}{'_SYM' * symmetric}"
 
 

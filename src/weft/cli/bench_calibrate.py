@@ -129,6 +129,8 @@ def devices(here: Host, config: EngineConfig) -> list[tuple[int | None, GpuSpec]
     specs = host_cluster(here, known).gpus
     kinds: dict[str, tuple[int | None, GpuSpec]] = {}
     for index in config.device_ids or range(len(specs)):
+        if index == "cpu":
+            continue  # it is calibrated on a machine without GPUs, or with --device cpu
         if not 0 <= index < len(specs):
             raise ConfigError(
                 f"device_ids names GPU {index}; visible here are 0 to {len(specs) - 1}", code="device-ids-beyond-gpus"

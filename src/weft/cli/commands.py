@@ -10,6 +10,7 @@ from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
 from weft.cli.gateway_flags import GATEWAY_FLAGS
 from weft.cli.hardware_flags import FLAGS as HARDWARE
+from weft.cli.hardware_flags import TOPOLOGY
 from weft.cli.plan_flags import PLAN
 from weft.cli.simulate_flags import SIMULATE
 
@@ -86,6 +87,15 @@ THROUGHPUT = (
 )
 
 CLUSTER = (Flag(name="json", parse=None, help="print one JSON object"),)
+DOCTOR = (
+    Flag(
+        name="measure",
+        parse=None,
+        help="measure what is not in the cache yet (default: on); --no-measure measures nothing",
+    ),
+    Flag(name="security", parse=None, help="list open endpoints, keys, certificates and permissions instead"),
+    Flag(name="json", parse=None, help="print one JSON object: {ok, checks: [{name, status, value, limit, remedy}]}"),
+)
 SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
 
 COMMANDS = {
@@ -143,6 +153,22 @@ COMMANDS = {
             groups=HARDWARE,
             argument="",
             example="weft hardware --yaml",
+        ),
+        Command(
+            name="topo",
+            summary="Show the links between this machine's GPUs, and what they cost tensor and pipeline parallelism.",
+            module="weft.cli.topo",
+            groups=TOPOLOGY,
+            argument="",
+            example="weft topo --json",
+        ),
+        Command(
+            name="doctor",
+            summary="Check this machine: driver, links, memory, limits, leftovers; exit status 1 if a check fails.",
+            module="weft.cli.doctor",
+            groups=(("checks", DOCTOR),),
+            argument="",
+            example="weft doctor --security",
         ),
         Command(
             name="gateway",

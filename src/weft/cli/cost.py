@@ -57,7 +57,7 @@ def rented_fleet(question: Question, best: Candidate) -> Fleet:
     assert question.price is not None
     tokens = best.predicted.output_tok_s
     return Fleet(
-        dollars_per_hour=question.price * len(set(best.layout.gpus)),
+        dollars_per_hour=question.price * best.layout.gpu_count(question.cluster),
         requests_per_s=tokens / question.workload.output_len,
         tokens_per_s=tokens,
         replicas=rentable_units(best),
@@ -144,7 +144,7 @@ def print_comparison(
     out = console()
     out.width = max(out.width, NARROW)
     work, band = question.workload, best.predicted.error_band
-    gpus = device_count(len(set(best.layout.gpus)), question)
+    gpus = device_count(best.layout.gpu_count(question.cluster), question)
     out.print(
         f"{model.name} as {best.cut} on {gpus} at ${question.price:g} an hour each: "
         f"${fleet.dollars_per_hour:,.2f} an hour for up to {fleet.tokens_per_s:,.0f} tok/s, "
@@ -188,7 +188,7 @@ def print_mixes(
     out: Console, arguments: Namespace, question: Question, replica: Fleet, quote: Quote, best: Candidate
 ) -> None:
     """Print the cost of own replicas together with an API for the demand."""
-    demand, size = arguments.demand, len(set(best.layout.gpus)) // rentable_units(best)
+    demand, size = arguments.demand, best.layout.gpu_count(question.cluster) // rentable_units(best)
     mixes = compared_mixes(replica, quote, demand, arguments.max_load)
     cheapest = min(mixes, key=lambda mix: mix.dollars)
     mean = sum(demand) / len(demand)

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from weft.cli import values
 from weft.config import (
+    DeviceIds,
     DeviceMap,
     EngineConfig,
     LayoutOptions,
@@ -35,6 +36,7 @@ PARSERS: dict[Any, Callable[[str], Any] | None] = {
     str: str,
     tuple[int, ...]: values.integers,
     tuple[float, ...]: values.decimals,
+    DeviceIds: values.device_ids,
     tuple[str, ...]: values.words,
     dict[str, Any]: values.mapping,
     DeviceMap: values.device_map,

@@ -1,4 +1,4 @@
-"""Flags of weft hardware."""
+"""Flags of weft hardware and weft topo."""
 
 from __future__ import annotations
 
@@ -16,4 +16,5 @@ MACHINE = (
     Flag(name="json", parse=None, help="print one JSON object with all figures"),
     Flag(name="yaml", parse=None, help="print a hardware file, which --gpus FILE.yaml takes"),
 )
+TOPOLOGY = (("this machine", tuple(flag for flag in MACHINE if flag.name != "yaml")),)
 FLAGS = (("this machine", MACHINE), ("described hardware, instead of this machine", DESCRIBED))

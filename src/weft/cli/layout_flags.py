@@ -23,6 +23,13 @@ def rank_count(given: dict[str, Any]) -> int:
     return prod(given.get(f"{kind}_parallel_size") or splits.get(kind) or 1 for kind in ("tensor", "pipeline", "data"))
 
 
+def asks_for_cpu(given: dict[str, Any]) -> bool:
+    """Return True if --max-memory or --device-map names the CPU."""
+    mapping = given.get("device_map")
+    on_cpu = isinstance(mapping, dict) and "cpu" in mapping.values()
+    return on_cpu or bool((given.get("max_memory") or {}).get("cpu"))
+
+
 def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
     """The cluster with the limits of --max-memory. Raises ConfigError for a device that the cluster does not have."""
     limits = given.get("max_memory")
@@ -31,10 +38,10 @@ def limit_memory(given: dict[str, Any], cluster: Cluster) -> Cluster:
 
 def remarks(given: dict[str, Any], cluster: Cluster) -> tuple[Note, ...]:
     """Notes on flags that have no effect."""
-    names = [name for name in given.get("max_memory") or {} if name in ("cpu", "disk")]
-    if not names or cluster.on_cpu:
+    limits = given.get("max_memory") or {}
+    if "disk" not in limits or cluster.on_cpu:
         return ()
-    return (create_note("max_memory_without_effect", device=names[0], limit=given["max_memory"][names[0]]),)
+    return (create_note("max_memory_without_effect", device="disk", limit=limits["disk"]),)
 
 
 def parse_layout_flags(given: dict[str, Any], cluster: Cluster, model: Model, precision: str) -> LayoutConstraints:
@@ -135,7 +142,7 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
     room = mapping_room(cluster, model, precision)
     stages = device_map.map_to_stages(model.shape, placement.module_devices(mapping), room)
     gpus = len(room.gpus) + len(room.left_out)
-    if gpus and "cpu" in stages.devices:
+    if gpus and set(stages.devices) == {"cpu"}:
         raise UsageError(
             f"--device-map puts the whole model on cpu, but the plan is for {gpus} GPU{'s' * (gpus > 1)}: leave "
             "--device-map out, or plan for a machine without GPUs",
@@ -148,8 +155,8 @@ def parse_device_map(given: dict[str, Any], cluster: Cluster, model: Model, prec
         data_parallel=1,
         expert_parallel=False,
         pipeline_split=stages.layers,
-        # Without GPUs the CPU is the cluster's only device.
-        devices=tuple(device if isinstance(device, int) else 0 for device in stages.devices),
+        # The CPU comes behind the GPUs; without them it is the cluster's only device.
+        devices=tuple(device if isinstance(device, int) else gpus for device in stages.devices),
     )
 
 
@@ -160,5 +167,4 @@ def mapping_room(cluster: Cluster, model: Model, precision: str) -> device_map.A
         gpus=[number for number, gpu in gpus.items() if gpu.limit_bytes != 0],
         left_out=[number for number, gpu in gpus.items() if gpu.limit_bytes == 0],
         nbytes=lambda unit: placement.unit_bytes(model.shape, precision, unit),
-        fetch_Bps=max((gpu.pcie_Bps for gpu in gpus.values()), default=None),
     )

@@ -7,6 +7,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from weft.architectures.kv import number_bytes
 from weft.architectures.model import Model
 from weft.cli import emit, layout_flags, plan_flags, plan_outputs
@@ -18,6 +20,7 @@ from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.formatting import join_commas
 from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
+from weft.hardware.cpus import typical_cpu
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
@@ -82,8 +85,9 @@ def find_model(arguments: Namespace) -> Model:
 
 
 def planned_cluster(given: dict[str, Any]) -> Cluster:
-    """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags."""
-    limited = layout_flags.limit_memory(given, described_cluster(given))
+    """The cluster to plan for: the described one, within --max-memory, shared out among the ranks of the flags. The CPU
+    is beside GPUs only if a flag names it."""
+    limited = layout_flags.limit_memory(given, beside_cpu(given, described_cluster(given)))
     return machine.split_cpu(limited, layout_flags.rank_count(given))
 
 
@@ -211,6 +215,20 @@ def planned_workload(given: dict[str, Any], model: Model) -> Workload:
     return Workload(
         input_len=input_len, output_len=output_len, concurrency=given.get("concurrency"), max_model_len=length
     )
+
+
+def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
+    """The cluster with the CPU that the flags name beside its GPUs, and without one if they name none.
+
+    A CPU that is not described is that of this machine, or for described GPUs a typical one.
+    """
+    if cluster.on_cpu or not layout_flags.asks_for_cpu(given):
+        return msgspec.structs.replace(cluster, cpu=None)
+    if cluster.cpu is not None:
+        return cluster
+    is_here = given.get("gpus") is None and given.get("nodes") is None
+    refresh = given.get("refresh_hardware", False)
+    return cluster.beside(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
 
 
 def described_cluster(given: dict[str, Any]) -> Cluster:

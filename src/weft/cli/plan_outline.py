@@ -17,7 +17,15 @@ from weft.planner.deployment import default_lengths
 from weft.planner.outline_fit import UTILIZATION, Fit, fit_outline
 
 # Codes of the errors that lead here.
-NOT_RUN = frozenset({"unknown-architecture", "not-run-through-transformers", "transformers-not-installed"})
+NOT_RUN = frozenset(
+    {
+        "unknown-architecture",
+        "not-run-through-transformers",
+        "transformers-not-installed",
+        "transformers-too-old",
+        "cannot-describe-model",
+    }
+)
 NO_CONTEXT = 4096  # tokens that are planned for at most if the config tells no longest sequence
 
 
@@ -58,8 +66,8 @@ def outline_json(outline: Outline, fit: Fit, cluster: Cluster, error: ModelError
             "params": outline.params,
             "layers": len(outline.layer_bytes),
             "weight_bytes": outline.weight_bytes,
-            "kv_bytes_per_token": outline.kv.high,
-            "kv_bytes_per_token_range": [outline.kv.low, outline.kv.high],
+            "kv_bytes_per_token": outline.kv.high if outline.kv.known else None,
+            "kv_bytes_per_token_range": [outline.kv.low, outline.kv.high] if outline.kv.known else None,
             "kv_reason": outline.kv.reason,
             "state_bytes_per_sequence": outline.kv.state,
         },
@@ -81,11 +89,12 @@ def outline_lines(outline: Outline, fit: Fit, cluster: Cluster, error: ModelErro
     yield f"{outline.name}: {outline.architecture}, {len(outline.layer_bytes)} layers"
     yield f"  weights   {format_bytes(outline.weight_bytes)}, {exactly} ({outline.source})"
     per_token = f"{kv.high:,}" if kv.low == kv.high else f"{kv.low:,} to {kv.high:,}"
-    yield f"  KV cache  {per_token} bytes per token in 16 bits, estimated: {kv.reason}"
+    size = f"{per_token} bytes per token in 16 bits, estimated" if kv.known else "unknown"
+    yield f"  KV cache  {size}: {kv.reason}"
     if kv.state:
         yield f"  state     about {format_bytes(kv.state)} per sequence, estimated"
     yield f"The engine does not run it: {_not_run(outline, error)}."
-    yield _verdict(fit, cluster)
+    yield _verdict(fit, cluster, known=kv.known)
     for share in fit.shares:
         last = share.first_layer + share.layers - 1
         held = f"layers {share.first_layer} to {last}" if share.layers else "no layers"
@@ -94,7 +103,12 @@ def outline_lines(outline: Outline, fit: Fit, cluster: Cluster, error: ModelErro
             f"{format_bytes(share.kv_bytes)} of KV cache, of {format_bytes(share.usable_bytes)}"
         )
     if fit.bound_tok_s:
-        yield f"An engine that runs it, layer by layer so, makes {fit.bound_tok_s:,.1f} tok/s at most for one request."
+        yield (
+            "An engine that reads all layers for each token, on these devices so, makes "
+            f"{fit.bound_tok_s:,.1f} tok/s at most for one request."
+        )
+    elif fit.shares and outline.mixture:
+        yield "It has experts, of which a token reads a part that Weft does not know: no bound of its speed."
 
 
 def _not_run(outline: Outline, error: ModelError) -> str:
@@ -103,14 +117,14 @@ def _not_run(outline: Outline, error: ModelError) -> str:
     return str(error)
 
 
-def _verdict(fit: Fit, cluster: Cluster) -> str:
-    """The sentence that says whether the model fits."""
+def _verdict(fit: Fit, cluster: Cluster, *, known: bool) -> str:
+    """The sentence that says whether the model fits; the bytes of its KV cache may not be `known`."""
     low, high = format_bytes(fit.kv_low_bytes), format_bytes(fit.kv_high_bytes)
-    kv = high if low == high else f"{low} to {high}"
+    kv = f"{high if low == high else f'{low} to {high}'}" if known else "of a KV cache that nobody knows"
     load = f"{fit.requests} {'request' if fit.requests == 1 else 'requests'} of {fit.length:,} tokens ({kv})"
     if fit.verdict == "does not fit":
         return f"It does not fit {len(cluster.gpus)} x {cluster.gpus[0].name} with {load}."
     devices = f"{len(fit.shares)} of {len(cluster.gpus)} devices"
     if fit.verdict == "may fit":
-        return f"It may fit {devices} with {load}: with the lower estimate of the KV cache only."
+        return f"It may fit {devices} with {load}{': with the lower estimate of the KV cache only' * known}."
     return f"It fits {devices} with {load}."

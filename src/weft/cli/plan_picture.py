@@ -101,7 +101,13 @@ def picture(plan: Mapping[str, Any]) -> list[Rack]:
                 bars=tuple(_folded_bars(bars) if fold else bars),
             )
         )
-    return _folded_racks(racks) if fold else racks
+    racks = _folded_racks(racks) if fold else racks
+    beside = ranks[hardware["gpus"]]
+    if beside:  # on the CPU, which comes behind the GPUs
+        name = beside[0]["gpu"]
+        bar = _bar(0, name, hardware["types"][name], beside)
+        racks.append(Rack(nodes=(0,), alone=True, bridged=(), link="pcie", link_Bps=None, bars=(bar,)))
+    return racks
 
 
 def parts_of(racks: Sequence[Rack]) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -40,16 +42,29 @@ def main(arguments: Namespace) -> int:
     model, folder = arguments.argument[0], Path(arguments.argument[1]).expanduser()
     config = engine_config(arguments, model=model, device="cpu")
     plan, state = plan_shards(config, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    progress = ReadingProgress()
-    # By its name: the command line imports no torch.
-    import_module("weft.worker.sharding").write_shards(plan, state, folder, progress.update)
-    progress.close()
-    copy_texts(Path(plan.checkpoint), folder)
+    with new_folder(folder), contextlib.closing(ReadingProgress()) as progress:
+        # By its name: the command line imports no torch.
+        import_module("weft.worker.sharding").write_shards(plan, state, folder, progress.update)
+        copy_texts(Path(plan.checkpoint), folder)
     for place in plan.places:
         print(f"{folder / sharded.file_name(place.rank)}: {format_bytes(plan.weight_bytes(place.rank))}")
     print(f"Run them with: weft run {folder} --load-format sharded_state {sharded.cut_words(state.cut)}")
     return 0
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a directory that is filled; after an error or Ctrl-C, remove it with its files and all that was made."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir():
+            path.unlink()
+        for path in made:
+            path.rmdir()
+        raise
 
 
 def plan_shards(config: EngineConfig, folder: Path) -> tuple[Plan, sharded.ShardedState]:
@@ -65,6 +80,7 @@ def plan_shards(config: EngineConfig, folder: Path) -> tuple[Plan, sharded.Shard
         hf_token=config.hf_token,
         download_dir=config.download_dir,
         load_format=config.load_format,
+        model_impl=config.model_impl,
     )
     if checkpoint.sharded is not None:
         raise ConfigError(

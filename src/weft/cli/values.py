@@ -7,7 +7,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import error_reason
 from weft.formats.yaml_text import load_yaml
@@ -48,6 +48,14 @@ def integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a list of whole numbers, as in 20,12") from None
+
+
+def device_ids(text: str) -> tuple[int | Literal["cpu"], ...]:
+    """Numbers of GPUs with commas, and cpu for the CPU: 0,1 or cpu,0."""
+    try:
+        return tuple("cpu" if part.strip() == "cpu" else int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of GPUs' numbers, as in 0,1 or cpu,0") from None
 
 
 def decimals(text: str) -> tuple[float, ...]:

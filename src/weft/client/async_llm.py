@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
@@ -18,6 +18,7 @@ from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.opening import Message, check_params, describe_engine, open_model, plan_engine
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
+from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.cluster.assembly import assemble
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
@@ -89,6 +90,7 @@ class AsyncLLM:
         """
         return self._answer(lambda frontend: frontend.parse_prompt(prompt), sampling_params, request_id, priority)
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -100,9 +102,58 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer to one conversation, as `generate` does, through the model's chat template."""
+    ) -> AsyncGenerator[RequestOutput, None]: ...
 
+    @overload
+    def chat(
+        self,
+        query: str,
+        history: Sequence[tuple[str, str]] | None = None,
+        system: str = SYSTEM,
+        generation_config: object = None,
+        **sampling: Any,
+    ) -> Coroutine[Any, Any, tuple[str, History]]: ...
+
+    def chat(
+        self, *arguments: Any, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None] | Coroutine[Any, Any, tuple[str, History]]:
+        """Yield the answer to one conversation, as `generate` does, through the model's chat template.
+
+        With a text instead of messages, or `query=`, await the text of the answer to it and a new list of all turns, as
+        `LLM.chat` returns them.
+        """
+        if "query" in options or (arguments and isinstance(arguments[0], str)):
+            return self._answer_turn(*arguments, **options)
+        return self._answer_messages(*arguments, **options)
+
+    async def _answer_turn(
+        self,
+        query: str,
+        history: Sequence[tuple[str, str]] | None = None,
+        system: str = SYSTEM,
+        generation_config: object = None,
+        **sampling: Any,
+    ) -> tuple[str, History]:
+        turns, frontend = copy_history(history), (await self._ready()).frontend
+        params = turn_params(frontend, generation_config, sampling)
+        messages = turn_messages(query, turns, system)
+        response = ""
+        async for output in self._answer(lambda frontend: frontend.chat_prompt(messages), params, None, 0):
+            response = output.outputs[0].text
+        return response, [*turns, (query, response)]
+
+    def _answer_messages(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         def render(frontend: Frontend) -> Prompt:
             return frontend.chat_prompt(
                 messages,

@@ -308,6 +308,7 @@ class RankExecutor(ABC):
 def compile_ahead(plan: Plan) -> None:
     """Compile the CPU kernels, if a rank will need them, while the ranks import torch and read their weights."""
     cpu, spec = ATTENTION_BACKENDS["cpu"], AttentionSpec.from_shape(plan.shape, plan.dtype)
-    needed = plan.attention_backend in ("auto", "cpu") and plan.on_cpu
+    backends = {plan.rank_backend(rank) for rank, device in enumerate(plan.devices) if device.kind == "cpu"}
+    needed = backends & {"auto", "cpu"}
     if needed and cpu.supports(spec, KernelDevice(cards=(), packages=None)) is None:
         build.build_ahead(plan.dtype)

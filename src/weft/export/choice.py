@@ -38,7 +38,7 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     translated, gaps = translate_question(question, target)
     answer = search(translated)
     best = answer.best
-    problem = target.unsupported(translated, best.layout) if best else ""
+    problem = obstacle(target, translated, best) if best else ""
     if best and not problem:
         return ExportChoice(
             translated, best, (*gaps, *uneven_plan_of_weft(question, target), *not_run_yet(translated, best))
@@ -63,11 +63,19 @@ def choose_plan(question: Question, target: ExportTarget) -> ExportChoice:
     return ExportChoice(own_question, chosen, (*gaps, gap, *not_run_yet(own_question, chosen)))
 
 
+def obstacle(target: ExportTarget, question: Question, candidate: Candidate) -> str:
+    """The reason why a target cannot run a plan; "" if it can."""
+    layout = candidate.layout
+    if layout.gpu_count(question.cluster) < len(set(layout.gpus)):
+        return "it has layers on the CPU beside GPUs, which only Weft's plan files have (weft plan --json)"
+    return target.unsupported(question, layout)
+
+
 def _alternative(
     answer: SearchResult, target: ExportTarget, wanted: Candidate, problem: str
 ) -> tuple[str, tuple[Question, Candidate]]:
     """A plan in place of `wanted` with its question: the best one, or the nearest if the user has given settings."""
-    possible = [plan for plan in alternatives(answer) if not target.unsupported(plan[0], plan[1].layout)]
+    possible = [plan for plan in alternatives(answer) if not obstacle(target, *plan)]
     if not possible:
         raise NothingFits(
             f"{target.title} cannot run {describe_plan(wanted)}: {problem}; no other plan for it fits either",

@@ -88,7 +88,7 @@ def resolve(
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
     if path.is_dir() and sharded.is_sharded(path) and load_format in ("auto", "sharded_state"):
-        return _sharded_checkpoint(model, path)
+        return _sharded_checkpoint(model, path, model_impl)
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(
@@ -127,9 +127,16 @@ def resolve(
     )
 
 
-def _sharded_checkpoint(model: str, folder: Path) -> Checkpoint:
-    """The checkpoint that `weft shard` wrote to a directory."""
+def _sharded_checkpoint(model: str, folder: Path, model_impl: str) -> Checkpoint:
+    """The checkpoint that `weft shard` wrote to a directory. Raises ModelError if it is for another `model_impl`."""
     state = sharded.read_state(folder)
+    impl = "weft" if state.shape.library is None else "transformers"
+    if model_impl not in ("auto", impl):
+        raise ModelError(
+            f"{folder} was cut for --model-impl {impl}, not {model_impl}: leave --model-impl out, or cut the whole "
+            f"model again with weft shard --model-impl {model_impl}",
+            code="shards-of-other-impl",
+        )
     return Checkpoint(
         model=model,
         path=str(folder),

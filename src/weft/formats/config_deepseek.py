@@ -65,7 +65,9 @@ def read_routing(config: Fields, count: int, top_k: int, *, normalised: bool) ->
         raise config.wrong_value("scoring_func", " or ".join(SCORINGS))
     corrected = method == "noaux_tc"
     factor = config.number_or("routed_scaling_factor", None) or 1.0
-    groups, top_groups = (1, 1) if method == "greedy" else _groups(config, count, top_k, least=2 if corrected else 1)
+    groups, top_groups = 1, 1
+    if method != "greedy":
+        groups, top_groups = read_groups(config, ("n_group", "topk_group"), count, top_k, corrected=corrected)
     return Routing(
         scoring=SCORINGS[scoring],
         # V2 multiplies weights by the factor only if it does not normalise them.
@@ -77,15 +79,20 @@ def read_routing(config: Fields, count: int, top_k: int, *, normalised: bool) ->
     )
 
 
-def _groups(config: Fields, count: int, top_k: int, *, least: int) -> tuple[int, int]:
-    """Number of groups of at least `least` experts, and the number of groups that take part."""
-    groups = config.integer_or("n_group", None) or 1
+def read_groups(fields: Fields, names: tuple[str, str], count: int, top_k: int, *, corrected: bool) -> tuple[int, int]:
+    """The number of groups that `count` experts are in, and of those that take part, from the fields of these names.
+
+    A group's score is that of its best expert, or if `corrected` of its two best ones, so that it has as many. Raises
+    ModelError for groups out of which a token's `top_k` experts cannot be chosen.
+    """
+    name, top_name = names
+    groups, least = fields.integer_or(name, None, minimum=0) or 1, 2 if corrected else 1
     if groups == 1:
         return 1, 1
     if count % groups or count // groups < least:
-        raise config.wrong_value("n_group", f"a divisor of the {count} experts that leaves {least} or more in a group")
-    top_groups = config.integer("topk_group", maximum=groups)
+        raise fields.wrong_value(name, f"a divisor of the {count} experts that leaves {least} or more in a group")
+    top_groups = fields.integer(top_name, maximum=groups)
     open_experts = top_groups * count // groups
     if top_k > open_experts:
-        raise config.wrong_value("topk_group", f"more: its groups have {open_experts} experts, a token takes {top_k}")
+        raise fields.wrong_value(top_name, f"more: its groups have {open_experts} experts, a token takes {top_k}")
     return groups, top_groups

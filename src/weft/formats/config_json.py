@@ -121,7 +121,7 @@ def architecture(config: Fields) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    missing = "" if library.library_folder() else f"; {library.EXTRA} adds those of Transformers"
+    missing = "" if library.is_installed() else f"; {library.EXTRA} adds those of Transformers"
     raise ModelError(
         f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}{missing}",
         code="unknown-architecture",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec.structs import replace
 
 from weft.architectures.shape import LatentAttention, Rope
-from weft.formats.config_deepseek import latent_scale
+from weft.formats.config_deepseek import latent_scale, read_groups
 from weft.formats.fields import Fields
 from weft.formats.gguf_rope import planned_rope, yarn
 
@@ -52,20 +52,19 @@ def latent_rope(fields: Fields) -> Rope:
     return replace(yarn(fields, theta), attention_factor=1.0, mscale_all_dim=multiplier and 10 * multiplier)
 
 
-def read_routing(fields: Fields, count: int, *, corrected: bool) -> dict[str, Any]:
+def read_routing(fields: Fields, count: int, top_k: int, *, corrected: bool) -> dict[str, Any]:
     """Fields of `Experts` that say how a token's experts are chosen. Version 3 is `corrected`."""
     gating = fields.integer_or("expert_gating_func", 0, minimum=0)
     if gating not in SCORINGS:
         raise fields.wrong_value("expert_gating_func", " or ".join(map(str, SCORINGS)))
-    groups = fields.integer_or("expert_group_count", None, minimum=0) or 1
-    if count % groups:
-        raise fields.wrong_value("expert_group_count", f"a divisor of the {count} experts")
+    names = ("expert_group_count", "expert_group_used_count")
+    groups, top_groups = read_groups(fields, names, count, top_k, corrected=corrected)
     return {
         "scoring": SCORINGS[gating],
         "normalised": fields.flag("expert_weights_norm"),
         "scaling": fields.number_or("expert_weights_scale", None) or 1.0,
         "groups": groups,
-        "top_groups": fields.integer("expert_group_used_count", maximum=groups) if groups > 1 else 1,
+        "top_groups": top_groups,
         "group_score": "top2" if corrected and groups > 1 else "max",
         "correction": corrected,
     }

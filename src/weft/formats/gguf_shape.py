@@ -243,7 +243,7 @@ def experts(fields: Fields, known: Architecture, mlp_width: int, *, bias: bool) 
     shared_width = shared * width
     if default.shared_gate:
         shared, shared_width = 1, fields.integer("expert_shared_feed_forward_length")
-    routing = read_routing(fields, count, corrected=known.name == LATENT[1]) if known.name in LATENT else {}
+    routing = read_routing(fields, count, top_k, corrected=known.name == LATENT[1]) if known.name in LATENT else {}
     return Experts(
         count=count,
         top_k=top_k,

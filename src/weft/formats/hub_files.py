@@ -11,12 +11,14 @@ import contextlib
 import fcntl
 import hashlib
 import inspect
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,7 +27,10 @@ from weft.errors import ModelError
 from weft.formats.fetch_progress import FetchProgress
 from weft.formatting import format_bytes
 
+logger = logging.getLogger("weft")
+
 CONNECTIONS = 8
+WAIT_S = 0.1  # seconds between two looks at a file that another process fetches
 PARTIAL = ".weft-partial"  # suffix of a file that has come in part
 PIECE = 1 << 22  # bytes of a file that are hashed at once
 
@@ -37,6 +42,11 @@ class HubFile(msgspec.Struct, frozen=True):
     size: int
     sha256: str | None
     git_hash: str | None
+
+    @property
+    def content(self) -> str | None:
+        """Name of the file's content in the hub's cache: its hash."""
+        return self.sha256 or self.git_hash
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -64,7 +74,7 @@ def fetch_files(
     _check_room(commit, folder)
     with FetchProgress(name, {file.name: file.size for file in commit.files}) as progress, _threads(progress) as pool:
         jobs = [pool.submit(_fetch_file, commit, file, token, folder, progress) for file in commit.files]
-        for job in jobs:
+        for job in as_completed(jobs):
             job.result()
 
 
@@ -102,8 +112,7 @@ def _list_missing(
 def _check_room(commit: Commit, folder: str | None) -> None:
     """Raise ModelError if the files do not fit the disk of the cache."""
     blobs = _blobs(commit, folder)
-    begun = sum(path.stat().st_size for path in blobs.glob(f"*{PARTIAL}"))
-    need = sum(file.size for file in commit.files) - begun
+    need = sum(_missing_bytes(blobs, *content) for content in {(file.content, file.size) for file in commit.files})
     disk = next(path for path in blobs.parents if path.exists())
     free = shutil.disk_usage(disk).free
     if need > free:
@@ -114,52 +123,100 @@ def _check_room(commit: Commit, folder: str | None) -> None:
         )
 
 
+def _missing_bytes(blobs: Path, content: str | None, size: int) -> int:
+    """Bytes of a file that are not here yet; its content may be, from another commit or an earlier start."""
+    if content is None:
+        return size
+    if (blobs / content).exists():
+        return 0
+    partial = blobs / (content + PARTIAL)
+    return max(0, size - partial.stat().st_size) if partial.exists() else size
+
+
 def _fetch_file(commit: Commit, file: HubFile, token: str | None, folder: str | None, progress: FetchProgress) -> None:
     from huggingface_hub import hf_hub_download
 
     # Older versions of the library show bars of their own.
     shown = "tqdm_class" in inspect.signature(hf_hub_download).parameters
     bar: dict[str, Any] = {"tqdm_class": progress.bar_of(file.name)} if shown else {}
-    if file.sha256 is not None:
-        _continue_file(commit, file.name, file.sha256, file.size, token, folder, bar)
+    is_checked = file.sha256 is not None and _continue_file(commit, file, token, folder, progress, bar)
     path = hf_hub_download(commit.repository, file.name, revision=commit.sha, token=token, cache_dir=folder, **bar)
     progress.finish(file.name)
-    _check_hash(commit, file, Path(path))
+    if not is_checked:
+        _check_hash(commit, file, Path(path))
 
 
 def _continue_file(
-    commit: Commit, file: str, sha256: str, size: int, token: str | None, folder: str | None, bar: dict[str, Any]
-) -> None:
+    commit: Commit, file: HubFile, token: str | None, folder: str | None, progress: FetchProgress, bar: dict[str, Any]
+) -> bool:
     """Fetch a large file to the place that the library looks in first, from the byte on that an earlier start ended at.
 
     Newer versions of the library keep nothing of a file whose download has ended in the middle. Does nothing for a file
-    that the hub has in pieces (Xet), which the library fetches otherwise, and while another process fetches the same.
+    that the hub has in pieces (Xet), which the library fetches otherwise. Waits while another process fetches the same.
+    Returns True if the file was fetched, and has the right hash: no file with a wrong one gets to that place.
     """
     from huggingface_hub import errors, file_download, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils._headers import build_hf_headers
 
-    url = hf_hub_url(commit.repository, file, revision=commit.sha)
+    assert file.sha256 is not None
+    url = hf_hub_url(commit.repository, file.name, revision=commit.sha)
     try:
         about = get_hf_file_metadata(url, token=token)
     except errors.HfHubHTTPError:
-        return  # the library asks again, or says why
-    blob = _blobs(commit, folder) / sha256
+        return False  # the library asks again, or says why
+    blob = _blobs(commit, folder) / file.sha256
     if blob.exists() or getattr(about, "xet_file_data", None) is not None:
-        return
+        return False
     headers = build_hf_headers(token=token)
     if urlsplit(about.location).netloc != urlsplit(url).netloc:
         headers.pop("authorization", None)  # the token is not for the store that the hub redirects to
     blob.parent.mkdir(parents=True, exist_ok=True)
-    partial = blob.with_name(sha256 + PARTIAL)
-    with partial.open("ab") as begun:
-        try:
-            fcntl.flock(begun, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return
-        file_download.http_get(
-            about.location, begun, resume_size=begun.tell(), headers=headers, expected_size=size, **bar
-        )
-    os.replace(partial, blob)
+    partial = blob.with_name(blob.name + PARTIAL)
+    with _locked_file(partial, file, progress) as begun:
+        if blob.exists():
+            return False  # another process has fetched it meanwhile
+        at = begun.seek(0, os.SEEK_END)
+        if at < file.size:
+            file_download.http_get(
+                about.location, begun, resume_size=at, headers=headers, expected_size=file.size, **bar
+            )
+        begun.flush()
+        _check_hash(commit, file, partial)
+        os.replace(partial, blob)
+    return True
+
+
+@contextlib.contextmanager
+def _locked_file(path: Path, file: HubFile, progress: FetchProgress) -> Iterator[BinaryIO]:
+    """A file that is open to be continued, locked against other processes. Waits for one that has it locked."""
+    is_waiting = False
+    while True:
+        with path.open("ab") as begun:
+            if _lock(begun) and _is_at(path, begun):
+                yield begun
+                return
+        if not is_waiting:
+            logger.info("%s: another process fetches it; waiting for that", file.name)
+            is_waiting = True
+        progress.add(file.name, 0)  # raises an error if all is to end
+        time.sleep(WAIT_S)
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file; return False if another process has it locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Return True if an open file is still the one at `path`: another process may have moved or removed it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _blobs(commit: Commit, folder: str | None) -> Path:

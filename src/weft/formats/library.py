@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from functools import lru_cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from weft.formats.fields import Fields
 DESCRIBER = "weft.models.library.describe"
 SECONDS = 300  # the child's limit; it takes a few
 NAMES = "models/auto/modeling_auto.py"  # of Transformers: the classes that it knows
+OLDEST = 5  # major version of Transformers whose classes describe their cuts and let their attention be replaced
 EXTRA = "pip install 'weft[transformers]'"
 
 
@@ -59,11 +61,29 @@ def knows(architecture: str) -> bool:
     return f'"{architecture}"' in (folder / NAMES).read_text()
 
 
-def library_folder() -> Path | None:
-    """Folder of the package transformers; None if it is not installed."""
+def is_installed() -> bool:
+    """Return True if Transformers is installed, in whatever version."""
+    return bool(_package_places())
+
+
+def _package_places() -> list[str] | None:
     spec = find_spec("transformers")
-    places = None if spec is None else spec.submodule_search_locations
-    return Path(places[0]) if places else None
+    return None if spec is None else spec.submodule_search_locations
+
+
+def library_folder() -> Path | None:
+    """Folder of the package transformers; None if it is not installed. Raises ModelError for one that is too old."""
+    places = _package_places()
+    if not places:
+        return None
+    version = metadata.version("transformers")
+    if int(version.partition(".")[0]) < OLDEST:
+        raise ModelError(
+            f"models that Weft has no table of run through Transformers {OLDEST} or newer, and {version} is installed: "
+            f"{EXTRA}",
+            code="transformers-too-old",
+        )
+    return Path(places[0])
 
 
 def shape_from_library(config: Fields, own: DType = "bfloat16") -> ModelShape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ from weft.formats import checkpoint, config_json, gguf, hub, model_names, safete
 from weft.formats.fields import Fields
 from weft.formats.tensor import TensorInfo
 
+PATIENCE = 30.0  # seconds to wait for the headers of a repository's files
 KV_NUMBER = 2  # bytes: the cache is counted in 16 bits, states in 32
 STATE_NUMBER = 4
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a tensor's name is its layer's
@@ -31,18 +33,21 @@ STATE = ("state_size", "mamba_d_state", "ssm_state_size", "d_state", "ssm.state_
 STATE_WIDTH = ("ssm.inner_size", "intermediate_size", "d_inner")
 LATENT = ("kv_lora_rank", "attention.kv_lora_rank")
 ROPE = ("qk_rope_head_dim", "rope.dimension_count")
+EXPERTS = re.compile("expert|_exps|moe", re.IGNORECASE)  # in names of fields and of tensors
+NO_EXPERTS: tuple[object, ...] = (None, 0, 1, "", [])
 KINDS = ("layer_types", "layers_block_type", "hybrid_layer_pattern")
 WINDOWS = ("sliding_window", "attention.sliding_window", "full_attention_interval")
 
 
 class KVEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a model remembers: per token, from `low` to `high`, and per sequence, however long. `reason` says what
-    they follow from, and what is uncertain."""
+    they follow from, and what is uncertain. If the bytes per token are not `known`, both are 0."""
 
     low: int
     high: int
     state: int
     reason: str
+    known: bool = True
 
 
 class Outline(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +55,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
     - `layer_bytes`: of each layer's weights; `other_bytes` those of all other tensors. Exact, but for `equal_layers`:
       only the sum is known, and is divided evenly.
+    - `mixture`: it has experts, of which a token takes an unknown part.
     - `params`: number of stored numbers, of which packed ones count as the integers that hold them; None if
       nobody counted.
     - `context`: tokens of the longest sequence; None if the config does not say.
@@ -62,6 +68,7 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
     other_bytes: int
     params: int | None
     equal_layers: bool
+    mixture: bool
     kv: KVEstimate
     context: int | None
 
@@ -71,13 +78,17 @@ class Outline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_outline(
-    model: str, *, revision: str | None = None, hf_token: str | None = None, patience: float = hub.PATIENCE
+    model: str, *, revision: str | None = None, hf_token: str | None = None, patience: float = PATIENCE
 ) -> Outline:
-    """Outline of a directory, a .gguf file, or a repository of the hub. Raises ModelError if its weights are not there,
-    or its config does not say how many layers it has."""
+    """Outline of a directory, a .gguf file, or a repository of the hub, which is asked for at most `patience` seconds
+    unless its weights are here. Raises ModelError if the weights are nowhere, or the config tells no number of layers.
+    """
     path = checkpoint.local_path(model)
     if path is None:
-        return _from_hub(model_names.full_name(model), revision, hf_token, patience)
+        name = model_names.full_name(model)
+        path = None if revision else _fetched(name)
+        if path is None:
+            return _from_hub(name, revision, hf_token, patience)
     if path.is_dir():
         fields = _text_fields(config_json.load_config(path))
         index = safetensors.read_directory(path)
@@ -92,6 +103,18 @@ def read_outline(
         if key.startswith(architecture + ".")
     }
     return _from_tensors(model, architecture, str(path), Fields(own, str(path)), header.tensors)
+
+
+def _fetched(name: str) -> Path | None:
+    """Directory of a repository in the hub's cache; None if it is not there, or not with all its weights."""
+    folder = hub.cached_repository(name)
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return None
+    try:
+        safetensors.read_directory(folder)
+    except ModelError:
+        return None
+    return folder
 
 
 def _from_tensors(
@@ -113,6 +136,7 @@ def _from_tensors(
         other_bytes=other,
         params=sum(prod(info.dims) for info in index.values()),
         equal_layers=False,
+        mixture=_has_experts(fields.values) or any(EXPERTS.search(tensor) for tensor in index),
         kv=estimate_kv(fields, layers),
         context=_number(fields, CONTEXT),
     )
@@ -138,6 +162,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, patience: floa
         other_bytes=stored % layers,
         params=None,
         equal_layers=True,
+        mixture=_has_experts(fields.values),
         kv=estimate_kv(fields, layers),
         context=_number(fields, CONTEXT),
     )
@@ -149,12 +174,14 @@ def estimate_kv(fields: Fields, layers: int) -> KVEstimate:
     heads, kv_heads = _numbers(fields, HEADS, layers), _numbers(fields, KV_HEADS, layers)
     if heads is None:
         known = "and no state; bytes per token are unknown" if not state else "so no KV cache, but a state per sequence"
-        return KVEstimate(low=0, high=0, state=state, reason=f"the config has no attention heads, {known}")
+        reason = f"the config has no attention heads, {known}"
+        return KVEstimate(low=0, high=0, state=state, reason=reason, known=bool(state))
     if kv_heads is None:
         kv_heads = (1,) * layers if fields.values.get("multi_query") is True else heads
     width = _head_dim(fields, heads)
     if width is None:
-        return KVEstimate(low=0, high=0, state=state, reason="the config tells no width of heads: KV bytes are unknown")
+        reason = "the config tells no width of heads: KV bytes are unknown"
+        return KVEstimate(low=0, high=0, state=state, reason=reason, known=False)
     each = [2 * count * width * KV_NUMBER for count in kv_heads]
     low, reasons = sum(each), ["every layer caches keys and values of every token"]
     latent, full = _number(fields, LATENT), _full_layers(fields, layers)
@@ -177,8 +204,18 @@ def _full_layers(fields: Fields, layers: int) -> tuple[int, str] | None:
         if isinstance(kinds, list) and len(kinds) == layers:
             full = sum("attention" in str(kind) and not re.search("linear|sliding|chunk", str(kind)) for kind in kinds)
             return full, f"or only {full} of {layers} layers do ({key})"
+    if fields.values.get("use_sliding_window") is False:
+        return None
     doubts = [key for key in WINDOWS if fields.values.get(key)]
     return (0, f"or less beyond a window ({doubts[0]})") if doubts else None
+
+
+def _has_experts(values: Mapping[str, object]) -> bool:
+    """Return True if a config counts experts, in a group of its fields or outside of them."""
+    return any(
+        _has_experts(value) if isinstance(value, dict) else bool(EXPERTS.search(key) and value not in NO_EXPERTS)
+        for key, value in values.items()
+    )
 
 
 def _state_bytes(fields: Fields, layers: int) -> int:

@@ -2,42 +2,78 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
-from weft.gateway.config import Budget, ClientKey, UpstreamConfig
+from weft.gateway.completion import MOST_TOKENS, PATHS
+from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
+from weft.gateway.prices import price_of
 from weft.gateway.rates import Rates
 from weft.gateway.replica import Replica
 from weft.serving.errors import HttpError
 
-MILLION = 1e6
 DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
+WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
+MOST_USAGE = 2**53  # an upstream that reports as many tokens is not believed; JSON's numbers are exact below it
 
 
 class Accounts:
     """The accounts of a gateway. Without a ledger only rates count."""
 
-    def __init__(self, keys: Sequence[ClientKey], ledger: Ledger | None, budget: Budget | None) -> None:
+    def __init__(
+        self,
+        keys: Sequence[ClientKey],
+        ledger: Ledger | None,
+        budget: Budget | None,
+        concurrent: int | None = None,
+    ) -> None:
         self.ledger, self.budget = ledger, budget
-        self._rates = Rates(keys)
-        self._quotas = {key.name: key.quota for key in keys if key.quota is not None}
+        self._rates = Rates(keys, concurrent)
+        self._quotas: dict[str | None, Budget] = {key.name: key.quota for key in keys if key.quota is not None}
+
+    def meters(self, exchange: Exchange) -> bool:
+        """Return True if the tokens of a request's answer count."""
+        return self.ledger is not None or self._rates.counts_tokens(exchange.client.name)
 
     def enter(self, exchange: Exchange) -> None:
         """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
-        quota = self._quotas.get(name or "")
-        if quota is not None and self.ledger is not None and name is not None:
-            for period, hours, most in (("hour", 1, quota.hour), ("day", DAY_HOURS, quota.day)):
-                if most is not None and self.ledger.tokens(name, hours) + tokens > most:
-                    raise HttpError(
-                        429,
-                        f"the key {name!r} may take {most} tokens in a {period}, and has taken them",
-                        code="quota-exceeded",
-                        retry_after_s=self.ledger.seconds_left(),
-                    )
+        if name in self._quotas:
+            self._check_counted(exchange)
+            self._check_quota(name, tokens)
         self._rates.enter(name, tokens)
         exchange.entered = True
+
+    @staticmethod
+    def _check_counted(exchange: Exchange) -> None:
+        """Raise HttpError 403 for a request whose tokens no quota would count."""
+        method, path = exchange.scope["method"], exchange.scope["path"]
+        if exchange.completion is None and method not in ("GET", "HEAD") and path not in WITHOUT_ANSWER:
+            raise HttpError(
+                403,
+                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} "
+                "needs a key without one",
+                code="path-without-quota",
+            )
+
+    def _check_quota(self, name: str | None, tokens: int) -> None:
+        """Raise HttpError 429 if a key has no room for a prompt of about `tokens` tokens in its quota."""
+        quota = self._quotas[name]
+        if self.ledger is None:
+            return
+        for period, hours, most in (("this hour", 1, quota.hour), ("24 hours", DAY_HOURS, quota.day)):
+            taken = self.ledger.tokens(name or "", hours)
+            if most is not None and taken + tokens > most:
+                raise HttpError(
+                    429,
+                    f"the key {name!r} has taken {taken} of its {most:g} tokens of {period}; this prompt has about "
+                    f"{tokens}",
+                    code="quota-exceeded",
+                    retry_after_s=self.ledger.seconds_left(),
+                )
 
     def affords(self, exchange: Exchange, replica: Replica) -> bool:
         """Return True if the budget has room for a request at an overflow upstream."""
@@ -48,12 +84,18 @@ class Accounts:
         return all(most is None or self.ledger.dollars(hours) + dollars <= most for hours, most in limits)
 
     def reserve(self, exchange: Exchange, replica: Replica) -> None:
-        """Reserve the most that a request can take at a replica."""
-        if self.ledger is not None and exchange.completion is not None:
-            most = self._most(exchange, replica)
-            name = exchange.client.name or ""
+        """Reserve the most that a request can take at a replica. Raises HttpError 503 if that cannot be written."""
+        if self.ledger is None or exchange.completion is None:
+            return
+        most = self._most(exchange, replica)
+        name = exchange.client.name or ""
+        try:
             exchange.reservation = self.ledger.reserve(name, exchange.model, replica.name, most)
-            exchange.reserved_at = replica
+        except sqlite3.Error as error:
+            raise HttpError(
+                503, f"the ledger of the gateway cannot be written: {error}", code="ledger-not-written"
+            ) from None
+        exchange.reserved_at = replica
 
     def cancel(self, exchange: Exchange, *, billed: bool) -> None:
         """Settle a try without an answer. If the upstream may have worked for it (`billed`), its dollars are gone."""
@@ -63,14 +105,18 @@ class Accounts:
             exchange.reservation = None
 
     def leave(self, exchange: Exchange) -> None:
-        """Settle a request that has ended."""
-        reservation, taken = exchange.reservation, Amount()
-        if reservation is not None and self.ledger is not None and exchange.reserved_at is not None:
-            taken = self._taken(exchange, exchange.reserved_at, reservation.amount)
-            self.ledger.settle(reservation, taken)
-            exchange.reservation = None
-        if exchange.entered:
-            self._rates.leave(exchange.client.name, taken.tokens - exchange.prompt_tokens)
+        """Settle a request that has ended. Raises sqlite3.Error if that cannot be written; its rates count no less."""
+        taken = usage_of(exchange) or Amount()
+        try:
+            reservation, replica = exchange.reservation, exchange.reserved_at
+            if reservation is not None and self.ledger is not None and replica is not None:
+                taken = self._taken(exchange, replica, reservation.amount)
+                self.ledger.settle(reservation, taken)
+                exchange.reservation = None
+        finally:
+            if exchange.entered:
+                exchange.entered = False
+                self._rates.leave(exchange.client.name, taken.tokens - exchange.prompt_tokens)
 
     def describe(self) -> dict[str, object] | None:
         """Spending of today, for /gateway/status; None without a ledger."""
@@ -89,28 +135,28 @@ class Accounts:
         """The most that a request can take. No token is shorter than a byte; the quota counts as many as are likely."""
         completion = exchange.completion
         assert completion is not None
-        answer = completion.choices * (DEFAULT_ANSWER if completion.max_tokens is None else completion.max_tokens)
+        answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
         dollars = price_of(replica.config, replica.own_name(exchange.model), exchange.bytes_in, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
 
     @staticmethod
     def _taken(exchange: Exchange, replica: Replica, most: Amount) -> Amount:
         """Amount that a request took: by the usage of its answer, else nothing if it was refused, else all it could."""
-        usage = exchange.answer.usage if exchange.answer is not None else None
-        prompt, completion = ((usage or {}).get(name) for name in ("prompt_tokens", "completion_tokens"))
-        if isinstance(prompt, int) and isinstance(completion, int):
-            return Amount(
-                prompt, completion, price_of(replica.config, replica.own_name(exchange.model), prompt, completion)
-            )
-        return Amount() if exchange.status >= 400 else most
+        usage = usage_of(exchange)
+        if usage is None:
+            return Amount() if exchange.status >= 400 else most
+        prompt, completion, _ = usage
+        return Amount(
+            prompt, completion, price_of(replica.config, replica.own_name(exchange.model), prompt, completion)
+        )
 
 
-def price_of(upstream: UpstreamConfig, model: str, prompt: int, completion: int) -> float:
-    """Dollars of a request at an upstream; 0 at one that is not marked `overflow`. Raises ConfigError."""
-    if not upstream.overflow:
-        return 0.0
-    if upstream.price is not None:
-        return (prompt * upstream.price.input + completion * upstream.price.output) / MILLION
-    from weft.planner.api_prices import Usage, find_quote
-
-    return find_quote(model, Usage(max(prompt, 1), 0, max(completion, 1))).dollars
+def usage_of(exchange: Exchange) -> Amount | None:
+    """Tokens of a request by the usage that its upstream told; None if it told none, or none that can be."""
+    usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
+    prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+    if type(prompt) is not int or type(completion) is not int:
+        return None
+    if not (0 <= prompt < MOST_USAGE and 0 <= completion < MOST_USAGE):
+        return None
+    return Amount(prompt, completion)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from weft.gateway.completion import MOST_IDS, is_id_list
 from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
 from weft.gateway.upstream import UpstreamError
 
@@ -17,11 +18,12 @@ HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those 
 class StreamedAnswer:
     """The chunks of one completion, from one replica after another.
 
-    `continuable`: the replica sends token ids, so that another one can go on. `keeps_ids`: the client asked for them.
+    `continuable`: the replica sends token ids, so that another one can go on; False once it sends something else.
+    `keeps_ids`: the client asked for them.
     `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in every chunk; None for the
     upstream's. `begun` are token ids that the client itself gave as the beginning of the answer.
 
-    `done`: the end mark was passed on. `finished`: the last token was. `usage` is that of the upstream.
+    `done`: the end mark was passed on. `finished`: the last token was. `usage`: the upstream's, of the whole answer.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class StreamedAnswer:
         self.usage: dict[str, Any] | None = None
         self.error_event = b""  # of the last replica
         self.token_ids = list(begun or ())
-        self._keeps_ids, self._keeps_usage, self._model = keeps_ids, keeps_usage, model
+        self._keeps_usage, self._model = keeps_usage, model
+        self._strips_ids, self._keeps_ids = continuable and not keeps_ids, keeps_ids
+        self._usage_passed = False  # the chunk that has nothing else
         self._splitter = EventSplitter()
         self._broken: UpstreamError | None = None
         self._head: dict[str, Any] | None = None
@@ -59,8 +63,8 @@ class StreamedAnswer:
 
     @property
     def lacks_usage(self) -> bool:
-        """True if the client still expects the usage."""
-        return self._keeps_usage and self.usage is None
+        """True if the client still expects the chunk with the usage. Others may have told it of the answer so far."""
+        return self._keeps_usage and not self._usage_passed
 
     def resume(self) -> list[int]:
         """Forget an event that is not complete. Returns the token ids that the next replica has to go on behind.
@@ -82,6 +86,16 @@ class StreamedAnswer:
             if self._broken is not None:
                 break
         return b"".join(shown)
+
+    def finish(self) -> bytes:
+        """The bytes for the client at the end of the stream: those of an event without its blank line.
+
+        A replica that is to be continued may have been cut off in the middle of one: only a whole event counts.
+        """
+        rest = self._splitter.take_rest()
+        if self.continuable and not _is_whole(rest):
+            return b""
+        return self._pass_event(rest) if rest else b""
 
     def check(self) -> None:
         """Raise UpstreamError for an event that is too long, and for an error event if another replica can go on."""
@@ -107,7 +121,7 @@ class StreamedAnswer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             chunk = None
         if not isinstance(chunk, dict):
-            self.continuable = False
+            self._give_up()
             return event
         if "error" in chunk and self.continuable:
             self.error_event = event
@@ -121,19 +135,28 @@ class StreamedAnswer:
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""
         usage, choices = chunk.get("usage"), chunk.get("choices")
-        if isinstance(usage, dict):
+        found = choices if isinstance(choices, list) else []
+        rows = [choice for choice in found if isinstance(choice, dict)]
+        # The usage of a chunk in the middle is that of the answer so far.
+        if isinstance(usage, dict) and (not choices or any(row.get("finish_reason") for row in rows)):
             self.usage = usage
         if not choices:
+            self._usage_passed |= self._keeps_usage and isinstance(usage, dict)
             return self._keeps_usage or not isinstance(usage, dict)
-        if not self.continuable or not isinstance(choices, list) or not isinstance(choices[0], dict):
-            return True
-        return self._keep_choice(choices[0])
+        ids = rows[0].get("token_ids") if rows else None
+        if self._strips_ids:
+            for row in rows:
+                row.pop("token_ids", None)
+        return not rows or not self.continuable or self._keep_choice(rows[0], ids)
 
-    def _keep_choice(self, choice: dict[str, Any]) -> bool:
-        ids = choice.get("token_ids") if self._keeps_ids else choice.pop("token_ids", None)
+    def _keep_choice(self, choice: dict[str, Any], ids: Any) -> bool:
         if self.finished:  # another replica repeats the end
             return False
-        text = choice.get("text") or (choice.get("delta") or {}).get("content")
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
+            self._give_up()
+            return True
+        text = choice.get("text") or delta.get("content")
         if not ids and not choice.get("finish_reason"):
             self.continuable = ids is not None or not text  # else this server does not know of token ids
             if self._skipped:
@@ -143,7 +166,14 @@ class StreamedAnswer:
             return True
         self.token_ids += ids or ()
         self.finished = bool(choice.get("finish_reason"))
+        if len(self.token_ids) > MOST_IDS:
+            self._give_up()
         return bool(text or self.finished or choice.get("logprobs") or self._keeps_ids)
+
+    def _give_up(self) -> None:
+        """Hold no token ids any more: no other replica can go on."""
+        self.continuable = False
+        self.token_ids = []
 
     def _unify_head(self, chunk: dict[str, Any]) -> None:
         """Give every chunk the id, time and model of the first one."""
@@ -192,6 +222,17 @@ class WholeAnswer:
         body = b"".join(self._pieces)
         self._pieces.clear()
         return body
+
+
+def _is_whole(event: bytes) -> bool:
+    """Return True for an event whose data is an object or the end mark."""
+    data = event_data(event)
+    if not data or data == DONE:
+        return data == DONE
+    try:
+        return isinstance(msgspec.json.decode(data), dict)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _message(chunk: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.errors import ConfigError
 from weft.gateway.config import UpstreamConfig, convert_upstream
+from weft.gateway.fleet import unknown_model
 from weft.gateway.proxy import Proxy
 from weft.gateway.replica import Replica
 from weft.serving.app import DateHeader
@@ -57,12 +58,7 @@ async def get_model(proxy: Proxy, request: Request) -> Response:
     for row in proxy.fleet.model_rows():
         if row["id"] == name and client.may_use(name):
             return JsonResponse(row)
-    raise HttpError(
-        404,
-        f"the model {name!r:.200} does not exist; GET /v1/models lists those that do",
-        code="model-not-found",
-        param="model",
-    )
+    raise unknown_model(name)
 
 
 async def metrics(proxy: Proxy, request: Request) -> Response:

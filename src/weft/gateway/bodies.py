@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
-from starlette.requests import Request
+from collections.abc import Iterable
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope
 
 from weft.serving.errors import HttpError
 
@@ -18,15 +20,19 @@ class BodyPool:
         self._limit, self._total = limit, total
         self.held = 0
 
-    async def receive(self, request: Request) -> bytes:
+    async def receive(self, scope: Scope, receive: Receive) -> bytes:
         """Receive a body, which counts as held until `release`.
 
-        Raises HttpError 413 for one over the limit, and 503 if it does not fit beside the others.
+        Raises HttpError 413 for one over the limit, and 503 if it does not fit beside the others; ClientDisconnect.
         """
-        self._check_announced(request.headers)
-        pieces, size = [], 0
+        self._check_announced(scope["headers"])
+        pieces, size, more = [], 0, True
         try:
-            async for piece in request.stream():
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                piece, more = message.get("body", b""), message.get("more_body", False)
                 size += len(piece)
                 self.held += len(piece)
                 if size > min(self._limit, self._total):
@@ -43,10 +49,10 @@ class BodyPool:
         """Count `size` bytes as free."""
         self.held -= size
 
-    def _check_announced(self, headers: Headers) -> None:
+    def _check_announced(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raise HttpError before the first byte if the body's length is known, and too large."""
-        length = headers.get("content-length", "")
-        if not length.isdecimal():
+        length = next((value for name, value in headers if name == b"content-length"), b"")
+        if not length.isdigit():
             return
         if int(length) > min(self._limit, self._total):
             raise self._too_long()

@@ -12,7 +12,8 @@ class Breaker:
     """The health of one replica. All times are seconds of one clock, which the caller reads.
 
     Closed, all requests pass. After FAILURES failures in a row it opens, and nothing passes for a pause. Then exactly
-    one request or check passes, the probe: its success closes the breaker, its failure doubles the pause.
+    one check passes, the probe: its success closes the breaker, its failure doubles the pause. So does a failure soon
+    after it has closed: a replica may answer checks, but no requests.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Breaker:
         if self._open_until is not None:
             if not probe:
                 return
-            self._open_until, self._pause_s, self._recovered_at = None, SHORTEST_S, now
+            self._open_until, self._recovered_at = None, now
         self.failures, self.last_failure = 0, ""
 
     def fail(self, now: float, reason: str, *, probe: bool) -> None:
@@ -57,10 +58,13 @@ class Breaker:
         self.last_failure = reason
         if self._open_until is not None:
             if probe:
-                self._pause_s = min(2 * self._pause_s, LONGEST_S)
-                self._open_until = now + self._pause_s
+                self._open(now, 2 * self._pause_s)
         elif self.failures >= FAILURES:
-            self._open_until = now + self._pause_s
+            self._open(now, SHORTEST_S if self.share(now) == 1 else 2 * self._pause_s)
+
+    def _open(self, now: float, pause_s: float) -> None:
+        self._pause_s = min(pause_s, LONGEST_S)
+        self._open_until = now + self._pause_s
 
     def share(self, now: float) -> float:
         """Factor for the replica's weight: below 1 for SLOW_START_S after it has recovered."""

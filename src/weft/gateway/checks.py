@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import ConfigError, error_reason
-from weft.gateway.config import Timeouts, UpstreamConfig, parse_url, read_upstreams, upstream_key
+from weft.gateway.config import Timeouts, UpstreamConfig, parse_url, read_upstreams
 from weft.gateway.fleet import Fleet
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
@@ -55,15 +55,13 @@ async def check_forever(
 async def _check_all(
     fleet: Fleet, timeouts: Timeouts, watch: FileWatch | DnsWatch | None, due: dict[Replica, float]
 ) -> None:
-    """Check every replica once. Raises the first unexpected exception, after the checks of all replicas."""
-    if isinstance(watch, DnsWatch):
-        await watch.look()
-    elif watch is not None:
+    """Check every replica once, and what is watched. Raises the first unexpected exception, after all of them."""
+    if isinstance(watch, FileWatch):
         watch.look()
     replicas = tuple(fleet.replicas.values())
-    found = await asyncio.gather(
-        *(_check(replica, fleet, timeouts, due) for replica in replicas), return_exceptions=True
-    )
+    looking = [watch.look()] if isinstance(watch, DnsWatch) else []  # a name server may take its time
+    checking = [_check(replica, fleet, timeouts, due) for replica in replicas]
+    found = await asyncio.gather(*looking, *checking, return_exceptions=True)
     for replica in [replica for replica in due if replica not in replicas]:
         del due[replica]
     for error in found:
@@ -89,7 +87,7 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
     breaker = replica.breaker
     if not breaker.admits(fleet.clock()):
         return
-    attempt = Attempt(replica, counted=False)
+    attempt = Attempt(replica, counted=False, probes=True)
     try:
         status, _ = await _get(attempt, "/health", timeouts)
         fault = f"status {status} of /health" if status >= 500 else ""
@@ -158,10 +156,8 @@ class Watch:
         self._replicas: dict[str, Replica] = {}
 
     def follow(self, wanted: Iterable[UpstreamConfig]) -> None:
-        """Make the fleet equal to the list. Raises ConfigError before anything is changed."""
+        """Make the fleet equal to the list, whose upstreams are checked."""
         upstreams = {str(parse_url(upstream.url)): upstream for upstream in wanted}
-        for upstream in upstreams.values():
-            upstream_key(upstream, os.environ)  # raises for a key that is not there
         for name, replica in tuple(self._replicas.items()):
             if upstreams.get(name) != replica.config:
                 self._fleet.remove(replica)

@@ -2,68 +2,101 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from typing import Any
 
 import msgspec
 
 from weft.gateway.fingerprint import RoutedFields
+from weft.gateway.prices import has_price
 from weft.serving.errors import HttpError
 
-UNPRICED = re.compile(rb'"(image_url|input_image|input_audio|video_url|file|web_search_options)"')
-PATHS = ("/v1/chat/completions", "/v1/completions")
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PATHS = (CHATS, COMPLETIONS)
+LIMITS = ("max_tokens", "max_completion_tokens")
+MOST_TOKENS = 2**31 - 1  # that a limit may say
+MOST_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer one is not continued
 
 
 class Completion:
     """A request for a completion.
 
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
-    `begun`: token ids that the client gave as the beginning of the answer. `max_tokens`: None if the client leaves it
-    out. `is_priced`: its tokens bound its price, which those of pictures and of several prompts do not. `seed`: sent to
-    replicas if the client gives none.
+    `begins`: the client gave the beginning of the answer, `begun` in token ids. `max_tokens`: the larger limit of the
+    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None).
     """
 
-    def __init__(self, fields: RoutedFields, body: bytes) -> None:
+    def __init__(self, fields: RoutedFields, path: str) -> None:
         self.streams = fields.stream is True
         self.keeps_ids = fields.return_token_ids is True
         options = fields.stream_options
-        self.stream_options: dict[str, Any] = options if isinstance(options, dict) else {}
-        self.keeps_usage = self.stream_options.get("include_usage") is True
-        self.choices = fields.n if isinstance(fields.n, int) and fields.n > 0 else 1
+        self.keeps_usage = isinstance(options, dict) and options.get("include_usage") is True
+        self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MOST_TOKENS else 1
         self.single = fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(bytes(fields.prompt))
         begun = fields.continue_token_ids
-        self.begun: list[int] = begun if isinstance(begun, list) and all(type(id) is int for id in begun) else []
-        given = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
-        self.max_tokens = given if isinstance(given, int) and given > 0 else None
-        self.is_priced = self.single and UNPRICED.search(body) is None
-        self.seed = secrets.randbits(53) if fields.seed in (None, -1) else None
+        self.begins = bool(begun)
+        self.begun: list[int] = begun if is_id_list(begun) else []
+        given = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
+        self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
+        self.max_tokens: int | None = max(given) if given and self._is_bounded else None
+        self._seeds = fields.seed in (None, -1)
+        self._seed: int | None = None
+        self._path = path
+        self._priced: bool | None = None
+
+    def is_priced(self, body: bytes) -> bool:
+        """Return True if the tokens of the request bound its price; of several prompts they do not."""
+        if self._priced is None:
+            self._priced = self.single and self._is_bounded and has_price(body)
+        return self._priced
 
     def token_fields(self, answered: list[int] | None) -> dict[str, Any]:
-        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer."""
+        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all."""
         fields: dict[str, Any] = {"return_token_ids": True}
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
-        if self.seed is not None:
-            fields["seed"] = self.seed
+        if self._seeds:
+            self._seed = secrets.randbits(53) if self._seed is None else self._seed
+            fields["seed"] = self._seed
         return fields
 
     def usage_fields(self) -> dict[str, Any]:
-        """Fields that ask a stream for its usage."""
-        if not self.streams or self.keeps_usage:
-            return {}
-        return {"stream_options": {**self.stream_options, "include_usage": True}}
+        """Fields that ask a stream for its usage. The client's other options of streams are about that usage."""
+        return {} if not self.streams or self.keeps_usage else {"stream_options": {"include_usage": True}}
+
+    def limit_fields(self, most: int, only: str | None) -> dict[str, Any]:
+        """Fields that limit the answer to `most` tokens, under the name `only`, else under all that the path knows.
+
+        A server that does not know one of the names would ignore it, and answer without a limit.
+        """
+        if only is not None:
+            return {name: most if name == only else msgspec.UNSET for name in LIMITS}
+        return dict.fromkeys(LIMITS if self._path == CHATS else LIMITS[:1], most)
 
 
-def with_fields(body: bytes, changes: dict[str, Any]) -> bytes:
-    """The body with other fields. Of a field that is there twice, only the last stays. Raises HttpError."""
+def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:
+    """The body with other fields; UNSET takes one out. Of a field that is there twice, only the last stays.
+
+    `rewrites`: that goes for the fields of objects within it too. Raises HttpError.
+    """
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(body, type=dict[str, Any] if rewrites else dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HttpError(400, f"the body is not JSON: {error}", code="not-json") from None
-    fields.update({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items()})
+    for name, value in changes.items():
+        if value is msgspec.UNSET:
+            fields.pop(name, None)
+        else:
+            fields[name] = msgspec.Raw(msgspec.json.encode(value))
     return msgspec.json.encode(fields)
+
+
+def is_id_list(value: Any) -> bool:
+    """Return True for a list of token ids that is not too long to be held."""
+    if not isinstance(value, list) or len(value) > MOST_IDS:
+        return False
+    return all(type(id) is int and 0 <= id <= MOST_TOKENS for id in value)
 
 
 def _is_one_prompt(prompt: bytes) -> bool:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -65,6 +65,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `models`: the names that it answers to; as a mapping, names of the gateway and what this server calls them. None:
     what its /v1/models lists. `key_env`, `key_file`: where the key is that it wants. `overflow`: it gets requests only
     if the others are too busy, and within the budget. `price`: of an overflow upstream; None for that of weft[cost].
+    `limit_field`: the only name under which it takes the limit of an answer, if it refuses two.
     """
 
     url: str
@@ -74,6 +75,7 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_file: str | None = None
     overflow: bool = False
     price: Price | None = None
+    limit_field: Literal["max_tokens", "max_completion_tokens"] | None = None
 
     @property
     def aliases(self) -> dict[str, str] | None:
@@ -99,7 +101,8 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A key that clients send. Either `key` or `sha256`, its hash in hexadecimal, is given.
 
     `models`: the only models that it may ask for; None for all. `admin`: it may change the gateway. `rpm`, `tpm`:
-    requests and tokens per minute. `concurrent`: requests at once. `quota`: tokens per hour and day.
+    requests and tokens per minute. `concurrent`: requests at once. `quota`: tokens per hour and day. `weight`: its
+    share of the gateway's own `concurrent` requests, in proportion to the other keys'.
     """
 
     name: str
@@ -111,6 +114,7 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
     concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
     quota: Budget | None = None
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.sha256 is None):
@@ -124,7 +128,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output. `max_body_bytes`: of a request;
     `max_held_bytes`: of all requests that another replica may still be sent. `ledger`: the SQLite file of what keys
-    took and overflow upstreams cost.
+    took and overflow upstreams cost. `concurrent`: requests at once, of all keys together; None for no limit.
     """
 
     upstreams: list[UpstreamConfig] = []
@@ -136,6 +140,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     objective: Objective = Objective()
     budget: Budget | None = None
     ledger: str | None = None
+    concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
     timeouts: Timeouts = Timeouts()
     access_log: str | None = None
     max_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 2**26  # conversations with pictures are large

@@ -75,7 +75,7 @@ class Dispatcher:
         usual = [replica for replica in found if not replica.overflow]
         if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
-        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced:
+        if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
             return usual
         spare = [replica for replica in found if replica.overflow]
         return [replica for replica in spare if self.accounts.affords(exchange, replica)] or usual
@@ -128,11 +128,12 @@ class Dispatcher:
             changes["model"] = own_name
         if continuable and exchange.completion is not None:
             changes |= exchange.completion.token_fields(answered)
-        if exchange.completion is not None and self.accounts.ledger is not None:
+        if exchange.completion is not None and self.accounts.meters(exchange):
             changes |= exchange.completion.usage_fields()
-            if replica.overflow and exchange.completion.max_tokens is None:
-                changes["max_tokens"] = DEFAULT_ANSWER  # what was reserved
-        return with_fields(exchange.body, changes) if changes else exchange.body
+        if exchange.completion is not None and replica.overflow:  # no more than was reserved
+            most = exchange.completion.max_tokens or DEFAULT_ANSWER
+            changes |= exchange.completion.limit_fields(most, replica.config.limit_field)
+        return with_fields(exchange.body, changes, rewrites=replica.overflow) if changes else exchange.body
 
     def _answer(
         self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
@@ -142,7 +143,7 @@ class Dispatcher:
         alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
         if completion is None or head.status != 200 or head.header(b"content-encoding"):
             return None
-        if not continuable and alias is None and self.accounts.ledger is None:
+        if not continuable and alias is None and not self.accounts.meters(exchange):
             return None
         if not head.is_event_stream:
             return WholeAnswer(alias)
@@ -192,6 +193,7 @@ class Dispatcher:
         Raises `broken` if there is none within RESUME_S, and ClientGoneError.
         """
         assert exchange.attempt is not None
+        broken.upstream = exchange.upstream
         self._blame(exchange.attempt, broken)
         if answer.progressed:
             del exchange.tried[:-1]

@@ -31,6 +31,11 @@ class EventSplitter:
         self._rest = data[start:]
         return events
 
+    def take_rest(self) -> bytes:
+        """The bytes behind the last whole event, which are forgotten."""
+        rest, self._rest = self._rest, b""
+        return rest
+
 
 def event_data(event: bytes) -> bytes | None:
     """The data of an event that has one line of data and nothing else; None for comments and other events."""

@@ -35,6 +35,8 @@ WRITTEN_ANEW = HOP_BY_HOP | {
 ENCODING = frozenset((b"accept-encoding",))  # the gateway reads the answers of these paths
 KEYS = frozenset((b"authorization", b"x-api-key"))
 
+LOGGED_CHARACTERS = 512  # of a path
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -118,7 +120,7 @@ class Exchange:
     @property
     def upstream(self) -> str:
         """Name of the last replica; "" if there was none."""
-        return self.tried[-1].name if self.tried else ""
+        return self.attempt.replica.name if self.attempt is not None else ""
 
     def leave(self) -> None:
         """Cancel what runs: the client has gone."""
@@ -135,7 +137,7 @@ class Exchange:
             "client": peer[0] if peer else None,
             "key": self.client.name,
             "method": self.scope["method"],
-            "path": self.scope["path"],
+            "path": self.scope["path"][:LOGGED_CHARACTERS],
             "model": self.model or None,
             "upstream": self.upstream or None,
             "tries": self.tries,

@@ -9,6 +9,7 @@ from weft.errors import ConfigError
 from weft.gateway.config import UpstreamConfig, parse_url
 from weft.gateway.policy import Fingerprint, Policy, ReplicaViews
 from weft.gateway.replica import Replica
+from weft.serving.errors import HttpError
 
 
 class Fleet:
@@ -53,9 +54,8 @@ class Fleet:
         replica.close()
 
     def available(self) -> list[Replica]:
-        """The replicas that may get a request now."""
-        now = self.clock()
-        return [replica for replica in self.replicas.values() if not replica.draining and replica.breaker.admits(now)]
+        """The replicas that may get a request now. One that is ill gets checks only, until one succeeds."""
+        return [replica for replica in self.replicas.values() if not replica.draining and replica.breaker.closed]
 
     def candidates(self, model: str, tried: Collection[Replica]) -> list[Replica]:
         """The replicas that may get a request for `model` now, without those that were tried."""
@@ -99,3 +99,13 @@ class Fleet:
         """Close all idle connections."""
         for replica in self.replicas.values():
             replica.close()
+
+
+def unknown_model(name: str) -> HttpError:
+    """The error for a model that no upstream serves."""
+    return HttpError(
+        404,
+        f"the model {name!r:.200} does not exist; GET /v1/models lists those that do",
+        code="model-not-found",
+        param="model",
+    )

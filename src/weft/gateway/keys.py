@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from starlette.types import Scope
 
 from weft.gateway.config import ClientKey
 from weft.serving.errors import HttpError
+from weft.serving.keys import digest_key, matching_index, sent_key
 
 
 class Client(NamedTuple):
@@ -35,11 +34,13 @@ class Keys:
     """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
 
     def __init__(self, keys: Sequence[ClientKey], admin_key: str | None) -> None:
-        self._clients = [(_digest_of(key), _client_of(key)) for key in keys]
+        self._digests = [_digest_of(key) for key in keys]
+        self._clients = [_client_of(key) for key in keys]
         if admin_key:
-            self._clients.append((_digest(admin_key.encode()), Client("admin", True, True)))
+            self._digests.append(digest_key(admin_key))
+            self._clients.append(Client("admin", True, True))
         self.required = bool(keys)
-        self._has_admin = any(client.admin for _, client in self._clients)
+        self._has_admin = any(client.admin for client in self._clients)
 
     def identify(self, scope: Scope) -> Client:
         """The sender of a request. Raises HttpError 401 if keys are required and none of them was sent."""
@@ -71,13 +72,8 @@ class Keys:
     def _find(self, scope: Scope) -> Client | None:
         if not self._clients:
             return None
-        headers = Headers(scope=scope)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = _digest(given.encode("latin-1", errors="replace"))
-        # Every digest is compared: the time taken reveals nothing about a key.
-        matching = [client for known, client in self._clients if hmac.compare_digest(digest, known)]
-        return matching[0] if matching and given else None
+        index = matching_index(self._digests, sent_key(Headers(scope=scope)))
+        return None if index is None else self._clients[index]
 
 
 def _names_address(host: str) -> bool:
@@ -94,8 +90,4 @@ def _client_of(key: ClientKey) -> Client:
 
 
 def _digest_of(key: ClientKey) -> bytes:
-    return bytes.fromhex(key.sha256) if key.sha256 is not None else _digest((key.key or "").encode())
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+    return bytes.fromhex(key.sha256) if key.sha256 is not None else digest_key(key.key or "")

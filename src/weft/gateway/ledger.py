@@ -62,9 +62,12 @@ class Ledger:
         self._clock = clock
         try:
             self._database = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+            # Before the first access, so that the lock of the first transaction stays until the file is closed.
+            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")  # a dead process loses nothing that was committed
-            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._database.execute("BEGIN EXCLUSIVE")
+            self._database.execute("COMMIT")
             self._database.executescript(SCHEMA)
             self._settle_left_over()
         except sqlite3.Error as error:

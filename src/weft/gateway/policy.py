@@ -53,9 +53,13 @@ class ReplicaViews(NamedTuple):
 
 
 class Policy(Protocol):
-    """Distributes requests over replicas. `reads_prefix`: `Fingerprint.prefix` and `.length` are used."""
+    """Distributes requests over replicas.
+
+    `reads_prefix`: `Fingerprint.prefix` and `.length` are used. `reads_session`: `Fingerprint.session` is.
+    """
 
     reads_prefix: bool
+    reads_session: bool
 
     def choose_replica(self, request: Fingerprint, replicas: ReplicaViews) -> int:
         """Index of the replica for `request`. There is at least one replica."""
@@ -65,7 +69,7 @@ class Policy(Protocol):
 class LeastConnections:
     """The replica with the fewest unfinished requests per weight; replicas with equal numbers take turns."""
 
-    reads_prefix = False
+    reads_prefix = reads_session = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -86,7 +90,7 @@ class LeastConnections:
 class RoundRobin:
     """All replicas in turn, regardless of their load; each as often as its weight says, spread evenly (as in nginx)."""
 
-    reads_prefix = False
+    reads_prefix = reads_session = False
 
     def __init__(self) -> None:
         self._next = 0
@@ -110,7 +114,7 @@ class RoundRobin:
 class RandomChoice:
     """Any replica, each with the probability of its weight."""
 
-    reads_prefix = False
+    reads_prefix = reads_session = False
 
     def __init__(self) -> None:
         self._random = Random("weft random")
@@ -122,7 +126,7 @@ class RandomChoice:
 class PowerOfTwo:
     """The less loaded one of two replicas that are drawn at random."""
 
-    reads_prefix = False
+    reads_prefix = reads_session = False
 
     def __init__(self) -> None:
         self._random = Random("weft power of two")
@@ -139,7 +143,7 @@ class Session:
     Rendezvous hashing: if a replica comes or goes, only the sessions that it gains or had change their replica.
     """
 
-    reads_prefix = False
+    reads_prefix, reads_session = False, True
 
     def __init__(self) -> None:
         self._sessionless = LeastConnections()
@@ -162,7 +166,7 @@ class Prefix:
     A replica is taken to have the KV of each prompt that it got lately: the map is approximate, and its memory bounded.
     """
 
-    reads_prefix = True
+    reads_prefix, reads_session = True, False
 
     def __init__(self) -> None:
         self._sent = PrefixMap()

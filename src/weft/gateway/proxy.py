@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
@@ -22,16 +22,22 @@ from weft.gateway.completion import PATHS, Completion
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
-from weft.gateway.fingerprint import fingerprint, model_of, read_fields
-from weft.gateway.fleet import Fleet
+from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields
+from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.paths import is_public
+from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_frame, error_response
+from weft.serving.joined import JOINED
 from weft.serving.sse import DONE, encode_event
 
+NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
+WATCH_AFTER_S = 0.02
+MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
 class Proxy:
@@ -73,11 +79,11 @@ class Proxy:
             return
         self.running.add(exchange)
         self.idle.clear()
-        watching = asyncio.create_task(_watch_client(exchange, receive))
+        watch = ClientWatch(exchange, receive)
         try:
             await self._serve(exchange, receive, send)
         finally:
-            watching.cancel()
+            watch.end()
             if exchange.attempt is not None:
                 exchange.attempt.close()
             self.running.discard(exchange)
@@ -88,10 +94,12 @@ class Proxy:
     def _note_end(self, exchange: Exchange) -> None:
         """Release what a request holds; count and log it."""
         self._release_body(exchange)
-        self.accounts.leave(exchange)
-        self.metrics.count(exchange)
-        if self.access_log is not None:
-            self.access_log.write(exchange.log_row())
+        try:
+            self.accounts.leave(exchange)
+        finally:
+            self.metrics.count(exchange)
+            if self.access_log is not None:
+                self.access_log.write(exchange.log_row())
 
     def _release_body(self, exchange: Exchange) -> None:
         """Forget the body of a request that goes to no other replica."""
@@ -110,18 +118,26 @@ class Proxy:
         """Receive the request as a whole, with what routing reads. Raises WeftError."""
         scope = exchange.scope
         exchange.client = client = self.keys.identify(scope)
+        self._check_path(exchange)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
         if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        exchange.body = await self.bodies.receive(Request(scope, receive))
+        exchange.body = await self.bodies.receive(scope, receive)
         exchange.bytes_in = len(exchange.body)
         fields = read_fields(exchange.body)
         if scope["method"] == "POST" and scope["path"] in PATHS:
-            exchange.completion = Completion(fields, exchange.body)
+            exchange.completion = Completion(fields, scope["path"])
             self._check_begun(exchange)
         exchange.model = model_of(fields)
-        exchange.fingerprint = fingerprint(fields, Headers(scope=scope), reads_prefix=self.fleet.policy.reads_prefix)
+        if len(exchange.model) > MODEL_CHARACTERS:
+            raise HttpError(
+                400,
+                f"model has {len(exchange.model)} characters; a name has at most {MODEL_CHARACTERS}",
+                code="model-name-too-long",
+                param="model",
+            )
+        exchange.fingerprint = self._fingerprint(exchange, fields)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
             raise HttpError(
                 403,
@@ -129,13 +145,32 @@ class Proxy:
                 code="model-not-allowed",
             )
         if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
-            raise HttpError(
-                404,
-                f"the model {exchange.model!r:.200} does not exist; GET /v1/models lists those that do",
-                code="model-not-found",
-                param="model",
-            )
+            raise unknown_model(exchange.model)
         self.accounts.enter(exchange)
+
+    def _fingerprint(self, exchange: Exchange, fields: RoutedFields) -> Fingerprint:
+        """The part of a request that the policy reads."""
+        policy = self.fleet.policy
+        if not policy.reads_prefix and not policy.reads_session:
+            return NOBODY
+        return fingerprint(fields, Headers(scope=exchange.scope), reads_prefix=policy.reads_prefix)
+
+    @property
+    def _open_to_all(self) -> bool:
+        """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
+        return not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
+
+    def _check_path(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
+        path: str = exchange.scope["path"]
+        raw_path: bytes = exchange.scope.get("raw_path", path.encode())
+        if not exchange.client.admin and not is_public(path, raw_path) and not self._open_to_all:
+            raise HttpError(
+                403,
+                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
+                "are open to all clients",
+                code="path-not-public",
+            )
 
     def _check_begun(self, exchange: Exchange) -> None:
         """Raise HttpError 403 for a client that must not say what a model has said.
@@ -143,8 +178,7 @@ class Proxy:
         Upstreams with keys would let the gateway do it, so it may be done by administrators only.
         """
         assert exchange.completion is not None
-        open_to_all = not self.keys.required and all(replica.key is None for replica in self.fleet.replicas.values())
-        if exchange.completion.begun and not open_to_all and not exchange.client.admin:
+        if exchange.completion.begins and not self._open_to_all and not exchange.client.admin:
             raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
@@ -170,7 +204,13 @@ class Proxy:
         headers = without(head.headers, HOP_BY_HOP)
         if isinstance(exchange.answer, WholeAnswer):
             headers = without(headers, LENGTH)  # it may change
-        await send({"type": "http.response.start", "status": head.status, "headers": headers})
+        joined = exchange.answer is None and bool(first) and exchange.method != b"HEAD"
+        await send({"type": "http.response.start", "status": head.status, "headers": headers, JOINED: joined})
+        if exchange.answer is None and self._last(exchange).at_end:
+            exchange.bytes_out += len(first)
+            self._note_complete(exchange, head)
+            await send({"type": "http.response.body", "body": first})
+            return
         ending = EventEnding(head)
         try:
             async with aclosing(self._pieces(exchange, first)) as pieces:
@@ -187,12 +227,16 @@ class Proxy:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": _error_event(exchange, error)})
         else:
-            attempt = self._last(exchange)
-            if head.status < 500:
-                attempt.succeed(self.fleet.clock())
-            attempt.close()  # before the client knows: its next request must find this one ended
-            exchange.outcome = "complete"
+            self._note_complete(exchange, head)
             await send({"type": "http.response.body", "body": b""})
+
+    def _note_complete(self, exchange: Exchange, head: ResponseHead) -> None:
+        """Note that all has been received. The client's next request must find this one ended."""
+        attempt = self._last(exchange)
+        if head.status < 500:
+            attempt.succeed(self.fleet.clock())
+        attempt.close()
+        exchange.outcome = "complete"
 
     async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
         """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
@@ -219,7 +263,12 @@ class Proxy:
                     answer.check()
                     if answer.progressed or not answer.continuable:
                         self._last(exchange).note_token()
+                    if not answer.continuable:
+                        self._last(exchange).pin()
                     piece = await self._last(exchange).read()
+                if shown := answer.finish():
+                    yield shown
+                answer.check()
                 answer.check_complete()
                 return
             except UpstreamError as error:
@@ -256,7 +305,7 @@ def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
     """The last event of a broken stream: the replica's own, if it sent one."""
     if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
         return exchange.answer.error_event
-    broken = HttpError(502, f"upstream {exchange.upstream}: {error}", code=error.code)
+    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
     return encode_event(error_frame(broken))
 
 
@@ -275,8 +324,23 @@ class EventEnding:
         return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
 
-async def _watch_client(exchange: Exchange, receive: Receive) -> None:
-    """Cancel the request once the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    exchange.leave()
+class ClientWatch:
+    """Cancels a request once the client has closed its connection. Short requests end before it begins."""
+
+    def __init__(self, exchange: Exchange, receive: Receive) -> None:
+        self._exchange, self._receive = exchange, receive
+        self._task: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+
+    def end(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._exchange.leave()

@@ -39,7 +39,7 @@ class Replica:
         self.movable: set[Attempt] = set()
         self.draining = False
         self.overflow = config.overflow
-        self.prefill_tok_s: float | None = None  # by the planner, as the replica reports, else as observed
+        self.prefill_tok_s: float | None = None  # by the planner, as the replica reports
         self.listed: dict[str, dict[str, Any]] | None = None
         self._aliases = config.aliases
         self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
@@ -122,11 +122,14 @@ class Replica:
 
 
 class Attempt:
-    """One request at one replica, from here until `close`. If not `counted` it is the gateway's own, not a client's."""
+    """One request at one replica, from here until `close`.
 
-    def __init__(self, replica: Replica, *, counted: bool = True, tokens: int = 0) -> None:
+    If not `counted` it is the gateway's own, not a client's. `probes`: it may find that an ill replica has recovered.
+    """
+
+    def __init__(self, replica: Replica, *, counted: bool = True, probes: bool = False, tokens: int = 0) -> None:
         self.replica, self.tokens = replica, tokens
-        self._probe = replica.breaker.begin()
+        self._probe = probes and replica.breaker.begin()
         self._connection: UpstreamConnection | None = None
         self._failure: UpstreamError | None = None
         self._closed = self._failed = False
@@ -163,20 +166,29 @@ class Attempt:
         assert self._connection is not None
         return await self._connection.read()
 
+    @property
+    def at_end(self) -> bool:
+        """True if all of the response has been read."""
+        return self._connection is not None and self._connection.at_end
+
     def note_begun(self, limit_s: float, *, movable: bool) -> None:
         """Note that the response has begun; from here on at most `limit_s` seconds may pass without a byte."""
         assert self._connection is not None
         if not movable:
-            self.replica.movable.discard(self)
+            self.pin()
         self._connection.limit_gaps(limit_s)
+
+    def pin(self) -> None:
+        """Note that no other replica can take the request over."""
+        self.replica.movable.discard(self)
 
     def note_token(self) -> None:
         """Note that the replica has begun to answer."""
         self.replica.unanswered.discard(self)
 
     def fail(self, now: float, reason: str) -> None:
-        """Count the attempt as a failure of its replica, once."""
-        if self._failed:
+        """Count the attempt as a failure of its replica, once; after `close` it is none."""
+        if self._failed or self._closed:
             return
         self._failed = True
         breaker = self.replica.breaker

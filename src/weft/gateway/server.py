@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 from weft.errors import ConfigError, error_reason
 from weft.gateway.access_log import AccessLog
-from weft.gateway.accounts import Accounts, price_of
+from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch, check_forever
@@ -22,6 +22,7 @@ from weft.gateway.keys import Keys
 from weft.gateway.ledger import Ledger
 from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.policy import POLICIES
+from weft.gateway.prices import price_of
 from weft.gateway.proxy import Proxy
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
@@ -84,11 +85,18 @@ def create_accounts(config: GatewayConfig, keys: Sequence[ClientKey]) -> Account
     """The accounts of a configuration. Raises ConfigError for quotas without a ledger, and for an unknown price."""
     if config.ledger is None and any(key.quota is not None for key in keys):
         raise ConfigError("quota of a key needs a file as ledger, which remembers it", code="quota-without-ledger")
+    weighted = next((key.name for key in keys if key.weight is not None), None)
+    if config.concurrent is None and weighted is not None:
+        raise ConfigError(
+            f"weight of the key {weighted!r} is its share of the gateway's requests at once; give that number, as in "
+            "concurrent: 64, or leave weight out",
+            code="weight-without-limit",
+        )
     for upstream in config.upstreams:
         for model in (upstream.aliases or {}).values():
             price_of(upstream, model, 1000, 1000)
     ledger = Ledger(config.ledger) if config.ledger is not None else None
-    return Accounts(keys, ledger, config.budget)
+    return Accounts(keys, ledger, config.budget, config.concurrent)
 
 
 def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -> None:

@@ -17,12 +17,14 @@ HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pa
 class UpstreamError(WeftError):
     """A request without a complete response.
 
-    `sent`: the upstream may have begun to work on it. `stalled`: it took too long.
+    `sent`: the upstream may have begun to work on it, and may charge for it. `stalled`: it took too long. `upstream`:
+    name of the upstream; "" for the one that was asked last.
     """
 
     def __init__(self, message: str, *, code: str, sent: bool = True, stalled: bool = False) -> None:
         super().__init__(message, code=code)
         self.sent, self.stalled = sent, stalled
+        self.upstream = ""
 
 
 class ResponseHead(NamedTuple):
@@ -75,6 +77,11 @@ class UpstreamConnection(asyncio.Protocol):
     def open(self) -> bool:
         """True if a request can be sent."""
         return not self._lost and self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def at_end(self) -> bool:
+        """True if the response is complete, and all of it has been read."""
+        return self._complete and not self._pieces
 
     @property
     def reusable(self) -> bool:
@@ -196,7 +203,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = ResponseHead(status, self._headers)
         if self._method == b"HEAD":  # there is no body, whatever the headers announce
             self._complete = True
-            self._stop_timer()
         self._wake()
 
     def on_body(self, data: bytes) -> None:
@@ -211,7 +217,6 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._complete = True
         self._keep = self._framed and bool(self._parser.should_keep_alive())
-        self._stop_timer()
         self._wake()
 
     # Waiting
@@ -229,17 +234,23 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _limit(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._stop_timer()
-        if limit_s and not self._complete:
-            self._deadline = self._loop.time() + limit_s
+        if not limit_s or self._complete:
+            self._deadline = 0.0
+            return
+        self._deadline = self._loop.time() + limit_s
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._stop_timer()
             self._timer = self._loop.call_at(self._deadline, self._expire)
 
     def _extend(self) -> None:
-        """Count the limit anew. The timer looks at the deadline when it fires: this costs no timer for each piece."""
-        if self._head is not None:
+        """Count the limit anew. The timer looks at the deadline when it fires: no piece or request has its own."""
+        if self._head is not None and self._deadline:
             self._deadline = self._loop.time() + self._limit_s
 
     def _expire(self) -> None:
+        self._timer = None
+        if self._complete or not self._deadline:
+            return
         if self._paused:  # it is the client that is slow
             self._deadline = self._loop.time() + self._limit_s
         if self._loop.time() < self._deadline:

@@ -48,16 +48,22 @@ class GpuPosition(NamedTuple):
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
     """Nodes and their network: `network_Bps` is bytes per second from one node to another. `price` is dollars for one
-    GPU and hour, None if unknown."""
+    GPU and hour, None if unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
 
     nodes: tuple[Node, ...]
     network_Bps: float
     price: float | None = None
+    cpu: GpuSpec | None = None
 
     @cached_property
     def gpus(self) -> tuple[GpuSpec, ...]:
         """The GPUs of all nodes, node by node."""
         return tuple(gpu for node in self.nodes for gpu in node.gpus)
+
+    @cached_property
+    def devices(self) -> tuple[GpuSpec, ...]:
+        """The GPUs, and behind them the CPU that may run layers, too."""
+        return self.gpus if self.cpu is None else (*self.gpus, self.cpu)
 
     @property
     def on_cpu(self) -> bool:
@@ -66,8 +72,21 @@ class Cluster(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def gpu_positions(self) -> tuple[GpuPosition, ...]:
-        """Position of each GPU, in the order of `gpus`."""
-        return tuple(position for number, node in enumerate(self.nodes) for position in _positions(number, node))
+        """Position of each device, in the order of `devices`; the CPU's is behind the PCIe links of the GPUs."""
+        own = tuple(position for number, node in enumerate(self.nodes) for position in _positions(number, node))
+        return own if self.cpu is None else (*own, GpuPosition(0, "pcie", None))
+
+    def beside(self, cpu: GpuSpec) -> Cluster:
+        """These GPUs, and the CPU of their host beside them, behind their PCIe links. Raises ConfigError for several
+        nodes."""
+        if len(self.nodes) > 1:
+            raise ConfigError(
+                f"the CPU beside GPUs is that of one machine, and there are {len(self.nodes)} nodes: leave cpu out of "
+                "--max-memory and --device-map, or plan for one of them",
+                code="cpu-beside-several-nodes",
+            )
+        pcie_Bps = max(gpu.pcie_Bps for gpu in self.gpus)
+        return msgspec.structs.replace(self, cpu=msgspec.structs.replace(cpu, pcie_Bps=pcie_Bps))
 
     def with_gpus(self, gpus: Sequence[GpuSpec]) -> Cluster:
         """The same nodes with these GPUs in them, node by node."""

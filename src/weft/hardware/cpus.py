@@ -12,6 +12,7 @@ import msgspec
 
 from weft.formats.schemes import SCHEMES, Scheme
 from weft.hardware.cpu import TOKENS, CpuSpeed, KernelSpeed, ProductSpeed
+from weft.hardware.gpus import GpuSpec
 
 # Schemes whose products stand for all schemes with as many bits: 16 (no scheme), 8 and 4.
 HELD: tuple[Scheme | None, ...] = (None, SCHEMES["Q8_0"], SCHEMES["Q4_1"])
@@ -36,6 +37,30 @@ class _CpuPrior(msgspec.Struct, frozen=True, kw_only=True):
     attention: float
     rows: float
     source: str
+
+
+# The CPU of a host whose GPUs are described and whose CPU is not: eight channels of DDR4-3200, of whose 205 GB/s three
+# quarters are reached, and 32 cores with AVX2 at 2.5 GHz, of whose 2.6 TFLOPS half are reached in 32 bits. Estimates.
+TYPICAL = CpuSpeed(bandwidth_Bps=150e9, fp32_flops=1.3e12)
+TYPICAL_FEATURES = ("avx2", "fma")
+TYPICAL_BYTES = 256 << 30
+
+
+def typical_cpu() -> GpuSpec:
+    """The CPU of a host that nobody has described: an estimate for a server of 2021."""
+    return GpuSpec(
+        kind="cpu",
+        name="a typical CPU",
+        memory_bytes=TYPICAL_BYTES,
+        bandwidth_Bps=TYPICAL.bandwidth_Bps,
+        flops=dict.fromkeys(("fp32", "bf16", "fp16"), TYPICAL.fp32_flops),
+        nvlink_Bps=0.0,
+        pcie_Bps=0.0,
+        capability=(0, 0),
+        per_node=1,
+        source="an estimate: eight channels of DDR4-3200, 32 cores with AVX2",
+        kernels=expected_kernel_speed(TYPICAL_FEATURES, TYPICAL),
+    )
 
 
 @cache

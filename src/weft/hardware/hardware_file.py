@@ -137,7 +137,7 @@ class _Kernels(_Fields, frozen=True, kw_only=True):
 
 
 class _Cpu(_Fields, frozen=True, kw_only=True):
-    """The CPU of a machine without GPUs; `memory` is the free memory."""
+    """The CPU of a machine, for layers that are put on it, or without GPUs for all; `memory` is the free memory."""
 
     name: str = "CPU"
     memory: Bytes
@@ -164,7 +164,7 @@ class _Cpu(_Fields, frozen=True, kw_only=True):
 
 
 class _Node(_Fields, frozen=True, kw_only=True):
-    """`count` equal machines, with GPUs or a CPU."""
+    """`count` equal machines, with GPUs or a CPU, or with the CPU that layers may run on beside the GPUs."""
 
     count: Count = 1
     link: Literal["nvlink", "pcie"] | None = None
@@ -178,9 +178,9 @@ class _Node(_Fields, frozen=True, kw_only=True):
 
     def node(self) -> Node:
         """Describe one of these machines. Raises ConfigError for what cannot be in one machine, or be joined."""
-        if bool(self.cpu) == bool(self.gpus):
-            raise ConfigError("a node needs either gpus or a cpu, not both", code="node-needs-gpus-or-cpu")
-        if self.cpu:
+        if not self.cpu and not self.gpus:
+            raise ConfigError("a node needs gpus, a cpu, or both", code="node-needs-gpus-or-cpu")
+        if self.cpu and not self.gpus:
             return Node((self.cpu.spec(),), "memory")
         gpus = [gpu for entry in self.gpus for gpu in [entry.spec()] * entry.count]
         words = "+".join(f"{entry.count}x{entry.name}" for entry in self.gpus)
@@ -227,7 +227,8 @@ class _File(_Fields, frozen=True, kw_only=True):
                 code="cpu-node-among-others",
             )
         network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
-        return Cluster(tuple(nodes), network, self.price)
+        cluster, cpu = Cluster(tuple(nodes), network, self.price), self.nodes[0].cpu
+        return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
 
 
 # msgspec's words and a user's, replaced in this order.

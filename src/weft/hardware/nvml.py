@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -63,10 +64,24 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, other_or
     """
     if visible is not None and not visible.strip():
         return DriverReport()
+    with open_nvml() as nvml:
+        if nvml is None:
+            return DriverReport()
+        try:
+            return NvmlSession(nvml, root).report(visible, other_order)
+        except nvml.NVMLError as error:
+            _warn_no_driver(error)
+            return DriverReport()
+
+
+@contextmanager
+def open_nvml() -> Iterator[Any]:
+    """The module pynvml with an open session, or None without a driver."""
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver; spare the import
-        return DriverReport()
+        yield None
+        return
     import pynvml as nvml
 
     try:
@@ -74,18 +89,24 @@ def probe_driver(visible: str | None = None, root: Path = Path("/"), *, other_or
     except nvml.NVMLError as error:
         if error.value != nvml.NVML_ERROR_DRIVER_NOT_LOADED:  # a library without a loaded driver is no fault
             _warn_no_driver(error)
-        return DriverReport()
+        yield None
+        return
     try:
-        return NvmlSession(nvml, root).report(visible, other_order)
-    except nvml.NVMLError as error:
-        _warn_no_driver(error)
-        return DriverReport()
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
 
 def _warn_no_driver(error: Exception) -> None:
     logger.warning("NVIDIA's driver does not answer, so no GPU is used: %s", error)
+
+
+def ask_driver(nvml: Any, question: Callable[..., T], *arguments: Any, default: T) -> T:
+    """The driver's answer, or the default if the driver or the card has none."""
+    try:
+        return question(*arguments)
+    except nvml.NVMLError:
+        return default
 
 
 class NvmlSession:
@@ -124,10 +145,7 @@ class NvmlSession:
 
     def ask(self, question: Callable[..., T], *arguments: Any, default: T) -> T:
         """The driver's answer, or the default if the driver or the card has none."""
-        try:
-            return question(*arguments)
-        except self.nvml.NVMLError:
-            return default
+        return ask_driver(self.nvml, question, *arguments, default=default)
 
     def gpus(self, number: int, board: Any) -> Iterator[Gpu]:
         """The GPU with this number, or its slices under MIG."""

@@ -21,11 +21,11 @@ from weft.architectures.shape import LatentAttention
 from weft.kernels.base import AttentionShape, KVCache
 from weft.kernels.batch import Batch, Lengths
 from weft.kernels.warm import KernelLaunch
+from weft.plan.memory import EXPANDED_BYTES
 
 if TYPE_CHECKING:
     from weft.kernels.base import Kernels
 
-EXPANDED_BYTES = 64 << 20  # of a row's keys and values that are expanded at once, unless one head has more
 EXPANDED_BLOCK = 8  # positions of a block of expanded keys and values
 
 
@@ -176,9 +176,12 @@ def attend_expanded(
     for first in range(0, dims.heads, step):
         heads = slice(first, min(first + step, dims.heads))
         keys, values = products.expand(latents, heads)
-        values = torch.nn.functional.pad(values, (0, keys.shape[2] - values.shape[2]))
+        own = q[:, heads].contiguous()
+        # Attention takes queries, keys and values of one length.
+        width = max(keys.shape[2], values.shape[2])
+        own, keys, values = (torch.nn.functional.pad(x, (0, width - x.shape[2])) for x in (own, keys, values))
         keys, values = (x.unflatten(0, (-1, EXPANDED_BLOCK)) for x in (keys, values))
-        mixed = kernels.attention.attend(q[:, heads].contiguous(), KVCache(keys, values), part, scale, None)
+        mixed = kernels.attention.attend(own, KVCache(keys, values), part, scale, None)
         mixed = mixed.view(len(out), heads.stop - first, -1)[..., : dims.value_dim]
         out.view(len(out), dims.heads, -1)[:, heads] = mixed
     kernels.attention.prepare(batch)

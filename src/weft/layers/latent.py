@@ -31,8 +31,7 @@ class LatentAttentionBlock:
             self.q_up = weights.column_linear("attention.q_up")
         self.kv_down = weights.column_linear("attention.kv_down")
         self.kv_norm = LatentNorm(weights.norm("attention.kv_norm").weight, spec.norm_eps)
-        dims = LatentDims(self.q_heads, spec.kv_lora_rank, spec.rope_dim, spec.nope_dim, spec.v_dim)
-        self.kv_up = weights.latent_products("attention.kv_up", dims)
+        self.kv_up = weights.latent_products("attention.kv_up", LatentDims.of(spec, self.q_heads))
         self.out = weights.row_linear("attention.out")
 
     def __call__(self, x: torch.Tensor, cache: KVCache, batch: Batch) -> torch.Tensor:

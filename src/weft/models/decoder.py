@@ -234,6 +234,5 @@ def fuse_runs(layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> 
         members = list(group)
         stage = None if key is None else kernels.fuse_layers([fused for _, fused in members if fused], comm)
         run = [layer for layer, _ in members]
-        loop = LayerLoop(run, comm, kernels)
-        runs.append(loop if stage is None else FusedLayers(run, stage, loop))
+        runs.append(LayerLoop(run, comm, kernels) if stage is None else FusedLayers(run, stage))
     return runs

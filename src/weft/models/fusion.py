@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LatentAttention, LayerSpec, Mixer
 from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
 from weft.kernels.batch import Batch
-from weft.kernels.latents import LatentNorm, long_rows
+from weft.kernels.latents import LatentNorm
 from weft.layers.attention import AttentionBlock
 from weft.layers.experts import ExpertsBlock
 from weft.layers.latent import LatentAttentionBlock
@@ -21,23 +21,13 @@ if TYPE_CHECKING:
 
 
 class FusedLayers:
-    """Consecutive layers with one rotary embedding that run as one call of the kernels.
+    """Consecutive layers with one rotary embedding that run as one call of the kernels."""
 
-    Fused latent attention has the absorbed form only: steps with rows that are expanded go through `one_by_one`.
-    """
-
-    def __init__(
-        self, layers: Sequence[DecoderLayer], stage: FusedStage, one_by_one: Callable[..., torch.Tensor]
-    ) -> None:
-        self.layers, self._stage, self._one_by_one = layers, stage, one_by_one
-        mixer = layers[0].mixer
-        self._rope = mixer.rope
-        self._longest = mixer.kv_up.dims.expands_from if isinstance(mixer, LatentAttentionBlock) else None
+    def __init__(self, layers: Sequence[DecoderLayer], stage: FusedStage) -> None:
+        self.layers, self._stage, self._rope = layers, stage, layers[0].mixer.rope
 
     def __call__(self, residual: torch.Tensor, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run all layers: [T, hidden] -> [T, hidden], in place. `caches` has one KV cache per layer."""
-        if self._longest is not None and long_rows(batch, self._longest):
-            return self._one_by_one(residual, caches, batch)
         return self._stage(residual, self._rope.angles, caches, batch)
 
     def serve_others(self, group_tokens: Sequence[int]) -> None:

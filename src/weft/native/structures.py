@@ -108,7 +108,7 @@ class LatentDescriptor(ctypes.Structure):
         ("projection", LatentProjectionDescriptor),
         *((name, MatrixDescriptor) for name in ("q_down", "kv_down")),
         *((name, POINTER) for name in ("q_norm", "kv_norm")),
-        ("interleaved", SIZE),
+        *((name, SIZE) for name in ("interleaved", "expands_from", "expanded_bytes")),
         *((name, REAL) for name in ("q_eps", "kv_eps")),
     )
 

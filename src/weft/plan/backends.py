@@ -223,6 +223,11 @@ def kernel_family(backend: str, *, on_cpu: bool) -> str:
     return ATTENTION_BACKENDS[backend].rest
 
 
+def runs_on_gpus(backend: str) -> bool:
+    """Return True for a backend that needs GPUs."""
+    return backend != "auto" and ATTENTION_BACKENDS[backend].runs_on == "gpu"
+
+
 def against_fused_experts(family: str, spec: Experts) -> str | None:
     """Reason that the kernels of a family (see `kernel_family`) compute experts one by one, on a GPU without CUDA
     graphs; None if they compute all experts at once. Schemes of weights make no difference."""
@@ -298,6 +303,7 @@ def kv_cache_dtype(config: EngineConfig, shape: ModelShape, host: Host, devices:
     requested = config.kv_cache_dtype
     if requested == "auto":
         return "auto"
-    if reason := no_narrow_cache(requested, [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)], shape):
+    cards = () if "cpu" in devices else [(gpu.name, gpu.capability) for gpu in host.gpus_of(devices)]
+    if reason := no_narrow_cache(requested, cards, shape):
         raise ConfigError(reason, code="kv-cache-dtype-not-supported")
     return "fp8"

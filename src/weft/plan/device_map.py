@@ -53,13 +53,11 @@ class AvailableDevices(msgspec.Struct, frozen=True, kw_only=True):
 
     - `gpus`: numbers of the GPUs that may be used; `left_out`: those that --max-memory leaves out.
     - `nbytes`: bytes of a part of the model as it is to be stored.
-    - `fetch_Bps`: bytes per second that a GPU reads of the host's memory; None if not known.
     """
 
     gpus: Collection[int]
     nbytes: Callable[[PipelineUnit], int]
     left_out: Collection[int] = ()
-    fetch_Bps: float | None = None
 
 
 def parse_device(value: object, about: str = "the model") -> Device:
@@ -83,7 +81,7 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     """Turn a device map into the pipeline that it describes.
 
     Raises ConfigError, in one line, for a map that leaves a part out, splits a layer, names an unknown module or
-    device, or puts some but not all parts off the GPUs.
+    device, or puts parts on disk. Whole layers may be on cpu beside GPUs.
     """
     devices = {module: parse_device(value, _label(module)) for module, value in device_map.items()}
     if not devices:
@@ -94,7 +92,7 @@ def map_to_stages(shape: ModelShape, device_map: Mapping[str, object], available
     _check_modules(shape, devices)
     _check_devices(devices, available)
     placed = _place_units(shape, devices)
-    _check_off_gpu(placed, available)
+    _check_disk(placed, available)
     _check_ends(shape, placed)
     layers = [device for unit, device in placed if unit.kind == "layer"]
     runs = [(device, len(list(run))) for device, run in groupby(layers)]
@@ -249,33 +247,17 @@ def _nearest_module(name: str, devices: Mapping[str, Device]) -> tuple[int, str]
     return None
 
 
-def _check_off_gpu(placed: Sequence[Placed], available: AvailableDevices) -> None:
-    """Raise ConfigError for parts off the GPUs, unless the whole model is on the CPU."""
-    off = [(unit, device) for unit, device in placed if device in OFF_GPU]
-    if off and any(device != "cpu" for _, device in placed):
-        raise _off_gpu_error(off, available)
-
-
-def _off_gpu_error(off: Sequence[Placed], available: AvailableDevices) -> ConfigError:
-    size = sum(available.nbytes(unit) for unit, _ in off)
-    where = " and ".join(sorted({str(device) for _, device in off}))
-    puts = f"--device-map puts {_listed([unit.name for unit, _ in off])}, {format_bytes(size)}, on {where}"
-    on_disk = sum(available.nbytes(unit) for unit, device in off if device == "disk")
-    from_disk = f"{on_disk / DISK_BPS:.2g} s from a disk of {DISK_BPS / 1e9:.0f} GB/s"
-    if not available.gpus:
-        return ConfigError(
-            f"{puts}; every token would take {from_disk}: Weft keeps all weights in memory, put them on cpu",
-            code="map-to-disk",
-        )
-    cost = "would be fetched for every token"
-    if available.fetch_Bps:
-        cost += f", {size / available.fetch_Bps:.2g} s at the {available.fetch_Bps / 1e9:.0f} GB/s of PCIe"
-    if on_disk:
-        cost += f", {from_disk}"
-    return ConfigError(
-        f"{puts}: that {cost}, so Weft runs no layers off the GPUs; spread them with --device-map balanced, or take "
-        "more GPUs or a checkpoint of fewer bits",
-        code="map-off-gpu",
+def _check_disk(placed: Sequence[Placed], available: AvailableDevices) -> None:
+    """Raise ConfigError for parts on disk, with the seconds that each token would wait for them."""
+    units = [unit for unit, device in placed if device == "disk"]
+    if not units:
+        return
+    size = sum(available.nbytes(unit) for unit in units)
+    raise ConfigError(
+        f"--device-map puts {_listed([unit.name for unit in units])}, {format_bytes(size)}, on disk; every token would "
+        f"take {size / DISK_BPS:.2g} s from a disk of {DISK_BPS / 1e9:.0f} GB/s: Weft keeps all weights in memory, put "
+        "them on cpu",
+        code="map-to-disk",
     )
 
 

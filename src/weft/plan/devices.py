@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.formatting import join_commas
 from weft.hardware.host import Host
 from weft.plan.split import split
 
@@ -27,13 +27,14 @@ def device_kind(config: EngineConfig, host: Host) -> str:
 def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps: Mapping[str, int]) -> tuple[str, ...]:
     """Device of each rank, "cpu" or "cuda:N"; with `caps` (from --max-memory) only capped devices are used.
 
-    `device_ids` may name a GPU twice: the ranks on it then share its memory. Raises ConfigError for wrong device_ids,
-    PlanError for too few GPUs.
+    `device_ids` may name a GPU twice: the ranks on it then share its memory. Beside GPUs it may name the CPU for whole
+    stages of a pipeline. Raises ConfigError for wrong device_ids, PlanError for too few GPUs.
     """
     if device == "cpu":
         if config.device_ids is not None:
             raise ConfigError(
-                f"device_ids {join_commas(config.device_ids)} names GPUs, but the ranks run on the CPU; leave it out",
+                f"device_ids {','.join(map(str, config.device_ids))} names GPUs, but the ranks run on the CPU; leave "
+                "it out",
                 code="device-ids-on-cpu",
             )
         return ("cpu",) * ranks
@@ -46,11 +47,22 @@ def rank_devices(config: EngineConfig, host: Host, device: str, ranks: int, caps
             code="device-ids-not-per-rank",
         )
     for number in ids:
-        if not 0 <= number < visible:
+        if number != "cpu" and not 0 <= number < visible:
             raise ConfigError(
                 f"device_ids names GPU {number}; visible here are 0 to {visible - 1}", code="device-ids-beyond-gpus"
             )
-    return tuple(f"cuda:{number}" for number in ids)
+    return tuple("cpu" if number == "cpu" else f"cuda:{number}" for number in ids)
+
+
+def check_beside_cpu(devices: Sequence[str], stages: int) -> None:
+    """Raise ConfigError unless a CPU beside GPUs has whole stages of one pipeline."""
+    if len(set(devices)) > 1 and "cpu" in devices and len(devices) != stages:
+        raise ConfigError(
+            f"the CPU beside GPUs takes whole layers, a stage of one pipeline, and {len(devices)} ranks in {stages} "
+            f"{'stage' if stages == 1 else 'stages'} share layers or experts: leave tensor, data and expert "
+            "parallelism out, or the CPU",
+            code="cpu-beside-other-cut",
+        )
 
 
 def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int, ...]:
@@ -73,16 +85,30 @@ def _default_gpus(host: Host, ranks: int, caps: Mapping[str, int]) -> tuple[int,
     return ids
 
 
-def rank_cores(host: Host, ranks: int) -> tuple[tuple[int, ...], ...]:
+def rank_cores(host: Host, devices: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """CPU numbers of each rank: this host's cores divided among its ranks, neighbours together.
 
-    With more ranks than cores, each rank gets one core in turn. OMP_NUM_THREADS limits a rank's threads and not its
-    cores: otherwise engines side by side would all be bound to the first few.
+    Beside ranks on the CPU, one on a GPU gets one core. With more ranks than cores, each rank gets one core in turn.
+    OMP_NUM_THREADS limits a rank's threads and not its cores: otherwise engines side by side would all be bound to the
+    first few.
     """
-    cores = host.cores
+    cores, ranks = host.cores, len(devices)
     if ranks > len(cores):
         return tuple((cores[rank % len(cores)],) for rank in range(ranks))
-    return tuple(cores[part.start : part.stop] for part in split(len(cores), [1.0] * ranks, minimum=1))
+    if len(set(devices)) > 1 and "cpu" in devices:
+        computing = devices.count("cpu")
+        shares = iter(split(len(cores) - (ranks - computing), [1.0] * computing, minimum=1))
+        counts = [len(next(shares)) if device == "cpu" else 1 for device in devices]
+    else:
+        counts = [len(part) for part in split(len(cores), [1.0] * ranks, minimum=1)]
+    ends = list(accumulate(counts, initial=0))
+    return tuple(cores[start:end] for start, end in pairwise(ends))
+
+
+def rank_uuids(host: Host, devices: Sequence[str]) -> tuple[str, ...]:
+    """The driver's id of each rank's GPU, "" for the CPU beside them; () if no rank has a GPU."""
+    uuids = {f"cuda:{gpu.index}": gpu.uuid for gpu in host.gpus}
+    return tuple(uuids.get(name, "") for name in devices) if set(devices) != {"cpu"} else ()
 
 
 def utilization(config: EngineConfig, host: Host, devices: Sequence[str], caps: Mapping[str, int]) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
-from weft.plan.devices import device_kind, rank_cores, rank_devices, utilization
+from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
 from weft.plan.places import column_unit, cut_places
@@ -77,6 +77,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     ranks = len(weights) * len(stages) * experts.data_parallel
     caps = device_caps(config.max_memory, len(host.gpus), on_cpu=device == "cpu", ids=config.device_ids)
     devices = rank_devices(config, host, device, ranks, caps)
+    check_beside_cpu(devices, len(stages))
     dtype = compute_dtype(config, checkpoint, host, devices)
     cache_dtype = kv_cache_dtype(config, shape, host, devices)
     spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
@@ -104,8 +105,8 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         schemes=schemes,
         places=places,
         devices=named_devices(*devices),
-        uuids=tuple(gpu.uuid for gpu in host.gpus_of(devices)),
-        cores=rank_cores(host, ranks),
+        uuids=rank_uuids(host, devices),
+        cores=rank_cores(host, devices),
         max_threads=host.threads,
         max_model_len=model_length(config, shape),
         max_model_len_given=config.max_model_len is not None,

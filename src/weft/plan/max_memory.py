@@ -86,12 +86,12 @@ def check_caps(caps: Caps, count: int) -> None:
 
 
 def device_caps(
-    max_memory: Mapping[int | str, int | str] | None, gpus: int, *, on_cpu: bool, ids: Sequence[int] | None = None
+    max_memory: Mapping[int | str, int | str] | None, gpus: int, *, on_cpu: bool, ids: Sequence[int | str] | None = None
 ) -> dict[str, int]:
     """Cap in bytes of each device that ranks may run on, by the engine's device name; {} without --max-memory.
 
-    `gpus` is the number of GPUs, `ids` those of --device-ids. Raises ConfigError as `check_caps` does, for one of `ids`
-    that is left out, and for caps of GPUs if the ranks run on the CPU.
+    `gpus` is the number of GPUs, `ids` those of --device-ids, which may name the CPU beside them. Raises ConfigError as
+    `check_caps` does, for one of `ids` that is left out, and for caps of GPUs if the ranks run on the CPU.
     """
     if max_memory is None:
         return {}
@@ -99,7 +99,8 @@ def device_caps(
     if not on_cpu:
         check_caps(caps, gpus)
         _check_device_ids(caps, ids or ())
-        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit}
+        beside = {"cpu": caps.cpu} if caps.cpu is not None and "cpu" in (ids or ()) else {}
+        return {f"cuda:{number}": limit for number, limit in sorted(caps.gpus.items()) if limit} | beside
     if caps.gpus:
         raise ConfigError(
             f"--max-memory names GPU {min(caps.gpus)}, and the ranks run on the CPU; that is capped as in cpu=8GB",
@@ -108,9 +109,9 @@ def device_caps(
     return {} if caps.cpu is None else {"cpu": caps.cpu}
 
 
-def _check_device_ids(caps: Caps, ids: Sequence[int]) -> None:
+def _check_device_ids(caps: Caps, ids: Sequence[int | str]) -> None:
     for number in ids:
-        if not caps.gpus.get(number):
+        if isinstance(number, int) and not caps.gpus.get(number):
             raise ConfigError(
                 f"--device-ids names GPU {number}, which --max-memory leaves out; add {number}=40GB",
                 code="device-ids-outside-max-memory",
@@ -118,7 +119,8 @@ def _check_device_ids(caps: Caps, ids: Sequence[int]) -> None:
 
 
 def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
-    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0.
+    """Set the caps as limits of the cluster's devices; a GPU without a cap gets a limit of 0. Beside GPUs a CPU
+    without a cap is as if it were not there.
 
     Raises ConfigError as `check_caps` does.
     """
@@ -129,4 +131,5 @@ def cap_cluster(cluster: Cluster, caps: Caps) -> Cluster:
         if limit is not None and limit >= device.memory_bytes:
             limit = None  # a cap above the device's memory is no limit
         capped.append(msgspec.structs.replace(device, limit_bytes=limit))
-    return cluster.with_gpus(capped)
+    cpu = msgspec.structs.replace(cluster.cpu, limit_bytes=caps.cpu) if cluster.cpu and caps.cpu else None
+    return msgspec.structs.replace(cluster.with_gpus(capped), cpu=cpu)

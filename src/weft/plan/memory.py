@@ -19,6 +19,9 @@ HIDDEN_COPIES = 3  # residual, norm and output
 FFN_COPIES = 3  # gate, up and their product
 LOGITS_BYTES = 2 * 4  # float32, twice: as computed and as sampled from
 CPU_RUNTIME_BYTES = 500 << 20  # resident memory of torch and its libraries in a rank: 0.4 to 0.6 GB measured
+EXPANDED_BYTES = (
+    64 << 20
+)  # of a context's keys and values that latent attention expands at once, unless a head has more
 SCORED_POSITIONS = 64  # positions whose logits are held at once for a request that wants its prompt's logprobs
 
 
@@ -44,12 +47,20 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_bytes(
-    shape: ModelShape, place: Place, tokens: int, sequences: int, number_bytes: int, *, draft_tokens: int = 0
+    shape: ModelShape,
+    place: Place,
+    tokens: int,
+    sequences: int,
+    number_bytes: int,
+    *,
+    draft_tokens: int = 0,
+    context: int = 0,
 ) -> int:
     """Estimate the bytes that a step of our engine needs beside weights and KV cache, if they cannot be measured.
 
     Counted are the widest point of a layer for each of `tokens` tokens and, on the output rank, the logits held at
-    once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt.
+    once: one row for each of `sequences` and each of its `draft_tokens`, or SCORED_POSITIONS rows of a prompt. With
+    latent attention, so is the `context` of a prompt that is expanded.
     """
     attention = _attention_width(shape, place)
     feed_forward = FFN_COPIES * len(place.ffn)
@@ -60,7 +71,25 @@ def step_bytes(
         feed_forward = max(feed_forward, place.dp_size * shape.experts.top_k * routed)
     width = HIDDEN_COPIES * shape.hidden + max(attention, feed_forward)
     rows = min(tokens, max(SCORED_POSITIONS, sequences * (1 + draft_tokens))) if place.samples else 0
-    return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab
+    expanded = expanded_bytes(shape, place, context, number_bytes)
+    return tokens * width * number_bytes + LOGITS_BYTES * rows * shape.vocab + expanded
+
+
+def expanded_bytes(shape: ModelShape, place: Place, context: int, number_bytes: int) -> int:
+    """Bytes that latent attention takes while it reads a prompt with so many tokens before it; 0 for other attention.
+
+    The latents of the context are copied out of the cache, twice while they are padded. Then as many heads as fit into
+    EXPANDED_BYTES, or one, have their keys and values projected from them, both are copied to whole keys, and values
+    are padded to the keys' length.
+    """
+    latent = shape.latent
+    if latent is None:
+        return 0
+    head = context * (latent.head_dim + latent.v_dim) * number_bytes
+    heads = max(1, min(len(place.q_heads), EXPANDED_BYTES // max(1, head)))
+    projected = latent.nope_dim + latent.v_dim
+    copied = 2 * max(latent.head_dim, latent.v_dim)
+    return context * number_bytes * (2 * latent.latent_dim + heads * (projected + copied))
 
 
 def _attention_width(shape: ModelShape, place: Place) -> int:

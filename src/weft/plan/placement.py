@@ -121,7 +121,9 @@ def apply_device_map(config: EngineConfig, shape: ModelShape, host: Host, precis
         config,
         device_map=None,
         device="cuda" if numbers else "cpu",
-        device_ids=numbers or None,
+        device_ids=tuple(device if isinstance(device, int) else "cpu" for device in stages.devices)
+        if numbers
+        else None,
         pipeline_split=stages.layers,
     )
 

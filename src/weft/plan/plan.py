@@ -10,6 +10,7 @@ import msgspec
 from weft.architectures.kv import KVLayout, kv_layout, kv_specs
 from weft.architectures.place import Place
 from weft.architectures.shape import DType, ModelShape
+from weft.plan.backends import runs_on_gpus
 from weft.plan.fills import rank_weight_bytes
 
 Exchange = Literal["gather", "dispatch"]
@@ -77,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     - `places`, `devices`, `cores`: one entry per rank, in rank order. `cores` are the CPU numbers that the rank's
       threads may use.
     - `max_num_seqs`, `max_num_batched_tokens`: limits of each attention group.
-    - `uuids`: the driver's ids of the GPUs, in rank order; empty on a CPU.
+    - `uuids`: the driver's ids of the GPUs, in rank order, "" for a rank on the CPU beside them; empty on a CPU.
     - `max_threads`: largest number of threads per rank (OMP_NUM_THREADS); None for one per core.
     - `peer_to_peer`: False if a measurement found that the GPUs do not reach each other's memory correctly; all traffic
       between them then goes through the host's memory.
@@ -215,12 +216,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def exclusive_gpus(self) -> bool:
         """True if each rank has a GPU to itself: NCCL refuses two ranks on one GPU."""
-        return not self.on_cpu and len(set(self.devices)) == len(self.devices)
+        return not self.uses_cpu and len(set(self.devices)) == len(self.devices)
 
     @property
     def on_cpu(self) -> bool:
-        """True if the ranks run on CPUs, False if they run on GPUs."""
-        return self.devices[0].kind == "cpu"
+        """True if all ranks run on CPUs."""
+        return all(device.kind == "cpu" for device in self.devices)
+
+    @property
+    def uses_cpu(self) -> bool:
+        """True if a rank runs on a CPU: all of them, or a pipeline stage beside those on GPUs."""
+        return any(device.kind == "cpu" for device in self.devices)
+
+    def rank_backend(self, rank: int) -> str:
+        """Attention backend of a rank: that of the plan, but beside GPUs a CPU takes its own instead of theirs."""
+        is_beside = self.devices[rank].kind == "cpu" and not self.on_cpu
+        return "auto" if is_beside and runs_on_gpus(self.attention_backend) else self.attention_backend
 
     def weight_bytes(self, rank: int) -> int:
         """Bytes of a rank's weights."""

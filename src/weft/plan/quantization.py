@@ -25,7 +25,7 @@ from weft.formats.schemes import (
     scheme_for_types,
 )
 from weft.formatting import join_commas
-from weft.plan.backends import kernel_family
+from weft.plan.backends import kernel_family, runs_on_gpus
 from weft.plan.places import column_unit, cut_places
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def tensor_schemes(
     """Scheme of each tensor that the engine holds quantised, by the tensor's name in the checkpoint.
 
     Quantization "auto" holds a file's quantised tensors in the schemes of `formats.schemes` for their types, if the
-    device has kernels for quantised weights in `dtype` and `dtype` has 16 bits. Raises ConfigError for a quantization
+    devices have kernels for quantised weights in `dtype` and `dtype` has 16 bits. Raises ConfigError for a quantization
     that this checkpoint or device cannot have.
     """
     quantization = config.quantization
-    dtypes = QUANTISED_DTYPES[kernel_family(config.attention_backend, on_cpu=devices[0] == "cpu")]
+    dtypes = quantised_dtypes(config.attention_backend, devices)
     _check_method(quantization, checkpoint.shape)
     if quantization in ONLINE_QUANTIZATIONS:
         _check_online(quantization, dtype, dtypes)
@@ -72,6 +72,17 @@ def tensor_schemes(
     if quantization == "none" or dtype not in dtypes or wide:
         return {}
     return held_tensors(checkpoint.shape, checkpoint.quantised)
+
+
+def quantised_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
+    """Dtypes of activations in which all of these devices multiply quantised weights."""
+    own = [
+        QUANTISED_DTYPES[
+            "cpu" if name == "cpu" and runs_on_gpus(backend) else kernel_family(backend, on_cpu=name == "cpu")
+        ]
+        for name in dict.fromkeys(devices)
+    ]
+    return tuple(dtype for dtype in own[0] if all(dtype in dtypes for dtypes in own))
 
 
 def quantises_online(quantization: str, shape: ModelShape) -> bool:

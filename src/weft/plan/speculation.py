@@ -133,6 +133,7 @@ def draft_plan(plan: Plan) -> Plan:
         places=cut_places(draft.shape, (1.0,), (len(draft.shape.layers),)),
         devices=(plan.devices[rank],),
         uuids=plan.uuids[rank : rank + 1],
+        attention_backend=plan.rank_backend(rank),
         cores=(plan.cores[rank],),
         gpu_memory_utilization=plan.gpu_memory_utilization[rank : rank + 1],
         speculation=None,

@@ -12,15 +12,18 @@ MIB = 1 << 20
 
 
 def activation_bytes(
-    shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int
+    shape: ModelShape, place: Place, tokens: int, rows: int, profile: Profile, number_bytes: int, *, context: int = 0
 ) -> int:
-    """Bytes of a step of `tokens` tokens beside weights and KV, if `rows` of its sequences sample.
+    """Bytes of a step of `tokens` tokens beside weights and KV, if `rows` of its sequences sample. `context` is the
+    length of the longest request.
 
     The steps of a draft model come after those of the large one, in the same memory.
     """
     if profile.own_activations.value:
         speculation = profile.speculation
-        own = step_bytes(shape, place, tokens, rows, number_bytes, draft_tokens=draft_tokens(speculation))
+        own = step_bytes(
+            shape, place, tokens, rows, number_bytes, draft_tokens=draft_tokens(speculation), context=context
+        )
         draft = draft_on_rank(speculation, place)
         return max(own, step_bytes(draft, whole(draft), tokens, rows, number_bytes)) if draft else own
     factors = profile.activations_experts if shape.experts else profile.activations_dense

@@ -97,6 +97,10 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Number of ranks of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
+    def gpu_count(self, cluster: Cluster) -> int:
+        """Number of GPUs of the cluster that it uses; without GPUs, of the CPU's parts."""
+        return len({number for number in self.gpus if number < len(cluster.gpus)})
+
     @property
     def shares_experts(self) -> bool:
         """True if the replicas share one set of experts, and take every step together."""
@@ -131,7 +135,7 @@ class DeploymentLayout(msgspec.Struct, frozen=True, kw_only=True):
     def rank_signatures(self, cluster: Cluster) -> list[tuple[int, int, int]]:
         """(number of experts, columns of each, identity of the GPU's spec) per rank: all that replicas may differ
         in."""
-        gpus = cluster.gpus
+        gpus = cluster.devices
         if not self.shares_experts:
             return [(0, 0, id(gpus[index])) for index in self.gpus]
         return [

@@ -15,7 +15,7 @@ MOST_GROUPS = 16  # of one pool, with a size that is no power of two
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One GPU of a cluster: its number in cluster order, and the number of its node."""
+    """One GPU of a cluster, or the CPU beside them: its number in cluster order, and the number of its node."""
 
     number: int
     node: int
@@ -24,21 +24,23 @@ class Device(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=8)
 def cluster_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """Every GPU, node by node."""
+    """Every GPU, node by node, and last the CPU that layers may run on beside them."""
     numbered = [(number, gpu) for number, node in enumerate(cluster.nodes) for gpu in node.gpus]
+    numbered += [(0, cluster.cpu)] if cluster.cpu else []
     return tuple(Device(number, node, gpu) for number, (node, gpu) in enumerate(numbered))
 
 
 @lru_cache(maxsize=8)
 def usable_devices(cluster: Cluster) -> tuple[Device, ...]:
-    """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours."""
+    """Every GPU that the user allows, node by node; GPUs that a bridge joins are neighbours. A CPU beside GPUs gets
+    layers only by name."""
     homes = cluster.gpu_positions
 
     def order(device: Device) -> tuple[int, float, int]:
         group = homes[device.number].group
         return device.node, inf if group is None else group, device.number
 
-    allowed = (device for device in cluster_devices(cluster) if device.gpu.limit_bytes != 0)
+    allowed = (device for device in cluster_devices(cluster)[: len(cluster.gpus)] if device.gpu.limit_bytes != 0)
     return tuple(sorted(allowed, key=order))
 
 

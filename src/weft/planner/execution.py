@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.config import DEFAULT_CONFIG, EngineConfig
+from weft.config import DEFAULT_CONFIG, DeviceIds, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
+from weft.formatting import join_commas
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
 from weft.plan import nodes
@@ -27,6 +28,8 @@ from weft.planner.profiles import OURS, load_profile
 
 if TYPE_CHECKING:
     from weft.formats.checkpoint import Checkpoint
+    from weft.hardware.cpu import CpuSpeed
+    from weft.planner.deployment import DeploymentLayout
     from weft.planner.question import LayoutConstraints, Question
     from weft.planner.ranking import Candidate
     from weft.planner.search import SearchResult
@@ -135,11 +138,15 @@ def with_step_tokens(plan: Plan, config: EngineConfig, host: Host) -> Plan:
     if plan.on_cpu:
         tokens, why = plan.max_num_batched_tokens, load_profile(OURS, on_cpu=True).max_num_batched_tokens.source
     else:
+        from weft.hardware.cpus import TYPICAL
         from weft.planner.forecast import step_token_budget
         from weft.probes.speeds import load_speeds
 
+        known = load_speeds(host)
+        if plan.uses_cpu and known.cpu is None:
+            known = msgspec.structs.replace(known, cpu=TYPICAL)  # a measurement would delay the start
         try:
-            tokens, why = step_token_budget(plan, host, load_speeds(host))
+            tokens, why = step_token_budget(plan, host, known)
         except ConfigError as error:  # a GPU that is not in the catalogue
             tokens, why = plan.max_num_batched_tokens, str(error)
     _log_step_tokens(tokens, why)
@@ -170,9 +177,14 @@ def measured_speeds(plan: Plan, host: Host) -> Speeds:
     from weft.probes import speeds
 
     known = speeds.load_speeds(host)
-    if not plan.on_cpu:
-        return known
-    return msgspec.structs.replace(known, cpu=speeds.known_cpu_speed(host))
+    return msgspec.structs.replace(known, cpu=known_cpu_speed(host)) if plan.uses_cpu else known
+
+
+def known_cpu_speed(host: Host) -> CpuSpeed:
+    """The speed of this machine's CPU. Raises as `measured_speeds`."""
+    from weft.probes import speeds
+
+    return speeds.known_cpu_speed(host)
 
 
 def is_cut(config: EngineConfig, host: Host) -> bool:
@@ -183,9 +195,9 @@ def is_cut(config: EngineConfig, host: Host) -> bool:
 
 
 def names_each_once(config: EngineConfig, host: Host) -> bool:
-    """Return True if the GPUs that `device_ids` names are present, and none is named twice."""
+    """Return True if the GPUs that `device_ids` names are present, none is named twice, and the CPU is not."""
     ids = config.device_ids or ()
-    return len(set(ids)) == len(ids) and all(0 <= number < len(host.gpus) for number in ids)
+    return len(set(ids)) == len(ids) and all(number != "cpu" and 0 <= number < len(host.gpus) for number in ids)
 
 
 def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
@@ -196,7 +208,8 @@ def leaves_shares_open(config: EngineConfig, host: Host) -> bool:
     if not given or given - sizes or host.environment.get("VLLM_PP_LAYER_PARTITION"):
         return False
     ids = config.device_ids or range(len(host.gpus))
-    return names_each_once(config, host) and len({host.gpus[number].name for number in ids}) > 1
+    names = {host.gpus[number].name for number in ids if number != "cpu"} if names_each_once(config, host) else ()
+    return len(names) > 1
 
 
 def config_of_best(
@@ -212,11 +225,23 @@ def config_of_best(
     """
     from weft.planner.search import search
 
-    numbers = config.device_ids or tuple(range(len(host.gpus)))
-    if config.max_memory is not None:
+    numbers = tuple(number for number in config.device_ids or range(len(host.gpus)) if number != "cpu")
+    caps = None if config.max_memory is None else parse_max_memory(config.max_memory)
+    if caps is not None:
         device_caps(config.max_memory, len(host.gpus), on_cpu=False, ids=config.device_ids)  # or ConfigError
-        cluster = cap_cluster(cluster, parse_max_memory(config.max_memory))
-    result = search(plan_question(config, checkpoint, host, part_of(cluster, numbers), numbers, speculative))
+
+    def search_on(machine: Cluster) -> SearchResult:
+        capped = machine if caps is None else cap_cluster(machine, caps)
+        return search(plan_question(config, checkpoint, host, part_of(capped, numbers), numbers, speculative))
+
+    result = search_on(cluster)
+    if result.best is None and caps is not None and caps.cpu:
+        # Only now: the CPU is measured for it, which takes a second.
+        from weft.probes.machine import add_cpu
+        from weft.probes.speeds import load_speeds
+
+        known = msgspec.structs.replace(load_speeds(host), cpu=known_cpu_speed(host))
+        result = search_on(add_cpu(cluster, host, known))
     best = result.best
     if best is None:
         raise PlanError(_nothing_fits(result), code="nothing-fits")
@@ -234,10 +259,16 @@ def config_of_best(
         data_parallel_size=layout.data_parallel if layout.shares_experts else None,
         enable_expert_parallel=layout.deals_experts,
         expert_parallel_size=layout.expert_parts,
-        device_ids=tuple(numbers[seat] for seat in layout.gpus[: layout.engine_ranks]),
+        device_ids=_device_ids(layout, numbers),
         device_map=None,
         gpu_memory_utilization=_shares(config, result.question.cluster, best),
     )
+
+
+def _device_ids(layout: DeploymentLayout, numbers: Sequence[int]) -> DeviceIds:
+    """The device of each rank of one engine: a GPU's number on the host, or the CPU beside them."""
+    seats = layout.gpus[: layout.engine_ranks]
+    return tuple(numbers[seat] if seat < len(numbers) else "cpu" for seat in seats)
 
 
 def plan_question(
@@ -304,21 +335,26 @@ def part_of(cluster: Cluster, numbers: Sequence[int]) -> Cluster:
     bridged = tuple(group for group in groups if len(group) > 1)
     all_bridged = [len(group) for group in bridged] == [len(numbers)]
     part = Node(gpus, "nvlink") if all_bridged else Node(gpus, node.link, bridged)
-    return Cluster((part,), cluster.network_Bps)
+    return Cluster((part,), cluster.network_Bps, cpu=cluster.cpu)
 
 
 def _shares(config: EngineConfig, cluster: Cluster, best: Candidate) -> tuple[float, ...]:
     """Shares of the GPUs' memory: the user's or the default, or more on a GPU if a single request needs it."""
     usual = config.gpu_memory_utilization
-    held = [cluster.gpus[seat].held_bytes for seat in best.layout.gpus]
+    held = [cluster.devices[seat].held_bytes for seat in best.layout.gpus]
     ranks = best.memory.ranks[: best.layout.engine_ranks]
-    taken = [(rank.usable_bytes + others) / rank.memory_bytes for rank, others in zip(ranks, held, strict=False)]
+    # The CPU beside GPUs has no share.
+    taken = [
+        (rank.usable_bytes + others) / rank.memory_bytes if seat < len(cluster.gpus) else 0.0
+        for rank, others, seat in zip(ranks, held, best.layout.gpus, strict=False)
+    ]
     return usual if len(usual) > 1 or max(taken) <= usual[0] else tuple(max(usual[0], share) for share in taken)
 
 
 def _log_layout(result: SearchResult, best: Candidate, numbers: Sequence[int]) -> None:
-    seats = [numbers[seat] for seat in best.layout.gpus[: best.layout.engine_ranks]]
-    where = f"GPU{'s' * (len(seats) > 1)} {','.join(map(str, seats))}"
+    seats = _device_ids(best.layout, numbers)
+    gpus = [seat for seat in seats if seat != "cpu"]
+    where = "the CPU and " * (len(gpus) < len(seats)) + f"GPU{'s' * (len(gpus) > 1)} {join_commas(gpus)}"
     replicas = best.layout.data_parallel
     if replicas == 1 or best.layout.shares_experts:
         logger.info("layout: %s on %s, the best for %s", best.cut, where, result.question.objective)

@@ -162,7 +162,7 @@ def footprint(
     for number, ranks in enumerate(layout.replica_slices()):
         key = tuple(signatures[ranks])
         if key not in known:
-            seats = [(place, cluster.gpus[index], index) for place, index in layout.replica(number)]
+            seats = [(place, cluster.devices[index], index) for place, index in layout.replica(number)]
             budgets: list[TokenBudget] = []
             if profile.hold_up_ms.value:
                 replica = Replica(shape, layout, cluster, profile, number, {})
@@ -250,7 +250,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
         """
         profile = self.profile
         ranks = self._ranks_alone(seats, length)
-        if seats[0][1].kind == "cpu":
+        if all(gpu.kind == "cpu" for _, gpu, _ in seats):
             ranks = self._pooled_on_cpu([*ranks, *self._ranks_alone(neighbours, length)])[: len(seats)]
         self._share_gpus(seats, ranks, length)
         places = [place for place, _, _ in seats]
@@ -336,11 +336,12 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
         With `at_most`, with the share of memory and the batch limits that leave the most room for KV.
         """
-        shape, profile, kv, dtype = self.shape, self.profile, self.kv, computed_in(self.precision)
+        shape, profile, kv, dtype = self.shape, self.profile.on(gpu), self.kv, computed_in(self.precision)
         draft = draft_weight_bytes(profile.speculation, place, dtype)
-        tokens, sequences = profile.batch_limits(0 if at_most else gpu.memory_bytes)
+        # A step has as many tokens on all devices.
+        tokens, sequences = self.profile.batch_limits(0 if at_most else gpu.memory_bytes)
         weights = rank_weights(shape, profile.held_precision(self.precision), place)
-        activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[dtype])
+        activations = activation_bytes(shape, place, tokens, sequences, profile, DTYPE_BYTES[dtype], context=length)
         # The steps of a draft model are graphs of their own.
         graphs = int(profile.graphs_MiB.value * MIB) * (2 if draft else 1)
         ranks = max(place.tp_size, min(place.stages, 2))
@@ -365,11 +366,11 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
     def _kv_room(self, gpu: GpuSpec, fixed: int, at_most: bool) -> int:
         """Bytes that an engine leaves for KV on a GPU beside `fixed` bytes; negative if those do not fit."""
-        profile, on_cpu = self.profile, gpu.kind == "cpu"
+        profile, on_cpu = self.profile.on(gpu), gpu.kind == "cpu"
         share = (profile.utilization_most if at_most else profile.utilization).value
         left = gpu.memory_bytes - gpu.held_bytes - fixed
         if on_cpu and profile.name == OURS and not at_most:
-            room = left // CPU_KV_SHARE if left > 0 else left
+            room = min(CPU_KV_BYTES, left // CPU_KV_SHARE) if left > 0 else left
         elif on_cpu or profile.utilization_of_free.value:
             room = int(left * share) if left > 0 else left
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from weft.planner.footprint import Footprint, footprint
 from weft.planner.profiles import Profile
 from weft.planner.question import Question
 from weft.planner.search import engine_profile
-from weft.probes.machine import host_cluster, rank_share
+from weft.probes.machine import add_cpu, host_cluster, rank_share
 from weft.probes.speeds import Speeds
 
 SPECULATIVE = " (with speculative decoding, whose gain is not predicted)"
@@ -96,7 +96,13 @@ def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     layout, cluster, profile = plan_as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(
-            plan.shape, place, plan.max_num_batched_tokens, plan.max_num_seqs, profile, DTYPE_BYTES[plan.dtype]
+            plan.shape,
+            place,
+            plan.max_num_batched_tokens,
+            plan.max_num_seqs,
+            profile,
+            DTYPE_BYTES[plan.dtype],
+            context=plan.max_model_len,
         )
         for place in plan.places
     )
@@ -119,7 +125,7 @@ def plan_as_candidate(
     on_cpu = plan.on_cpu
     kv_dtype = OF_DTYPE[plan.dtype] if plan.kv_cache_dtype == "auto" else plan.kv_cache_dtype
     precision = precision_of(plan.shape, plan.quantization, plan.schemes, plan.dtype)
-    cluster = _rank_devices(plan, host, known)
+    cluster, seats = _rank_devices(plan, host, known)
     layout = DeploymentLayout(
         tensor_weights=(1.0,) * plan.tensor_parallel,
         stage_layers=tuple(len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]),
@@ -128,7 +134,7 @@ def plan_as_candidate(
         precision=precision,
         kv_dtype=kv_dtype,
         places=plan.places,
-        gpus=tuple(range(len(plan.places))),
+        gpus=seats,
     )
     shares = set() if on_cpu else set(plan.gpu_memory_utilization)
     profile = engine_profile(
@@ -149,21 +155,28 @@ def plan_as_candidate(
     return layout, cluster, profile
 
 
-def _rank_devices(plan: Plan, host: Host, known: Speeds) -> Cluster:
-    """A cluster with one device per rank of the plan."""
+def _rank_devices(plan: Plan, host: Host, known: Speeds) -> tuple[Cluster, tuple[int, ...]]:
+    """A cluster with one device per rank of the plan, and the number of each rank's device. Ranks on the CPU beside
+    GPUs have the same one."""
+    ranks = range(len(plan.devices))
     if plan.on_cpu:
-        numbers = [0] * len(plan.devices)
         machine = host_cluster(msgspec.structs.replace(host, gpus=(), pairs=()), known)
-    else:
-        numbers = [device.index for device in plan.devices]
-        machine = host_cluster(host, known)
-    return parted(limited(machine, plan, numbers), numbers)
+        return parted(limited(machine, plan, dict.fromkeys(ranks, 0)), [0] * len(ranks)), tuple(ranks)
+    numbers = {rank: plan.devices[rank].index for rank in ranks if plan.devices[rank].kind == "cuda"}
+    machine = host_cluster(host, known)
+    machine = add_cpu(machine, host, known) if plan.uses_cpu else machine
+    cluster = parted(limited(machine, plan, numbers), list(numbers.values()))
+    if machine.cpu is not None:
+        cpu = msgspec.structs.replace(machine.cpu, limit_bytes=plan.max_memory.get("cpu"))
+        cluster = msgspec.structs.replace(cluster, cpu=cpu)
+    order = list(numbers)
+    return cluster, tuple(order.index(rank) if rank in numbers else len(order) for rank in ranks)
 
 
-def limited(cluster: Cluster, plan: Plan, devices: Sequence[int]) -> Cluster:
+def limited(cluster: Cluster, plan: Plan, devices: Mapping[int, int]) -> Cluster:
     """The cluster with no more of each device than the user leaves to its ranks, by --max-memory or by their shares."""
     gpus = list(cluster.gpus)
-    for rank, device in enumerate(devices):
+    for rank, device in devices.items():
         gpu, limit = gpus[device], plan.max_memory.get(plan.devices[rank].name)
         if limit is None and len(set(plan.gpu_memory_utilization)) > 1:
             share = plan.gpu_memory_utilization[rank]

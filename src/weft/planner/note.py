@@ -16,6 +16,7 @@ from weft.formatting import format_bytes, format_factor, format_version, join_co
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "gigabytes": format_bytes,
     "times": format_factor,
+    "milliseconds": lambda seconds: f"{1000 * seconds:,.1f} ms",
     "commas": join_commas,
     "dotted": format_version,
     "list": lambda values: ", ".join(map(str, values)),

@@ -19,6 +19,8 @@ from weft.planner.note import Note, create_note
 from weft.planner.objections import EVEN
 from weft.planner.question import Question
 from weft.planner.ranking import Candidate
+from weft.planner.replica import build_replicas
+from weft.planner.search import engine_profile
 
 ROUNDED = 0.05  # of all heads: a share may be off by this much without a note
 MOST_LIMITS = 8  # limits of --max-memory that are listed one by one
@@ -31,6 +33,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *_request_too_long(question),
         *_gpus_in_use(question),
         *_on_cpu(question, best),
+        *(_beside_cpu(question, best) if best else ()),
         *((*_slow_kernels(question, best), *_experts_on_gpus(question, best)) if best else ()),
         *(_latent_copies(question, best) if best else ()),
         *_library_model(question),
@@ -38,7 +41,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
     ]
     if best:
         listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best), *_fp8_units(question, best)]
-    listed += [*question.remarks, *_max_memory(question)]
+    listed += [*question.remarks, *_max_memory(question, best)]
     if best:
         listed += [*_padding(question, best), *_rounded_split(question, best), *_device_map(question, best)]
     return listed
@@ -68,8 +71,9 @@ def _slow_kernels(question: Question, best: Candidate) -> Iterator[Note]:
     """Our own engine runs in plain torch if its kernels cannot be used."""
     if question.engine != "weft" or question.cluster.on_cpu:
         return
-    gpus = [question.cluster.gpus[number] for number in best.layout.gpus]
-    device = KernelDevice(cards=[(gpu.name, gpu.capability) for gpu in gpus], packages=None)
+    gpus = [question.cluster.devices[number] for number in best.layout.gpus]
+    cards = [(gpu.name, gpu.capability) for gpu in gpus if gpu.kind == "gpu"]
+    device = KernelDevice(cards=cards, packages=None)
     triton = ATTENTION_BACKENDS["triton"]
     if reason := triton.supports(AttentionSpec.from_shape(question.shape, "bfloat16"), device):
         yield create_note("slow_kernels", kernels=triton.kernels, reason=reason)
@@ -119,6 +123,36 @@ def _on_cpu(question: Question, best: Candidate | None) -> Iterator[Note]:
         yield create_note("kv_cache_flag_on_cpu", need_bytes=room, usual_bytes=usual, flag_bytes=most)
 
 
+def uses_cpu(question: Question, best: Candidate) -> bool:
+    """Return True if layers run on the CPU beside GPUs."""
+    return len(question.cluster.gpus) in best.layout.gpus
+
+
+def _beside_cpu(question: Question, best: Candidate) -> Iterator[Note]:
+    """The layers on the CPU beside GPUs, and what they cost."""
+    cluster, layout = question.cluster, best.layout
+    if cluster.cpu is None or not uses_cpu(question, best):
+        return
+    replica = build_replicas(question.shape, layout, cluster, engine_profile(question))[0]
+    seconds = [stage.decode_s(1.0, question.workload.context(0.5), 1).total for stage in replica.stages]
+    for rank, number in enumerate(layout.gpus):
+        if number != len(cluster.gpus):
+            continue
+        layers = layout.places[rank].layers
+        yield create_note(
+            "layers_on_cpu",
+            first=layers.start,
+            last=layers.stop - 1,
+            nbytes=best.memory.ranks[rank].weights.total,
+            cpu=cluster.cpu.name,
+            cpu_s=seconds[rank],
+            share=seconds[rank] / sum(seconds),
+        )
+    yield create_note(
+        "cpu_beside_gpus", cpu=cluster.cpu.name, bandwidth=cluster.cpu.bandwidth_Bps / 1e9, source=cluster.cpu.source
+    )
+
+
 def _speculation(question: Question, best: Candidate | None) -> Iterator[Note]:
     """The memory of speculative decoding is counted; its gain depends on the requests."""
     speculation = question.speculation
@@ -166,7 +200,7 @@ def _fp8_units(question: Question, best: Candidate) -> Iterator[Note]:
     """Our own engine multiplies FP8 weights on every GPU, but in 16 bits on one without FP8 units."""
     if question.engine != "weft" or best.layout.precision != "fp8" or question.cluster.on_cpu:
         return
-    gpus = (question.cluster.gpus[number] for number in best.layout.gpus)
+    gpus = (question.cluster.devices[number] for number in best.layout.gpus)
     older = next((gpu for gpu in gpus if gpu.kind == "gpu" and gpu.capability < FP8_CAPABILITY), None)
     if older:
         yield create_note("no_fp8_units", gpu=older.name, capability=older.capability, needed=FP8_CAPABILITY)
@@ -202,8 +236,12 @@ def _ffn_widths(question: Question, best: Candidate) -> dict[str, int]:
     return {"MLP": shape.ffn, "experts": 0 if whole_experts else experts.width}
 
 
-def _max_memory(question: Question) -> Iterator[Note]:
-    """The part of the GPUs that --max-memory leaves."""
+def _max_memory(question: Question, best: Candidate | None) -> Iterator[Note]:
+    """The part of the GPUs that --max-memory leaves, and a CPU beside them that gets no layers."""
+    cpu = question.cluster.cpu
+    if cpu is not None and cpu.limit_bytes and not (best and uses_cpu(question, best)):
+        limit = f"{cpu.limit_bytes / 1e9:g}GB"
+        yield create_note("max_memory_without_effect", device="cpu", limit=limit)
     limits = [(number, gpu.limit_bytes) for number, gpu in enumerate(question.cluster.gpus)]
     given = [_limit(question, number, size) for number, size in limits if size]
     if given:

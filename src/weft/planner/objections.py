@@ -45,8 +45,10 @@ def objection(question: Question, layout: CandidateLayout) -> Note | None:
 
 
 def _engine_on_cpu(question: Question, layout: CandidateLayout) -> Note | None:
-    on_cpu = layout.devices[0].gpu.kind == "cpu"
-    if not on_cpu or runs_on_cpu(question.engine):
+    kinds = {device.gpu.kind for device in layout.devices}
+    if len(kinds) > 1 and question.engine != "weft":
+        return create_note("engine_not_beside_cpu", engine=question.engine)
+    if "cpu" not in kinds or runs_on_cpu(question.engine):
         return None
     known = [engine for engine in engine_names() if runs_on_cpu(engine)]
     return create_note("engine_not_on_cpu", engine=question.engine, known=known)
@@ -73,7 +75,8 @@ def _kv_cache_dtype(question: Question, layout: CandidateLayout) -> Note | None:
     """For our own engine only; other engines are assumed to support the cache that was asked for."""
     if question.engine != "weft" or question.kv_dtype is None or number_bytes(question.kv_dtype) > 1:
         return None
-    gpus = [device.gpu for device in layout.devices if device.gpu.kind == "gpu"]
+    kinds = {device.gpu.kind for device in layout.devices}
+    gpus = [device.gpu for device in layout.devices if kinds == {"gpu"}]
     reason = no_narrow_cache(question.kv_dtype, [(gpu.name, gpu.capability) for gpu in gpus], question.shape)
     return create_note("kv_cache_dtype", reason=reason) if reason else None
 

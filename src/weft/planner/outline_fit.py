@@ -1,7 +1,7 @@
 """Fit of a checkpoint that the engine does not run: whether its weights and KV cache have room on some hardware.
 
 Layers are dealt out to as few devices as hold them, whole and in their order, as a pipeline. There is no prediction of
-speed but its bound: a token reads all weights once.
+speed but its bound: a token reads all layers once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict for `requests` sequences of `length` tokens. `bound_tok_s` is the most tokens per second of one
-    request, if all weights are read for each."""
+    """The verdict for `requests` sequences of `length` tokens.
+
+    `bound_tok_s` is the most tokens per second of one request if each token reads all layers; None for a mixture of
+    experts, of which it reads an unknown part.
+    """
 
     verdict: Verdict
     length: int
@@ -50,23 +53,35 @@ def fit_outline(
 ) -> Fit:
     """Find as few devices as hold the checkpoint and the KV cache of `requests` sequences of `length` tokens.
 
-    "may fit": with the lower estimate of the KV cache only.
+    "may fit": with the lower estimate of the KV cache only, or if nobody knows its bytes.
     """
     low, high = (requests * (length * each + outline.kv.state) for each in (outline.kv.low, outline.kv.high))
     for verdict, kv in (("fits", high), ("may fit", low)):
         shares = _fewest(outline, cluster.gpus, kv, utilization)
         if shares:
-            seconds = sum(share.weight_bytes / cluster.gpus[share.device].bandwidth_Bps for share in shares)
             return Fit(
-                verdict="fits" if verdict == "fits" else "may fit",
+                verdict="fits" if verdict == "fits" and outline.kv.known else "may fit",
                 length=length,
                 requests=requests,
                 kv_low_bytes=low,
                 kv_high_bytes=high,
                 shares=shares,
-                bound_tok_s=1 / seconds if seconds else None,
+                bound_tok_s=_bound(outline, cluster, shares),
             )
     return Fit(verdict="does not fit", length=length, requests=requests, kv_low_bytes=low, kv_high_bytes=high)
+
+
+def _bound(outline: Outline, cluster: Cluster, shares: Sequence[DeviceShare]) -> float | None:
+    """Most tokens per second of one request, by the bandwidth with which layers are read. Of the other tensors, such as
+    an embedding, a token may read little."""
+    if outline.mixture:
+        return None
+    seconds = sum(
+        sum(outline.layer_bytes[share.first_layer : share.first_layer + share.layers])
+        / cluster.gpus[share.device].bandwidth_Bps
+        for share in shares
+    )
+    return 1 / seconds if seconds else None
 
 
 def usable_bytes(gpu: GpuSpec, utilization: float) -> int:

@@ -159,7 +159,7 @@ def hardware_json(question: Question) -> dict[str, Any]:
         "nodes": [node_json(node) for node in cluster.nodes],
         "types": {
             gpu.name: {"kind": gpu.kind, "memory_bytes": gpu.memory_bytes, "bandwidth_Bps": gpu.bandwidth_Bps}
-            for gpu in cluster.gpus
+            for gpu in cluster.devices
         },
         "network_Bps": cluster.network_Bps if len(cluster.nodes) > 1 else None,
         "memory_bytes": sum(gpu.memory_bytes for gpu in cluster.gpus),
@@ -194,7 +194,7 @@ def cut_json(cut: Cut) -> dict[str, Any]:
 def candidate_json(question: Question, candidate: Candidate) -> dict[str, Any]:
     """One line of the table, without ranks."""
     layout, memory, predicted = candidate.layout, candidate.memory, candidate.predicted
-    gpus = len(set(layout.gpus))
+    gpus = layout.gpu_count(question.cluster)
     fullest = memory.ranks[memory.fullest]
     return {
         **cut_json(candidate.cut),
@@ -368,7 +368,7 @@ def provenance(question: Question, model: Model) -> dict[str, Any]:
     sources = _link_sources(question.cluster)
     return {
         "model": model.source,
-        "gpus": {gpu.name: gpu.source for gpu in question.cluster.gpus},
+        "gpus": {gpu.name: gpu.source for gpu in question.cluster.devices},
         "links": {kind: "; ".join(sorted(of_kind)) for kind, of_kind in sources.items() if of_kind},
         "engine": engine_profile(question).provenance(),
     }

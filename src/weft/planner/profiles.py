@@ -141,6 +141,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     measured: tuple[KernelShares, ...] = ()
     error_beyond: Constant | None = None  # for experts and precisions that the measured kernels say nothing about
     speculation: Speculation | None = None
+    cpu: Profile | None = None  # of the same engine on the CPU beside the GPUs
+
+    def on(self, gpu: GpuSpec) -> Profile:
+        """The constants for a device: the CPU beside GPUs has its own."""
+        return self.cpu if self.cpu is not None and gpu.kind == "cpu" else self
 
     def batch_limits(self, memory_bytes: int) -> tuple[int, int]:
         """(tokens of a step, sequences at once): the maxima on cards of `memory_bytes`, 0 for the smallest card."""

@@ -132,9 +132,9 @@ class Replica:
         seats = layout.replica(number)
 
         def rank_of(place: Place, index: int) -> tuple[Roofline, RankWork]:
-            gpu = cluster.gpus[index]
+            gpu = cluster.devices[index]
             if gpu not in rooflines:
-                rooflines[gpu] = Roofline(gpu, profile, precision)
+                rooflines[gpu] = Roofline(gpu, profile.on(gpu), precision)
             return rooflines[gpu], rank_work(shape, held, layout.kv_dtype, place)
 
         self.stages = []
@@ -309,6 +309,8 @@ def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
     first, *others = homes
     if any(other.node != first.node for other in others):
         return "network"
+    if others and "pcie" in {home.link for home in homes}:
+        return "pcie"
     return "nvlink" if first.group is not None and not others else first.link
 
 
@@ -328,7 +330,7 @@ def stage_send(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
 
 
 def _slowest_sender(cluster: Cluster, indices: Sequence[int], kind: LinkKind) -> GpuSpec:
-    first, *others = {id(gpu): gpu for gpu in (cluster.gpus[index] for index in indices)}.values()
+    first, *others = {id(gpu): gpu for gpu in (cluster.devices[index] for index in indices)}.values()
     if not others:
         return first
     return max((first, *others), key=lambda gpu: send_cost(gpu, kind, cluster.network_Bps).s_per_byte)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weft.architectures.kv import number_bytes
 from weft.architectures.parameters import parameter_count
 from weft.architectures.place import Place
-from weft.config import DEFAULT_CONFIG, EngineConfig
+from weft.config import DEFAULT_CONFIG, DeviceIds, EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.formats import gguf_types
 from weft.formats.precision import OF_DTYPE, canonical, own_quantization
@@ -101,7 +101,7 @@ def _memory_fields(plan: PlanFile, config: EngineConfig, on_gpus: bool) -> dict[
     ranks = plan.ranks
     if on_gpus:
         return {
-            "device_ids": config.device_ids or tuple(rank.device.index for rank in ranks),
+            "device_ids": config.device_ids or _device_ids(plan),
             "gpu_memory_utilization": _shares(plan, config),
         }
     if config.kv_cache_memory_bytes is None:
@@ -232,13 +232,20 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
             f"on {host.hostname}; plan again here: weft plan {plan.model.name} --json",
             code="plan-without-gpu-here",
         )
-    indices = config.device_ids or tuple(rank.device.index for rank in ranks)
+    indices = config.device_ids or _device_ids(plan)
     if len(indices) != len(ranks):
         raise ConfigError(
             f"device_ids names {len(indices)} GPUs; {plan.path} has {len(ranks)} ranks: give one each, or leave it out",
             code="device-ids-not-per-rank",
         )
-    for index, rank in zip(indices, ranks, strict=True):
+    for number, (index, rank) in enumerate(zip(indices, ranks, strict=True)):
+        if (index == "cpu") != (rank.device.kind == "cpu"):
+            raise ConfigError(
+                f"device_ids puts rank {number} on {index}, and {plan.path} counts on {rank.gpu}: leave it out",
+                code="device-ids-of-other-kind",
+            )
+        if index == "cpu":
+            continue
         if not 0 <= index < len(host.gpus):
             raise PlanError(
                 f"{plan.path} uses GPU {index}; visible here are 0 to {len(host.gpus) - 1}: plan again here, or name "
@@ -246,6 +253,11 @@ def _check_gpus(plan: PlanFile, config: EngineConfig, host: Host) -> None:
                 code="plan-beyond-gpus-here",
             )
         _check_gpu(plan, rank, host.gpus[index])
+
+
+def _device_ids(plan: PlanFile) -> DeviceIds:
+    """The device of each rank of the file: a GPU's number, or the CPU beside them."""
+    return tuple("cpu" if rank.device.kind == "cpu" else rank.device.index for rank in plan.ranks)
 
 
 def _check_gpu(plan: PlanFile, rank: PlannedRank, gpu: Gpu) -> None:

@@ -64,7 +64,43 @@ def closest_miss(rejected: Sequence[Rejected]) -> Rejected | None:
 
 
 def search(question: Question) -> SearchResult:
-    """Every candidate by the objective, the best first."""
+    """Every candidate by the objective, the best first.
+
+    If nothing fits the GPUs and the cluster has a CPU beside them, the CPU is the first stage of a pipeline over all of
+    them, with as few layers as it has to take: the head, which every token reads, stays on a GPU.
+    """
+    result = _search_devices(question)
+    if result.best is None and (beside := _with_cpu_stage(question)) is not None:
+        other = _search_devices(beside)
+        return SearchResult(
+            question=other.question if other.best else question,
+            candidates=other.candidates,
+            rejected=(*other.rejected, *result.rejected),
+        )
+    return result
+
+
+def _with_cpu_stage(question: Question) -> Question | None:
+    """The question for a pipeline over the CPU and all GPUs; None without a CPU, or for another layout of the user."""
+    wanted, gpus = question.constraints, usable_devices(question.cluster)
+    sizes = (wanted.tensor_parallel, wanted.data_parallel, len(wanted.tensor_split or (1.0,)))
+    decided = wanted.devices or wanted.expert_parallel or any(size not in (None, 1) for size in sizes)
+    stages = wanted.pipeline_parallel or len(wanted.pipeline_split or ()) or len(gpus) + 1
+    if question.cluster.cpu is None or decided or not 1 < stages <= len(gpus) + 1:
+        return None
+    constraints = LayoutConstraints(
+        tensor_parallel=1,
+        pipeline_parallel=stages,
+        data_parallel=1,
+        expert_parallel=False,
+        pipeline_split=wanted.pipeline_split,
+        devices=(len(question.cluster.gpus), *(device.number for device in gpus[: stages - 1])),
+    )
+    return msgspec.structs.replace(question, constraints=constraints)
+
+
+def _search_devices(question: Question) -> SearchResult:
+    """Every candidate on the GPUs, or on the devices that the user names."""
     best_by_cut: dict[Cut, Candidate] = {}
     layout_by_cut: dict[Cut, CandidateLayout] = {}
     misses: list[Rejected] = []
@@ -152,6 +188,9 @@ def _candidates(question: Question, fits: Fitting) -> Iterator[Candidate]:
         yield Candidate(cut=fits.cut, layout=layout, memory=memory, predicted=predicted)
 
 
+ROOM_BESIDE_CPU = (4, 16)  # requests for which GPUs beside a CPU get room, too
+
+
 def engine_profile(question: Question) -> Profile:
     """The engine's constants, with the limits that the question gives in place of the engine's own."""
     cluster, given = question.cluster, {}
@@ -166,7 +205,11 @@ def engine_profile(question: Question) -> Profile:
             given[name.replace("max", "small", 1)] = given[name]  # on cards of any memory size
     if "max_num_batched_tokens" in given:
         given["hold_up_ms"] = Constant(0.0, "--max-num-batched-tokens")
-    return msgspec.structs.replace(profile, speculation=question.speculation, **given)
+    profile = msgspec.structs.replace(profile, speculation=question.speculation, **given)
+    if cluster.cpu is None:
+        return profile
+    beside = calibrated(load_profile(question.engine, on_cpu=True), [cluster.cpu])
+    return msgspec.structs.replace(profile, cpu=msgspec.structs.replace(beside, speculation=question.speculation))
 
 
 def kv_cache_dtype(question: Question, precision: str) -> str:
@@ -279,9 +322,14 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     sharing = {"data_parallel": groups, "expert_parallel": cut.expert_parallel}
     capacities = _capacities(question, layout, weights)
     held = engine_profile(question).held_precision(canonical(cut.precision))
+    if len({device.gpu.kind for device in layout.devices}) > 1:
+        # As few layers on the CPU as leave the GPUs room for some requests: the more, the larger the batches.
+        ways = [(requests * tokens, False) for requests in (1, *ROOM_BESIDE_CPU)]
+    else:
+        ways = [(tokens, False), (tokens, True)]
     choices = [
-        stage_layers(shape, held, dtype, tokens, weights, capacities, by_room=by_room, **sharing)
-        for by_room in (False, True)
+        stage_layers(shape, held, dtype, length, weights, capacities, by_room=by_room, **sharing)
+        for length, by_room in ways
     ]
     known = dict.fromkeys(layers for layers in choices if layers is not None)
     # If nothing fits, the even split shows by how much.

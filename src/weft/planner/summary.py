@@ -67,9 +67,15 @@ def bits(precision: str) -> str:
 
 def gpus_used(question: Question, candidate: Candidate) -> str:
     """ "both GPUs", "1 of 2 GPUs"."""
-    total, used = len(question.cluster.gpus), len(set(candidate.layout.gpus))
     if question.cluster.on_cpu:
         return "the CPU"
+    total = len(question.cluster.gpus)
+    used = len(set(candidate.layout.gpus) - {total})
+    beside = "the CPU and " * (total in candidate.layout.gpus)
+    return beside + _gpus_of(question, used, total)
+
+
+def _gpus_of(question: Question, used: int, total: int) -> str:
     if used < total:
         return f"{used} of {total} GPUs"
     return {1: f"1 {question.cluster.gpus[0].name}", 2: "both GPUs"}.get(used, f"all {used:,} GPUs")

@@ -53,6 +53,19 @@ def host_cluster(host: Host, speeds: Speeds) -> Cluster:
     return Cluster((node,), network_bytes(NETWORK))
 
 
+def add_cpu(cluster: Cluster, host: Host, speeds: Speeds) -> Cluster:
+    """The cluster with the host's CPU beside its GPUs."""
+    assert speeds.cpu is not None, "a CPU is measured before it is planned for"
+    return cluster.beside(with_calibration(cpu_spec(host, speeds.cpu), speeds))
+
+
+def probe_cpu(*, refresh: bool = False) -> GpuSpec:
+    """The CPU of this machine, measured: it takes a second the first time and with `refresh`."""
+    host = hosts.probe_host()
+    speed = stored_speeds.known_cpu_speed(host, refresh=refresh)
+    return with_calibration(cpu_spec(host, speed), stored_speeds.load_speeds(host))
+
+
 def gpu_node(host: Host, speeds: Speeds) -> Node:
     """Node of the GPUs with their observed links.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hmac
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from weft.client.control import memory_rows, profile_command, trace_paths
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.errors import RequestError
 from weft.serving.errors import HttpError, JsonResponse
+from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.service import Service
 
 UNLIMITED = 2**31 - 1  # steps of a trace that /stop_profile ends
@@ -79,9 +79,7 @@ def check_admin_key(request: Request) -> None:
     key = service.options.admin_key
     if not key:
         raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    given = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if not hmac.compare_digest(given.encode(), key.encode()):
+    if matching_index([digest_key(key)], sent_key(request.headers)) is None:
         raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import uuid
 from collections.abc import Sequence
 from email.utils import formatdate
@@ -20,6 +18,7 @@ from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.chat import chat
 from weft.serving.completions import completions
 from weft.serving.errors import HANDLERS, HttpError, error_response
+from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.service import Service
 
 # Health probes carry no API key, and administrators another one.
@@ -83,7 +82,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [digest_key(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._may_pass(scope):
@@ -95,15 +94,7 @@ class RequireKey:
     def _may_pass(self, scope: Scope) -> bool:
         if scope["path"].removeprefix(scope.get("root_path", "")) in KEYLESS_PATHS:
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))
-        # Every digest is compared: the time taken reveals nothing about a key, not even its length.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        return matching_index(self._digests, sent_key(Headers(scope=scope))) is not None
 
 
 class RequestIdHeader:

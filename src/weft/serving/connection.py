@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
 from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.joined import JOINED, JoinedTransport
 from weft.serving.service import shutting_down_error
 
 HEAD_END = b"\r\n\r\n"
@@ -241,6 +242,8 @@ class Connection(HttpToolsProtocol):
                 if scope["http_version"] == "1.0" and "content-length" not in Headers(raw=message["headers"]):
                     # HTTP/1.0 has no chunks: the end of the connection is the end of the body.
                     unframed, cycle.chunked_encoding = True, False
+                if message.get(JOINED):
+                    JoinedTransport(cycle)
             elif unframed:
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)

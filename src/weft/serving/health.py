@@ -44,4 +44,5 @@ async def server_load(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """/metrics: Prometheus text."""
     service: Service = request.app.state.service
+    await service.devices.refresh()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)

@@ -8,9 +8,9 @@ import fcntl
 import os
 import socket
 import stat
-from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
+from weft.hardware.listeners import port_holder
 from weft.serving.certificate import validity_fault
 from weft.serving.options import ServeOptions
 
@@ -165,7 +165,7 @@ def _bind_error(options: ServeOptions, error: OSError) -> ConfigError:
     """The error for an address that cannot be bound, with the way out."""
     where = f"port {options.port} on {options.host}"
     if error.errno == errno.EADDRINUSE:
-        holder = _holder(options.port)
+        holder = port_holder(options.port)
         taken = f"{where} is taken{f' by {holder}' if holder else ''}"
         return ConfigError(f"{taken}; stop that, or give another --port (0: any)", code="port-taken")
     if error.errno == errno.EACCES:
@@ -174,25 +174,3 @@ def _bind_error(options: ServeOptions, error: OSError) -> ConfigError:
             code="port-needs-privileges",
         )
     return ConfigError(f"cannot listen on {where}: {error.strerror}", code="cannot-listen")
-
-
-def _holder(port: int) -> str | None:
-    """The program that listens on a port, if this user may see it. Linux only."""
-    inodes = _listening_sockets(port)
-    for files in Path("/proc").glob("[0-9]*/fd") if inodes else ():
-        with contextlib.suppress(OSError):
-            if any(os.readlink(file) in inodes for file in files.iterdir()):
-                return f"{(files.parent / 'comm').read_text().strip()} (process {files.parent.name})"
-    return None
-
-
-def _listening_sockets(port: int) -> set[str]:
-    """Sockets that listen on a port, as /proc/PID/fd names them."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if int(fields[1].rpartition(":")[2], 16) == port and fields[3] == "0A":  # state: listening
-                    inodes.add(f"socket:[{fields[9]}]")
-    return inodes

@@ -22,6 +22,7 @@ from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.executors.base import Ready
 from weft.plan.plan import Plan
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
+from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
@@ -80,6 +81,8 @@ class Service:
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.stats)
+        self.devices = DeviceMetrics(engine.plan, engine.call)
+        self.metrics.registry.register(self.devices)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
         self.idle = asyncio.Event()

@@ -24,7 +24,7 @@ from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import create_exchange
 from weft.models.create import create_model
 from weft.plan.fills import rank_weight_bytes
-from weft.plan.memory import step_bytes
+from weft.plan.memory import expanded_bytes, step_bytes
 from weft.plan.plan import Plan
 from weft.weights.load import allocate_parameters, load_weights, parameter_groups
 from weft.worker import rehearsal
@@ -79,7 +79,7 @@ class ModelRunner:
         # The table of parameters gives every dim, so tensors are allocated once, where they stay.
         tensors = allocate_parameters(plan, self.place, self.device)
         self.weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        backend = plan.attention_backend, self.device, self.attention
+        backend = plan.rank_backend(self.rank), self.device, self.attention
         importance = measure_importance(plan, self.rank, self.links, tensors, self.device)
         load_weights(plan, self.place, tensors, create_rounding(*backend), importance, report_read)
         self.kernels = create_kernels(*backend)
@@ -109,13 +109,20 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure(self, rehearse: Rehearse) -> None:
-        """Find `activation_bytes` and `graph_bytes`: measured on a GPU, computed on a CPU."""
+        """Find `activation_bytes` and `graph_bytes`: measured on a GPU, computed on a CPU.
+
+        All stages of a pipeline with a GPU run the same steps.
+        """
         plan = self.plan
         rows, tokens = rehearsal.step_limits(plan)
         if self.device.type == "cpu":
             drafts = rehearsal.draft_limit(plan)
             number_bytes = self.dtype.itemsize
-            self.activation_bytes = step_bytes(plan.shape, self.place, tokens, rows, number_bytes, draft_tokens=drafts)
+            self.activation_bytes = step_bytes(
+                plan.shape, self.place, tokens, rows, number_bytes, draft_tokens=drafts, context=plan.max_model_len
+            )
+            if not plan.on_cpu:
+                self._rehearse_beside_gpus(rehearse)
             return
         steps = rehearsal.largest_steps(plan)
         self._allocate_caches(max(rehearsal.blocks_needed(plan, counts) for counts, _ in steps))
@@ -125,15 +132,40 @@ class ModelRunner:
             rehearse(counts, params)
         synchronize_device(self.device)
         self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
-        if self.captures:
+        # Prompts that are read in chunks have a longer context than those of the rehearsal.
+        longest = max(max(counts) for counts, _ in steps)
+        self.activation_bytes += self._expanded_bytes(plan.max_model_len) - self._expanded_bytes(longest)
+        if self.captures or self._steps_with_cpu:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
             sizes = graph_sizes(rows)
             torch.cuda.reset_peak_memory_stats(self.device)
             rehearse([1] * sizes[-1], rehearsal.DEMANDING)
             largest = torch.cuda.max_memory_allocated(self.device) - before
-            self.graph_bytes = largest + GRAPH_BYTES * len(sizes)
+            self.graph_bytes = (largest + GRAPH_BYTES * len(sizes)) * self.captures
         self.caches = []
         self.model.forget_caches()
+
+    @property
+    def _steps_with_cpu(self) -> bool:
+        """True if a stage on a CPU takes part in the steps of GPUs, and cannot tell if those capture graphs."""
+        return self.plan.graphs and self.plan.uses_cpu
+
+    def _rehearse_beside_gpus(self, rehearse: Rehearse) -> None:
+        """Take part, on a CPU, in the steps with which the stages on GPUs measure their memory."""
+        plan = self.plan
+        steps = rehearsal.largest_steps(plan)
+        self._allocate_caches(max(rehearsal.blocks_needed(plan, counts) for counts, _ in steps))
+        self.model.fill_ropes(max(max(counts) for counts, _ in steps), plan.max_model_len, self.device)
+        for counts, params in steps:
+            rehearse(counts, params)
+        if self._steps_with_cpu:
+            rows, _ = rehearsal.step_limits(plan)
+            rehearse([1] * graph_sizes(rows)[-1], rehearsal.DEMANDING)
+        self.caches = []
+        self.model.forget_caches()
+
+    def _expanded_bytes(self, context: int) -> int:
+        return expanded_bytes(self.plan.shape, self.place, context, self.dtype.itemsize)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, rehearse: Rehearse) -> None:
@@ -144,6 +176,8 @@ class ModelRunner:
         if self.device.type == "cpu":
             # No longer than a text can be: some models' own length is a million tokens.
             rows = plan.kv_layout.longest(num_blocks, plan.max_model_len)
+            if not plan.on_cpu:
+                rows = max(rows, *(max(counts) for counts, _ in rehearsal.largest_steps(plan)))
             self.model.fill_ropes(rows, plan.max_model_len, self.device)
         tokens = min(16, plan.max_num_batched_tokens, plan.kv_layout.longest(num_blocks, plan.max_model_len))
         rehearse([tokens], rehearsal.DEMANDING)
@@ -151,7 +185,7 @@ class ModelRunner:
         if self.captures:
             self.graphs = self._create_graphs()
             self.graphs.capture_at_start(self._sum_seconds)
-        if self.device.type == "cuda":
+        if not plan.on_cpu:
             # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
             for counts, params in rehearsal.largest_steps(plan):
                 rehearse(counts, params, num_blocks)
@@ -160,7 +194,8 @@ class ModelRunner:
         """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
         self.graphs, self.caches, self._asleep = None, [], True
         self.model.forget_caches()
-        if level == 1 and self.device.type != "cpu":
+        # A CPU reads its weights again, in which all stages of its pipeline take part.
+        if level == 1 and not self.plan.uses_cpu:
             self.model.fill_ropes(0, self.plan.max_model_len, self.device)
             self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
         else:
@@ -185,7 +220,7 @@ class ModelRunner:
             self._copies = None
             self._drop_model()
             return
-        backend = plan.attention_backend, self.device, self.attention
+        backend = plan.rank_backend(self.rank), self.device, self.attention
         outline = allocate_parameters(plan, self.place, self.device, matrices=torch.device("meta"))
         importance = measure_importance(plan, self.rank, self.links, outline, self.device)
         for names in parameter_groups(plan, self.place):

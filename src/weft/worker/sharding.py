@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import torch
@@ -25,19 +26,29 @@ CPU = torch.device("cpu")
 def write_shards(plan: Plan, state: ShardedState, folder: Path, report: Callable[[int, int, int], None]) -> None:
     """Write the file of each rank of a plan for CPUs into a directory. One layer of each rank is in memory at a time.
 
-    `report` gets a rank, the bytes that it has read and all that it reads. Raises ModelError and OSError.
+    `report` gets a rank, the bytes that it has read and all that it reads. After Ctrl-C, and if a rank fails, all ranks
+    end before their next layer. Raises ModelError and OSError.
     """
-    wiring = Threads(plan)
+    wiring, stopped = Threads(plan), Event()
+
+    def stop() -> None:
+        stopped.set()
+        wiring.abort()  # ranks that wait for others end, too
 
     def write(rank: int) -> None:
         try:
-            _write_rank(plan, state, folder, rank, wiring, report)
+            _write_rank(plan, state, folder, rank, wiring, report, stopped)
         except BaseException:
-            wiring.abort()  # a rank that waits for this one ends, too
+            stop()
             raise
 
     with ThreadPoolExecutor(len(plan.places), "weft-shard") as pool:
         jobs = [pool.submit(write, place.rank) for place in plan.places]
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            stop()
+            raise
     errors = [error for job in jobs if (error := job.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, ConnectionError)):
         raise error
@@ -51,6 +62,7 @@ def _write_rank(
     rank: int,
     wiring: Threads,
     report: Callable[[int, int, int], None],
+    stopped: Event,
 ) -> None:
     place, done = plan.places[rank], 0
     outline = allocate_parameters(plan, place, CPU, matrices=torch.device("meta"))
@@ -62,6 +74,8 @@ def _write_rank(
     def groups() -> Iterator[Targets]:
         nonlocal done
         for names in parameter_groups(plan, place):
+            if stopped.is_set():
+                raise ConnectionAbortedError("another rank has ended")
             targets = allocate_parameters(plan, place, CPU, names=names)
             load_weights(plan, place, targets, rounding, importance, source=source)
             yield targets

@@ -88,13 +88,17 @@ def create_experts(
 def describe_routing(spec: Experts, correction: torch.Tensor | None) -> RoutingDescriptor:
     """The choice of a token's experts as C++ reads it. `correction` [experts] float32 is read where it is."""
     assert correction is None or correction.dtype == torch.float32, correction
+    best, size = 2 if spec.group_score == "top2" else 1, spec.count // spec.groups
+    # C++ reads the best of each group, and the experts of the open groups, without a look at their number.
+    assert spec.count == size * spec.groups and best <= size, spec
+    assert spec.top_groups <= spec.groups and spec.top_k <= spec.top_groups * size, spec
     return RoutingDescriptor(
         top_k=spec.top_k,
         normalised=spec.normalised,
         sigmoid=spec.scoring == "sigmoid",
         groups=spec.groups,
         top_groups=spec.top_groups,
-        group_best=2 if spec.group_score == "top2" else 1,
+        group_best=best,
         correction=None if correction is None else correction.data_ptr(),
         scaling=spec.scaling,
     )

@@ -12,6 +12,7 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
+from weft.kernels import latents
 from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache
 from weft.kernels.batch import Batch
 from weft.kernels.native.experts import NativeExperts, describe_routing
@@ -153,10 +154,7 @@ def can_fuse(layers: Sequence[FusedLayer], comm: Group) -> bool:
 
 def is_known(layer: FusedLayer) -> bool:
     """Return True if C++ computes the layer: its experts, if it has any, are packed for it, the up projection of shared
-    experts begins with a panel, and tokens are exchanged through shared memory. With latent attention none are
-    exchanged: groups with and without long prompts would exchange in different ways."""
-    if layer.latent is not None and exchange_ranks(layer) is not None:
-        return False
+    experts begins with a panel, and tokens are exchanged through shared memory."""
     if isinstance(layer.ffn, FusedMLP):
         return True
     shared, exchange = layer.ffn.shared, layer.ffn.exchange
@@ -212,6 +210,8 @@ def describe_latent(latent: FusedLatent) -> LatentDescriptor:
         kv_down=matrix_descriptor(latent.kv_down),
         kv_norm=latent.kv_norm.weight.data_ptr(),
         interleaved=latent.interleaved,
+        expands_from=max(2, latent.products.dims.expands_from),
+        expanded_bytes=latents.EXPANDED_BYTES,
         kv_eps=latent.kv_norm.eps,
     )
     if latent.q_down is not None and latent.q_norm is not None:

@@ -53,14 +53,14 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The layers of a model, and their name in its base model. Raises ClassError if there is no such list."""
     count = model.config.num_hidden_layers
-    found = [
+    lists = [
         (name, child)
         for name, child in base_model(model).named_children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
-    if len(found) != 1:
+    if len(lists) != 1:
         raise ClassError(f"{type(model).__name__} has no list of its {count} layers")
-    return found[0]
+    return lists[0]
 
 
 def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:

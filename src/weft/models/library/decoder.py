@@ -24,7 +24,7 @@ from weft.layers.embedding import Embedding
 from weft.layers.weights import Tensors
 from weft.models.library.attention import NAME, PagedLayer, Step, attend_paged, no_rotation
 from weft.models.library.build import ClassError, base_model, build_on_meta, fill_buffers, layer_list, read_config
-from weft.models.library.modules import CutLinear, GatheredHead, Given, Passed
+from weft.models.library.modules import CutLinear, GatheredHead, Given, Passed, kernel_norm
 from weft.quant.quantised import QuantisedWeight
 
 
@@ -77,6 +77,9 @@ class LibraryDecoder:
         left = next((name for name, tensor in base.named_parameters() if tensor.is_meta), None)
         if left is not None:
             raise ClassError(f"Weft has no values for {left} of {type(causal).__name__}")
+        for name, module in [*base.named_modules()]:
+            if norm := kernel_norm(module, kernels):
+                base.set_submodule(name, norm)
 
     def _drop_layers(self, layers: nn.ModuleList) -> Passed | None:
         """Take the layers of other stages out; return the one before this stage, which brings its hidden states."""

@@ -300,8 +300,8 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 def own_dtype(text: str) -> str | None:
     """The dtype that a config.json names, if it does."""
-    found = re.search(r'"(?:torch_)?dtype":\s*"(?:torch\.)?(\w+)"', text)
-    return found[1] if found else None
+    match = re.search(r'"(?:torch_)?dtype":\s*"(?:torch\.)?(\w+)"', text)
+    return match[1] if match else None
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weft.architectures.place import Span
 from weft.comm import Group
-from weft.kernels.base import Product
+from weft.kernels.base import Kernels, Product
 
 
 class CutLinear(nn.Module):
@@ -39,6 +39,38 @@ class CutLinear(nn.Module):
         elif self.sizes is not None and self.comm.size > 1:
             y = self.comm.all_gather(y.t().contiguous(), self.sizes).t()
         return y.reshape(*lead, -1)
+
+
+class KernelNorm(nn.Module):
+    """An RMS norm that the kernels compute in one call, in place of a class's own, which takes several."""
+
+    def __init__(self, original: nn.Module, weight: nn.Parameter, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight, self.eps, self._kernels = weight, eps, kernels
+        self._original = (original,)  # no submodule: it has the same weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., width] -> [..., width]; by the class's own norm if the dtype is not the weight's."""
+        if x.dtype != self.weight.dtype:
+            normalised: torch.Tensor = self._original[0](x)
+            return normalised
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._kernels.pointwise.norm(rows, self.weight, self.eps).view(x.shape)
+
+
+def kernel_norm(module: nn.Module, kernels: Kernels) -> KernelNorm | None:
+    """The kernels' norm for a module that computes the same: an RMS norm with one weight and no offset. None for all
+    other modules; whether it is the same is seen from an example."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = module._parameters.get("weight")
+    if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float) or weight is None or weight.dim() != 1:
+        return None
+    example = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+    with torch.inference_mode():
+        theirs, ours = module(example[None])[0].float(), kernels.pointwise.norm(example, weight, eps).float()
+    # The class rounds once more, before it multiplies by the weight.
+    rounding = 4 * torch.finfo(weight.dtype).eps
+    return KernelNorm(module, weight, eps, kernels) if torch.allclose(ours, theirs, rtol=rounding, atol=1e-6) else None
 
 
 class Passed(nn.Module):

@@ -5,43 +5,85 @@
 
 #include "numbers.h"
 #include "paged.h"
+#include "wide.h"
 
 constexpr int64_t LINE = 64;   // bytes of a cache line
 constexpr int64_t ROWS = 6;    // queries that share a loaded vector of keys or values
 constexpr int64_t FEW = 16;    // queries: with fewer, transposing the keys does not pay
 
+constexpr int64_t PAIR = 2 * WIDE;  // floats that a loop over vectors takes at once
+
 // scores[q][j] = queries[q] . keys[:, j] for N queries; rows of queries are `padded` long.
 template <int64_t N>
 void score_strip(const float *queries, const float *keys, float *scores, int64_t head_dim, int64_t padded) {
-    for (int64_t j = 0; j < KEYS; j += LANES) {
-        float sum[N][LANES] = {};
-        for (int64_t d = 0; d < head_dim; d++)
-            for (int64_t q = 0; q < N; q++)
-#pragma omp simd
-                for (int64_t l = 0; l < LANES; l++) sum[q][l] += queries[q * padded + d] * keys[d * KEYS + j + l];
-        for (int64_t q = 0; q < N; q++) std::memcpy(scores + q * KEYS + j, sum[q], sizeof sum[q]);
+    for (int64_t j = 0; j < KEYS; j += PAIR) {
+        Wide sum[N][2] = {};
+        for (int64_t d = 0; d < head_dim; d++) {
+            Wide low = vector_at(keys + d * KEYS + j), high = vector_at(keys + d * KEYS + j + WIDE);
+#pragma GCC unroll 6
+            for (int64_t q = 0; q < N; q++) {
+                float query = queries[q * padded + d];
+                sum[q][0] += query * low;
+                sum[q][1] += query * high;
+            }
+        }
+        for (int64_t q = 0; q < N; q++)
+            for (int64_t i = 0; i < 2; i++) vector_at(scores + q * KEYS + j + i * WIDE) = sum[q][i];
     }
 }
 
-// sums[q] += sum over j of scores[q][j] * values[j] for N queries and `count` keys; rows are `padded` long.
-template <int64_t N>
-void mix_strip(const float *scores, const float *values, float *sums, int64_t padded, int64_t count) {
-    for (int64_t d = 0; d < padded; d += LANES) {
-        float sum[N][LANES];
-        for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], sums + q * padded + d, sizeof sum[q]);
-        for (int64_t j = 0; j < count; j++)
-            for (int64_t q = 0; q < N; q++)
-#pragma omp simd
-                for (int64_t l = 0; l < LANES; l++) sum[q][l] += scores[q * KEYS + j] * values[j * padded + d + l];
-        for (int64_t q = 0; q < N; q++) std::memcpy(sums + q * padded + d, sum[q], sizeof sum[q]);
+// sums[q] += sum over j of scores[q][j] * value(j) for N queries and `count` keys, V vectors of each from element `d` on;
+// rows of sums are `padded` long. Keys are added in their order whatever N is, so a query gets the same bits beside others
+// as alone.
+template <int64_t N, int64_t V, class Value>
+inline __attribute__((always_inline)) void mix_vectors(const float *scores, const Value &value, float *sums, int64_t padded,
+                                                       int64_t count, int64_t d) {
+    Wide sum[N][V];
+    for (int64_t q = 0; q < N; q++)
+        for (int64_t v = 0; v < V; v++) sum[q][v] = vector_at(sums + q * padded + d + v * WIDE);
+    for (int64_t j = 0; j < count; j++) {
+        Wide part[V];
+#pragma GCC unroll 2
+        for (int64_t v = 0; v < V; v++) part[v] = widened(value(j) + d + v * WIDE);
+#pragma GCC unroll 6
+        for (int64_t q = 0; q < N; q++)
+#pragma GCC unroll 2
+            for (int64_t v = 0; v < V; v++) sum[q][v] += scores[q * KEYS + j] * part[v];
     }
+    for (int64_t q = 0; q < N; q++)
+        for (int64_t v = 0; v < V; v++) vector_at(sums + q * padded + d + v * WIDE) = sum[q][v];
 }
 
-template <class T> inline float dot(const T *a, const T *b, int64_t count) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) sum += widen(a[i]) * widen(b[i]);
-    return sum;
+// The same for all of the first `width` elements.
+template <int64_t N, class Value>
+inline __attribute__((always_inline)) void mix_strip(const float *scores, const Value &value, float *sums, int64_t padded,
+                                                     int64_t count, int64_t width) {
+    int64_t d = 0;
+    for (; d + PAIR <= width; d += PAIR) mix_vectors<N, 2>(scores, value, sums, padded, count, d);
+    for (; d + WIDE <= width; d += WIDE) mix_vectors<N, 1>(scores, value, sums, padded, count, d);
+    for (; d < width; d++)
+        for (int64_t q = 0; q < N; q++)
+            for (int64_t j = 0; j < count; j++) sums[q * padded + d] += scores[q * KEYS + j] * widen(value(j)[d]);
+}
+
+// scores[q][j + k] = queries[q] . key[j + k] for N queries and K keys; the same bits whatever N and K are.
+template <int64_t N, int64_t K, class T>
+void score_few(const float *queries, const T *const *key, float *scores, int64_t head_dim, int64_t padded) {
+    Wide sum[N][K] = {};
+    int64_t d = 0;
+    for (; d + WIDE <= head_dim; d += WIDE)
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < K; k++) {
+            Wide part = widened(key[k] + d);
+#pragma GCC unroll 4
+            for (int64_t q = 0; q < N; q++) sum[q][k] += vector_at(queries + q * padded + d) * part;
+        }
+    for (int64_t q = 0; q < N; q++)
+        for (int64_t k = 0; k < K; k++) {
+            float rest = 0;
+            for (int64_t i = d; i < head_dim; i++) rest += queries[q * padded + i] * widen(key[k][i]);
+            scores[q * KEYS + k] = sum_of(sum[q][k]) + rest;
+        }
 }
 
 template <class T> class RowAttention {
@@ -52,7 +94,7 @@ template <class T> class RowAttention {
         alignas(64) float keys[WIDEST_HEAD * KEYS];  // transposed: [head_dim][KEYS]
         alignas(64) float values[KEYS * WIDEST_HEAD];
         float highest[QUERIES], total[QUERIES];
-        const T *query[QUERIES], *key[KEYS], *value[KEYS];  // in q and in the cache
+        const T *key[KEYS], *value[KEYS];  // in the cache
         int64_t position[QUERIES];
     };
 
@@ -70,12 +112,11 @@ public:
         int64_t count = tile.count * a.queries(tile), width = padded();
         std::memset(s.sums, 0, count * width * sizeof(float));
         for (int64_t i = 0; i < count; i++) {
-            s.query[i] = a.q + a.place(tile, i, a.q_width);
             s.position[i] = a.position(tile, i);
             s.highest[i] = -std::numeric_limits<float>::infinity();
             s.total[i] = 0;
-            if (!few(tile))
-                for (int64_t d = 0; d < a.head_dim; d++) s.queries[i * width + d] = widen(s.query[i][d]);
+            const T *query = a.q + a.place(tile, i, a.q_width);
+            for (int64_t d = 0; d < a.head_dim; d++) s.queries[i * width + d] = widen(query[d]);
         }
         for (int64_t i = 0; i <= tile.count; i++) over(a.part(tile, i), few(tile));
         for (int64_t i = 0; i < count; i++)
@@ -95,9 +136,7 @@ private:
             // The next keys are loaded while these are worked on; otherwise each line of memory would be waited for.
             prefetch(part, at + KEYS);
             if (few) {
-                for (int64_t j = 0; j < n; j++)
-                    for (int64_t i = part.first; i < last; i++)
-                        s.scores[i * KEYS + j] = dot(s.query[i], s.key[j], a.head_dim);
+                score_rows(part.first, last, n);
                 soften(part.first, last, at, n);
                 mix_few(part.first, last, n);
             } else {
@@ -179,38 +218,34 @@ private:
         }
     }
 
+    // Scores of n keys that were not transposed.
+    void score_rows(int64_t i, int64_t last, int64_t n) {
+        for (; i + 4 <= last; i += 4) score_keys<4, 2>(i, n);
+        for (; i + 2 <= last; i += 2) score_keys<2, 4>(i, n);
+        for (; i < last; i++) score_keys<1, 4>(i, n);
+    }
+
+    template <int64_t N, int64_t K> void score_keys(int64_t i, int64_t n) {
+        const float *queries = s.queries + i * padded();
+        int64_t j = 0;
+        for (; j + K <= n; j += K)
+            score_few<N, K>(queries, s.key + j, s.scores + i * KEYS + j, a.head_dim, padded());
+        for (; j < n; j++) score_few<N, 1>(queries, s.key + j, s.scores + i * KEYS + j, a.head_dim, padded());
+    }
+
     void mix(int64_t i, int64_t last, int64_t n) {
         int64_t width = padded();
+        auto value = [&](int64_t j) { return s.values + j * width; };
         for (; i + ROWS <= last; i += ROWS)
-            mix_strip<ROWS>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
-        for (; i < last; i++) mix_strip<1>(s.scores + i * KEYS, s.values, s.sums + i * width, width, n);
+            mix_strip<ROWS>(s.scores + i * KEYS, value, s.sums + i * width, width, n, width);
+        for (; i < last; i++) mix_strip<1>(s.scores + i * KEYS, value, s.sums + i * width, width, n, width);
     }
 
     void mix_few(int64_t i, int64_t last, int64_t n) {
-        for (; i + 4 <= last; i += 4) mix_rows<4>(i, n);
-        for (; i + 3 <= last; i += 3) mix_rows<3>(i, n);
-        for (; i < last; i++) mix_rows<1>(i, n);
-    }
-
-    template <int64_t N> void mix_rows(int64_t i, int64_t n) {
-        int64_t d = 0;
-        for (; d + LANES <= a.head_dim; d += LANES) mix_lanes<N>(i, n, d, LANES);
-        if (d < a.head_dim) mix_lanes<N>(i, n, d, a.head_dim - d);
-    }
-
-    // sums[i..i+N][d..d+lanes] += weights * values, each value widened in a register and used N times. Keys are added
-    // in their order whatever N is, so a query gets the same bits beside others as alone.
-    template <int64_t N> __attribute__((always_inline)) void mix_lanes(int64_t i, int64_t n, int64_t d, int64_t lanes) {
         int64_t width = padded();
-        float sum[N][LANES];
-        for (int64_t q = 0; q < N; q++) std::memcpy(sum[q], s.sums + (i + q) * width + d, sizeof sum[q]);
-        for (int64_t j = 0; j < n; j++) {
-            const T *value = s.value[j] + d;
-            for (int64_t q = 0; q < N; q++)
-#pragma omp simd
-                for (int64_t l = 0; l < lanes; l++) sum[q][l] += s.scores[(i + q) * KEYS + j] * widen(value[l]);
-        }
-        for (int64_t q = 0; q < N; q++) std::memcpy(s.sums + (i + q) * width + d, sum[q], sizeof sum[q]);
+        auto value = [&](int64_t j) { return s.value[j]; };
+        for (; i + 4 <= last; i += 4) mix_strip<4>(s.scores + i * KEYS, value, s.sums + i * width, width, n, a.head_dim);
+        for (; i + 3 <= last; i += 3) mix_strip<3>(s.scores + i * KEYS, value, s.sums + i * width, width, n, a.head_dim);
+        for (; i < last; i++) mix_strip<1>(s.scores + i * KEYS, value, s.sums + i * width, width, n, a.head_dim);
     }
 };
-

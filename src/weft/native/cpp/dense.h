@@ -6,7 +6,7 @@
 #pragma once
 
 #include <utility>
-#ifdef __AVX512BF16__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -55,6 +55,10 @@ template <class T> void dense_row(const T *data, int64_t row, int64_t cols, T *o
         out[c] = panel[(c / DEPTH<T> * PANEL + row % PANEL) * DEPTH<T> + c % DEPTH<T>];
 }
 
+#ifdef __AVX512BF16__
+constexpr int TOKENS = 12;  // 24 sums, 2 vectors of weights and one of x in 32 registers
+constexpr int64_t CACHED = 1 << 30;  // bytes of rows of x that all panels of a piece of work are multiplied with at once
+
 // Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.
 template <int N> void dense_tile(const float *panel, const float *x, int64_t cols, float *sums, const char *, int64_t) {
     float sum[N][PANEL] = {};
@@ -64,9 +68,6 @@ template <int N> void dense_tile(const float *panel, const float *x, int64_t col
             for (int64_t r = 0; r < PANEL; r++) sum[n][r] += x[n * cols + c] * panel[c * PANEL + r];
     std::memcpy(sums, sum, sizeof sum);
 }
-
-#ifdef __AVX512BF16__
-constexpr int TOKENS = 12;  // 24 sums, 2 vectors of weights and one of x in 32 registers
 
 inline __m512bh twice(const bf16 *pair) {
     int32_t bits;
@@ -123,27 +124,89 @@ void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, con
         }
 }
 #else
-constexpr int TOKENS = 4;
+constexpr int TOKENS = 6;  // 12 sums, 2 vectors of weights and one of x in 16 registers
+constexpr int64_t CACHED = 192 << 10;  // bytes of rows of x that stay in a core's cache for all panels of a piece of work
 
-template <int N>
-void dense_tile(const bf16 *panel, const bf16 *x, int64_t cols, float *sums, const char *, int64_t) {
-    float sum[N][PANEL] = {};
-    for (int64_t c = 0; c < cols; c += 2) {
-        uint32_t pair[PANEL];
-        std::memcpy(pair, panel + c * PANEL, sizeof pair);
+// Eight floats: a CPU with shorter vectors uses several.
+typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t EightWords __attribute__((vector_size(32), aligned(4), may_alias));
+
+// Column `d` of a pair of columns: of bf16, from words that hold both.
+inline Eight column_of(EightWords pairs, int d) { return (Eight)(d ? pairs & int32_t(0xffff0000) : pairs << 16); }
+
+// Eight rows of a panel, column `d` of the pair that begins at `at`.
+inline Eight weights_at(const float *at, int d) { return *reinterpret_cast<const Eight *>(at + d * PANEL); }
+inline Eight weights_at(const bf16 *at, int d) { return column_of(*reinterpret_cast<const EightWords *>(at), d); }
+
+// x[d] of a pair of columns, eight times.
+inline Eight value_at(const float *x, int d) { return Eight{} + x[d]; }
+inline Eight value_at(const bf16 *x, int d) {
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof bits);
+    EightWords pairs = EightWords{} + bits;
+#ifdef __AVX2__
+    asm("" : "+x"(pairs));  // or GCC takes the column of one word, in more instructions, before it repeats that
+#endif
+    return column_of(pairs, d);
+}
+
+// sum + a * b. GCC would add products of both columns first, which takes a register and an instruction more for each.
+inline Eight add_product(Eight sum, Eight a, Eight b) {
+#ifdef __FMA__
+    return (Eight)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
+// Sums of N rows of x with V vectors of a panel's rows: [N][PANEL]. A line per pair of columns and two vectors is
+// prefetched.
+template <int N, int V, class T>
+void dense_strip(const T *panel, const T *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
+    // Few sums leave registers free: both columns of a pair then have sums of their own, or each product would wait for
+    // the last.
+    constexpr int WAYS = N * V <= 6 ? 2 : 1;
+    Eight sum[WAYS][N][V] = {};
+    const T *row[(N + 2) / 3];
+    for (int n = 0; n < N; n += 3) row[n / 3] = x + n * cols;
+    auto add = [&](int d, auto value_of) __attribute__((always_inline)) {
+        Eight weights[V];
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) weights[v] = weights_at(panel + v * 8 * DEPTH<T>, d);
+#pragma GCC unroll 6
         for (int n = 0; n < N; n++) {
-            float a = widen(x[n * cols + c]), b = c + 1 < cols ? widen(x[n * cols + c + 1]) : 0;
-#pragma omp simd
-            for (int64_t r = 0; r < PANEL; r++) {
-                uint32_t first = pair[r] << 16, second = pair[r] & 0xffff0000;
-                float v, w;
-                std::memcpy(&v, &first, 4);
-                std::memcpy(&w, &second, 4);
-                sum[n][r] += a * v + b * w;
-            }
+            Eight value = value_of(row[n / 3] + n % 3 * cols);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) sum[d % WAYS][n][v] = add_product(sum[d % WAYS][n][v], weights[v], value);
         }
+        asm volatile("" ::: "memory");  // or GCC keeps pairs of x for the next column, and no registers for sums
+    };
+    for (int64_t c = 0; c + 2 <= cols; c += 2, panel += 2 * PANEL) {
+        const char *line = ahead + (c * rate >> 8);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v += 2) __builtin_prefetch(line + v * 32);
+#pragma GCC unroll 2
+        for (int d = 0; d < 2; d++) add(d, [d](const T *at) { return value_at(at, d); });
+#pragma GCC unroll 2
+        for (int n = 0; n < N; n += 3) row[n / 3] += 2;
     }
-    std::memcpy(sums, sum, sizeof sum);
+    if (cols % 2) add(0, [](const T *at) { return Eight{} + widen(*at); });
+#pragma GCC unroll 6
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            for (int w = 1; w < WAYS; w++) sum[0][n][v] += sum[w][n][v];
+            *reinterpret_cast<Eight *>(sums + n * PANEL + v * 8) = sum[0][n][v];
+        }
+}
+
+// Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.
+template <int N, class T>
+void dense_tile(const T *panel, const T *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
+    if constexpr (N <= 2) return dense_strip<N, 4>(panel, x, cols, sums, ahead, rate);
+    // More sums than there are registers: the halves of the panel in turns.
+    dense_strip<N, 2>(panel, x, cols, sums, ahead, rate);
+    dense_strip<N, 2>(panel + PANEL / 2 * DEPTH<T>, x, cols, sums + PANEL / 2, ahead + 64, rate);
 }
 #endif
 

@@ -131,17 +131,17 @@ void latent_values(Team &team, const LatentProjection &p, const T *mixed, int64_
 }
 
 // Keys [count, heads, nope_dim + rope_dim] and values [count, heads, value_dim] of heads [first, first + heads) from
-// latents [count, rank + rope_dim].
+// latents [count, rank + rope_dim]. Values are `value_step` elements apart.
 template <class T>
 void expand_latents(Team &team, const LatentProjection &p, const T *latents, int64_t count, int64_t first,
-                    int64_t heads, T *keys, T *values) {
+                    int64_t heads, T *keys, T *values, int64_t value_step) {
     HeadRows<T> rows{latents, p.latent_dim(), 0};
     Matrix key = nth<T>(p.keys, first), value = nth<T>(p.values, first);
     team.each(heads * key.panels(), [&](int64_t from, int64_t to) {
         project_panels(key, rows, count, keys, heads * p.head_dim(), p.head_dim(), from, to);
     });
     team.each(heads * value.panels(), [&](int64_t from, int64_t to) {
-        project_panels(value, rows, count, values, heads * p.value_dim(), p.value_dim(), from, to);
+        project_panels(value, rows, count, values, heads * value_step, value_step, from, to);
     });
     team.each(count, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++)

@@ -12,31 +12,13 @@
 #include "numbers.h"
 #include "team.h"
 #include "tiles.h"
+#include "wide.h"
 
 constexpr int64_t WIDEST_LATENT = 640;  // values of a latent at most
 constexpr int64_t LATENT_QUERIES = 32;  // query vectors, tokens x heads, that go over latents together, at most
 constexpr int64_t LATENT_KEYS = 48;     // latents that are worked on at once
 constexpr int64_t LATENT_PART = 10 * LATENT_KEYS;  // positions of a part of a context, unless it has too many parts
 constexpr int64_t MOST_PARTS = 32;
-
-// A vector register, which GCC and clang multiply and add as a whole.
-#ifdef __AVX512F__
-constexpr int64_t WIDE = 16;
-#else
-constexpr int64_t WIDE = 8;
-#endif
-typedef float Wide __attribute__((vector_size(WIDE * sizeof(float)), aligned(4), may_alias));
-
-inline const Wide &vector_at(const float *at) { return *reinterpret_cast<const Wide *>(at); }
-inline Wide &vector_at(float *at) { return *reinterpret_cast<Wide *>(at); }
-
-inline float sum_of(Wide v) {
-    float part[WIDE];
-    std::memcpy(part, &v, sizeof part);
-    for (int64_t half = WIDE / 2; half; half /= 2)
-        for (int64_t i = 0; i < half; i++) part[i] += part[i + half];
-    return part[0];
-}
 
 constexpr int64_t whole_vectors(int64_t count) { return (count + 15) / 16 * 16; }
 
@@ -91,8 +73,10 @@ class LatentTiles {
     int64_t slots = 0;
 
 public:
-    template <class T> LatentTiles(const PagedLatents<T> &a, int64_t threads) {
+    // Of rows with fewer than `longest` tokens.
+    template <class T> LatentTiles(const PagedLatents<T> &a, int64_t threads, int64_t longest) {
         for (int64_t row = 0; row < a.rows.count; row++) {
+            if (a.rows.tokens(row) >= longest) continue;
             int64_t queries = a.queries(row), count = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
             for (int64_t i = count - 1; i >= 0; i--)
                 tiles.push_back({row, queries * i / count, queries * (i + 1) / count, 0});

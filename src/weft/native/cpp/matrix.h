@@ -123,6 +123,9 @@ template <class T> void add_bias(const Matrix &m, int64_t p, int64_t tokens, flo
         for (int64_t r = 0; r < count; r++) sums[t * PANEL + r] += widen(bias[r]);
 }
 
+// Rows of x, of `bytes` each, that all panels of a piece of work are multiplied with before others.
+inline int64_t nearby_rows(int64_t bytes) { return std::max<int64_t>(8 * TOKENS, CACHED / bytes); }
+
 // out[t][r] = x[t] . W[r] + bias[r] for every token and the rows of panels [first, last). x is [tokens, cols];
 // `prepared` holds its rows as `prepare` wrote them, unless the product `reads_plain` ones; out is [tokens, rows] of T
 // or float. Runs in the calling thread.
@@ -133,13 +136,17 @@ void multiply(const Matrix &m, const T *x, const char *prepared, int64_t tokens,
     const char *from = plain ? reinterpret_cast<const char *>(x) : prepared;
     int64_t stride = row_bytes<T>(m, plain);
     alignas(64) float sums[BATCH * PANEL];
-    for (int64_t p = first; p < last; p++) {
-        int64_t row = p * PANEL, count = std::min(PANEL, m.rows - row);
-        for (int64_t at = 0; at < tokens; at += BATCH) {
-            int64_t n = std::min(BATCH, tokens - at);
-            panel_sums<T>(m, p, from + at * stride, plain, n, sums, {panel_at<T>(m, p + 1), tokens, at});
-            add_bias<T>(m, p, n, sums, count);
-            for (int64_t t = 0; t < n; t++) narrow_row(sums + t * PANEL, out + (at + t) * m.rows + row, count);
+    const int64_t near = nearby_rows(stride);
+    for (int64_t begin = 0; begin < tokens; begin += near) {
+        int64_t end = std::min(begin + near, tokens);
+        for (int64_t p = first; p < last; p++) {
+            int64_t row = p * PANEL, count = std::min(PANEL, m.rows - row);
+            for (int64_t at = begin; at < end; at += BATCH) {
+                int64_t n = std::min(BATCH, end - at);
+                panel_sums<T>(m, p, from + at * stride, plain, n, sums, {panel_at<T>(m, p + 1), end - begin, at - begin});
+                add_bias<T>(m, p, n, sums, count);
+                for (int64_t t = 0; t < n; t++) narrow_row(sums + t * PANEL, out + (at + t) * m.rows + row, count);
+            }
         }
     }
 }

@@ -84,7 +84,7 @@ template <class T> void attend(const Paged<T> &attention, int64_t threads) {
 
 template <class T> void attend_latents(const PagedLatents<T> &attention, int64_t threads) {
     bool parallel = attention.work() > SMALL;
-    LatentTiles tiles(attention, parallel ? threads : 1);
+    LatentTiles tiles(attention, parallel ? threads : 1, std::numeric_limits<int64_t>::max());
     LatentSums *parts = latent_parts(tiles.parts());
     together(threads, parallel, [&](Team &team) { attend(team, attention, tiles, parts, nothing); });
 }
@@ -117,7 +117,7 @@ template <class T>
 void expand_latents(const LatentProjection &p, const T *latents, int64_t count, int64_t first, int64_t heads, T *keys,
                     T *values, int64_t threads) {
     together(threads, count * heads * p.rank() * p.nope_dim() > SMALL,
-             [&](Team &team) { expand_latents(team, p, latents, count, first, heads, keys, values); });
+             [&](Team &team) { expand_latents(team, p, latents, count, first, heads, keys, values, p.value_dim()); });
 }
 
 }  // namespace

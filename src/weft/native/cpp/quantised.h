@@ -87,6 +87,8 @@ template <class V> inline V load(const void *from) {
 inline floats halves(const char *from) {
 #ifdef __AVX512F__
     return (floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(load<__m128i>(from));
 #else
     typedef uint16_t shorts __attribute__((vector_size(2 * SLICE)));
     ints bits = __builtin_convertvector(load<shorts>(from), ints);
@@ -101,6 +103,10 @@ typedef uint8_t octets __attribute__((vector_size(SLICE)));
 inline ints words(octets eight) {
 #ifdef __AVX512F__
     return (ints)_mm512_cvtepu8_epi32((__m128i)eight);
+#elif defined(__AVX2__)
+    int64_t bits;
+    std::memcpy(&bits, &eight, sizeof bits);
+    return (ints)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bits));
 #else
     return __builtin_convertvector(eight, ints);
 #endif
@@ -162,6 +168,10 @@ alignas(64) constexpr float FP4[16] = {
     -0.0f, -0.0625f / 12, -8.0f / 12, -1.0f, -4.0f / 12, -6.0f / 12, -2.0f / 12, -3.0f / 12};
 template <class C> constexpr const float *FLOAT4S = C::FLOATS == Lowest::FP4 ? FP4 : NF4;
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define WEFT_SHORTS  // products of neighbouring columns are added in 16 bits
+#endif
+
 // sum += the product of four columns of a slice with four numbers of x.
 inline void dot(ints &sum, ints w, const int8_t *x) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
@@ -172,11 +182,6 @@ inline void dot(ints &sum, ints w, const int8_t *x) {
     sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__)
     sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(four));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    // Even and odd columns as 16 bits each, two products per lane.
-    auto two = [](int8_t low, int8_t high) { return _mm256_set1_epi32(int32_t(uint16_t(low)) | int32_t(high) << 16); };
-    sum += (ints)_mm256_madd_epi16((__m256i)(w & 0x00ff00ff), two(x[0], x[2]));
-    sum += (ints)_mm256_madd_epi16((__m256i)(w >> 8 & 0x00ff00ff), two(x[1], x[3]));
 #else
     for (int j = 0; j < 4; j++) sum += (w >> (8 * j) & 255) * int32_t(x[j]);
 #endif
@@ -328,6 +333,111 @@ struct Packed {
     }
 };
 
+// Sums of a slice's block, at `from`, with N rows of x, whose numbers begin at value[n / 3] + n % 3 * stride: one, or two of
+// half a block each.
+template <class C, int N>
+inline __attribute__((always_inline)) void multiply_block(const char *from, const int8_t *const *value, int64_t stride,
+                                                          ints (&sum)[N][C::PER_BLOCK]) {
+#ifdef WEFT_SHORTS
+    auto four = [&](int n, int column) __attribute__((always_inline)) {
+        int32_t bits;
+        std::memcpy(&bits, value[n / 3] + n % 3 * stride + column, sizeof bits);
+        return _mm256_set1_epi32(bits);
+    };
+    const __m256i ones = _mm256_set1_epi16(1);
+    if constexpr (C::BITS == 4) {
+        // Eight products of pairs with numbers up to 15 fit into 16 bits; of those up to 24, four.
+        constexpr int SUMS = C::PER_BLOCK == 2 || C::TABLE ? 2 : 1;
+        __m256i part[N][SUMS];
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < SUMS; i++) part[n][i] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) {
+            ints w = load<ints>(from + v * 4 * SLICE);
+            __m256i low = (__m256i)numbers<C>(w & 0x0f0f0f0f), high = (__m256i)numbers<C>(w >> 4 & 0x0f0f0f0f);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                part[n][0] = _mm256_add_epi16(part[n][0], _mm256_maddubs_epi16(low, four(n, v * 4)));
+                part[n][SUMS - 1] = _mm256_add_epi16(part[n][SUMS - 1], _mm256_maddubs_epi16(high, four(n, BLOCK / 2 + v * 4)));
+            }
+            // Or GCC multiplies all before it adds, and has no registers for the products.
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++)
+                for (int i = 0; i < SUMS; i++) asm("" : "+x"(part[n][i]));
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++)
+            for (int i = 0; i < SUMS; i++) sum[n][C::PER_BLOCK == 2 ? i : 0] += (ints)_mm256_madd_epi16(part[n][i], ones);
+    } else {
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; v++) {
+            // Less 128, see SHIFT: sizes of numbers times those of x, with the numbers' signs, fit into 16 bits.
+            __m256i w = (__m256i)(load<ints>(from + v * 4 * SLICE) ^ int32_t(0x80808080)), size = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(n, v * 4), w));
+                ints &to = sum[n][v * C::PER_BLOCK / 8];
+                to += (ints)_mm256_madd_epi16(pairs, ones);
+                asm("" : "+x"(to));
+            }
+        }
+    }
+#else
+#pragma GCC unroll 8
+    for (int v = 0; v < C::BITS; v++) {
+        ints w = load<ints>(from + v * 4 * SLICE);
+#pragma GCC unroll 12
+        for (int n = 0; n < N; n++) {
+            const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
+            if constexpr (C::BITS == 4) {
+                dot(sum[n][0], numbers<C>(w & 0x0f0f0f0f), four);
+                dot(sum[n][C::PER_BLOCK - 1], numbers<C>(w >> 4 & 0x0f0f0f0f), four + BLOCK / 2);
+            } else {
+                dot(sum[n][v * C::PER_BLOCK / C::BITS], w, four);
+            }
+        }
+    }
+#endif
+}
+
+// The numbers of a nested group, of all rows of a panel: those of 6 bits as bytes.
+struct NestedGroup {
+    typedef uint8_t Rows __attribute__((vector_size(PANEL), aligned(1), may_alias));
+    alignas(64) uint8_t scales[NEST][PANEL], minima[NEST][PANEL];
+    const char *halves_at = nullptr;
+
+    // See `Packed::nested_at`.
+    void unpack(const Packed &panel, int64_t group) {
+        const char *sixes = panel.lowest + group * panel.lowest_bytes() * PANEL;
+        auto plane = [&](int64_t byte) { return *reinterpret_cast<const Rows *>(sixes + byte * PANEL); };
+        for (int64_t i = 0; i < NEST / 2; i++) {
+            Rows first = plane(i), second = plane(i + 4), both = plane(i + 8);
+            *reinterpret_cast<Rows *>(scales[i]) = first & 63;
+            *reinterpret_cast<Rows *>(minima[i]) = second & 63;
+            *reinterpret_cast<Rows *>(scales[i + 4]) = (both & 15) | (first >> 2 & 48);
+            *reinterpret_cast<Rows *>(minima[i + 4]) = both >> 4 | (second >> 2 & 48);
+        }
+        halves_at = panel.scales + group * panel.scale_bytes() * PANEL;
+    }
+
+    // Scales and lowest numbers of a slice's rows in a block of the group.
+    void numbers_at(int64_t block, int64_t slice, floats &scale, floats &least) const {
+        const char *both = halves_at + slice * SLICE * 2;
+        auto sixes = [&](const uint8_t *rows) {
+            return __builtin_convertvector(words(load<octets>(rows + slice * SLICE)), floats);
+        };
+        scale = halves(both) * sixes(scales[block]);
+        least = halves(both + 2 * PANEL) * -sixes(minima[block]);
+    }
+};
+
+// What `multiply_block` subtracts from each number of a weight.
+#ifdef WEFT_SHORTS
+template <class C> constexpr float SHIFT = C::BITS == 8 ? 128 : 0;
+#else
+template <class C> constexpr float SHIFT = 0;
+#endif
+
 // Sums of N rows of x with H slices of a panel, from slice `first` on: [N][PANEL]. With each block, `step` bytes from
 // `next` on are prefetched; if N is 1, so that a loop would take time, the bytes of a block.
 template <class C, int N, int H>
@@ -351,13 +461,18 @@ template <class C, int N, int H>
     };
     floats total[N][H] = {};
     const char *at = panel.values + first * BLOCK_BYTES<BITS> / SLICES;
+    NestedGroup nested;
     for (int64_t g = 0, block = 0; block < columns.blocks; g++) {
         floats scale[H][PER_BLOCK], lowest[H][PER_BLOCK];
+        if (C::NESTED && (g == 0 || (g + columns.lacking) % NEST == 0)) nested.unpack(panel, (g + columns.lacking) / NEST);
 #pragma GCC unroll 4
         for (int i = 0; i < H * PER_BLOCK; i++) {
             int h = i / PER_BLOCK, half = i % PER_BLOCK;
-            int64_t index = C::NESTED ? g + columns.lacking : g * PER_BLOCK + half;
-            panel.numbers_at<C>(index, first + h, scale[h][half], lowest[h][half]);
+            if constexpr (C::NESTED)
+                nested.numbers_at((g + columns.lacking) % NEST, first + h, scale[h][half], lowest[h][half]);
+            else
+                panel.numbers_at<C>(g * PER_BLOCK + half, first + h, scale[h][half], lowest[h][half]);
+            if constexpr (SHIFT<C> != 0) lowest[h][half] += SHIFT<C> * scale[h][half];
         }
         for (int64_t end = PER_BLOCK == 2 || C::NESTED ? block + 1 : columns.end(g); block < end; block++) {
             if constexpr (N == 1) {
@@ -373,21 +488,7 @@ template <class C, int N, int H>
 #pragma GCC unroll 2
             for (int h = 0; h < H; h++) {
                 ints sum[N][PER_BLOCK] = {};
-                const char *from = at + h * BLOCK_BYTES<BITS> / SLICES;
-#pragma GCC unroll 8
-                for (int v = 0; v < BITS; v++) {
-                    ints w = load<ints>(from + v * 4 * SLICE);
-#pragma GCC unroll 12
-                    for (int n = 0; n < N; n++) {
-                        const int8_t *four = value[n / 3] + n % 3 * stride + v * 4;
-                        if constexpr (BITS == 4) {
-                            dot(sum[n][0], numbers<C>(w & 0x0f0f0f0f), four);
-                            dot(sum[n][PER_BLOCK - 1], numbers<C>(w >> 4 & 0x0f0f0f0f), four + BLOCK / 2);
-                        } else {
-                            dot(sum[n][v * PER_BLOCK / BITS], w, four);
-                        }
-                    }
-                }
+                multiply_block<C, N>(at + h * BLOCK_BYTES<BITS> / SLICES, value, stride, sum);
 #pragma GCC unroll 12
                 for (int n = 0; n < N; n++)
 #pragma GCC unroll 2
@@ -441,7 +542,7 @@ void tiles(const Packed &panel, const char *x, int64_t tokens, float *sums, cons
     if constexpr (C::PER_BLOCK == 1) return quantised_tiles<C, 12, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
     quantised_tiles<C, 8, 4, 2, 1>(panel, x, tokens, sums, next, all);
 #else
-    quantised_tiles<C, 2, 1>(panel, x, tokens, sums, next, all);
+    quantised_tiles<C, 4, 2, 1>(panel, x, tokens, sums, next, all);
 #endif
 }
 

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "exchange.h"
+#include "expanded.h"
 #include "experts.h"
 #include "latent_products.h"
 #include "latents.h"
@@ -51,8 +52,11 @@ template <class T> class Stage {
     const Step &step;
     const Workspace<T> &space;
     const std::deque<Tiles> &tiles;  // by KV group; none with latent attention
-    const LatentTiles *latent_tiles;  // null unless the layers have latent attention
-    LatentSums *const parts;          // room for the parts of these tiles
+    // Null unless the layers have latent attention: the forms of the rows, and the tiles of those that are absorbed.
+    const LatentForms *forms;
+    const LatentTiles *latent_tiles;
+    LatentSums *const parts;  // room for the parts of these tiles
+    char *const expanded;     // memory for rows that are expanded
     const int64_t hidden;
     const bool little;
     const bool at_once;  // one thread goes on with the sums of a product as soon as they are complete
@@ -146,11 +150,28 @@ template <class T> class Stage {
                            static_cast<T *>(l.keys) + slots[t] * stored.width(),
                            step.angles + int64_t(step.positions[t]) * p.rope_dim);
         });
-        absorb(team, p, space.qkv, l.qkv.rows, step.tokens, space.absorbed, nothing);
-        attend(team, paged_latents(l), *latent_tiles, parts, nothing);
-        latent_values(team, p, space.mixed_latents, step.tokens, space.mixed,
-                      [&] { prepare(l.out, space.mixed, 0, step.tokens); });
+        PagedLatents<T> paged = paged_latents(l);
+        auto ready = [&] { prepare(l.out, space.mixed, 0, step.tokens); };
+        absorbed_attention(team, p, paged, l.qkv.rows, forms->expanded.empty() ? Then(ready) : Then(nothing));
+        for (const ExpandedRow &row : forms->expanded)
+            attend_expanded(team, row, p, paged, space.qkv + row.first * l.qkv.rows, l.qkv.rows,
+                            ExpandedSpace<T>(row, p, expanded), space.mixed + row.first * l.out.cols);
+        if (!forms->expanded.empty()) team.each(0, [](int64_t, int64_t) {}, ready);
         return multiply_and_join(team, l.out, space.mixed, 0, rows);
+    }
+
+    // Attention of the rows that are absorbed, from queries in space.qkv to values in space.mixed; then then() once.
+    void absorbed_attention(Team &team, const LatentProjection &p, const PagedLatents<T> &paged, int64_t q_stride,
+                            Then then) const {
+        if (forms->absorbed.empty()) return;
+        int64_t queried = p.heads * p.latent_dim(), mixed = p.heads * p.rank(), valued = p.heads * p.value_dim();
+        for (Tokens some : forms->absorbed)
+            absorb(team, p, space.qkv + some.first * q_stride, q_stride, some.count(), space.absorbed + some.first * queried,
+                   nothing);
+        attend(team, paged, *latent_tiles, parts, nothing);
+        for (Tokens some : forms->absorbed)
+            latent_values(team, p, space.mixed_latents + some.first * mixed, some.count(), space.mixed + some.first * valued,
+                          then);
     }
 
     // Prepare rows [first, last) of x for a layer's first product. Latent attention has several, and prepares its own.
@@ -325,10 +346,10 @@ template <class T> class Stage {
     }
 
 public:
-    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, const LatentTiles *latent_tiles,
-          int64_t hidden)
-        : step(step), space(space), tiles(tiles), latent_tiles(latent_tiles),
-          parts(latent_tiles ? latent_parts(latent_tiles->parts()) : nullptr), hidden(hidden),
+    Stage(const Step &step, const Workspace<T> &space, const std::deque<Tiles> &tiles, const LatentForms *forms,
+          const LatentTiles *latent_tiles, char *expanded, int64_t hidden)
+        : step(step), space(space), tiles(tiles), forms(forms), latent_tiles(latent_tiles),
+          parts(latent_tiles ? latent_parts(latent_tiles->parts()) : nullptr), expanded(expanded), hidden(hidden),
           little(step.routed() <= CHUNK && step.routed() * space.widest <= LITTLE),
           at_once(little && !step.shared && !step.sum) {}
 
@@ -373,14 +394,21 @@ template <class T> void stage(const Layer *layers, int64_t count, const Step &st
     std::deque<Tiles> tiles;
     for (int64_t group = 0; group < groups; group++)
         tiles.emplace_back(step.all_rows(group), layers->q_heads / layers->kv_heads, layers->kv_heads, threads);
+    std::optional<LatentForms> forms;
     std::optional<LatentTiles> latent_tiles;
+    char *expanded = nullptr;
     if (latent) {
         const LatentProjection &p = latent->projection;
         PagedLatents<T> rows{nullptr, nullptr, nullptr, step.all_rows(layers->group), layers->q_heads, p.rank(),
                              p.latent_dim(), layers->scale, nullptr};
-        latent_tiles.emplace(rows, threads);
+        forms.emplace(rows.rows, p, latent->expands_from, latent->expanded_bytes, int64_t(sizeof(T)), threads);
+        latent_tiles.emplace(rows, threads, latent->expands_from);
+        int64_t most = 0;
+        for (const ExpandedRow &row : forms->expanded) most = std::max(most, ExpandedSpace<T>(row, p, nullptr).bytes);
+        if (most) expanded = expanded_memory(most);
     }
-    Stage<T> stage(step, space, tiles, latent_tiles ? &*latent_tiles : nullptr, layers->out.rows);
+    Stage<T> stage(step, space, tiles, forms ? &*forms : nullptr, latent_tiles ? &*latent_tiles : nullptr, expanded,
+                   layers->out.rows);
     int64_t weights = layers->qkv.rows * layers->qkv.cols + layers->opening().rows * layers->opening().cols;
     together(threads, weights * std::max(step.tokens, step.routed()) > SMALL, [&](Team &team) {
         if (step.tokens)

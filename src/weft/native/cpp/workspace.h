@@ -17,6 +17,8 @@ struct Latent {
     Matrix q_down, kv_down;
     const void *q_norm, *kv_norm;
     int64_t interleaved;
+    int64_t expands_from;    // tokens of a row from which on it is computed in the expanded form
+    int64_t expanded_bytes;  // of a row's keys and values that are expanded at once, unless one head has more
     float q_eps, kv_eps;
 };
 

@@ -1,0 +1,152 @@
+"""Requests of a soak, and the verdict on each answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from random import Random
+from typing import Any, NamedTuple
+
+import httpx
+
+from scripts.soaking.processes import MODEL
+from scripts.soaking.stub import answer_of
+
+PATIENCE_S = 180.0
+SUBJECTS = ["sea", "sky", "rain", "snow", "fire", "stone", "river", "bird", "fish", "tree", "sun", "moon"]
+# Whole answers, by whoever gives them; or broken ones, which only servers that are not ours may leave.
+COMPLETE, BROKEN, WRONG = "complete", "broken", "wrong"
+
+
+class Asked(NamedTuple):
+    """One kind of request."""
+
+    prompt: str
+    tokens: int
+    temperature: float
+
+    def body(self, *, stream: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {"temperature": self.temperature, "seed": 7, "max_tokens": self.tokens}
+        return {"model": MODEL, "messages": [{"role": "user", "content": self.prompt}], "stream": stream, **fields}
+
+
+class Verdict(NamedTuple):
+    """`outcome` is one of the constants above; `by`: who answered; `why`: of those that are wrong."""
+
+    outcome: str
+    by: str = ""
+    why: str = ""
+
+
+def kinds(tokens: int) -> list[Asked]:
+    """The kinds of requests: greedy ones, and drawn ones with a seed."""
+    return [
+        Asked(f"Say something about the {subject}.", tokens + at % 5, float(at % 2))
+        for at, subject in enumerate(SUBJECTS)
+    ]
+
+
+class Load:
+    """Sends requests to a gateway. `expected`: for each kind, who may say what. Each request ends with one verdict."""
+
+    def __init__(self, url: str, expected: dict[Asked, dict[str, str]], seed: int) -> None:
+        self._url, self._expected = url, expected
+        self._random = Random(seed)
+        self.verdicts: list[Verdict] = []
+
+    async def run(self, count: int, at_once: int, pause_s: float) -> None:
+        """`count` requests by `at_once` clients, which wait about `pause_s` between two."""
+        left = iter(range(count))
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=PATIENCE_S, limits=limits) as client:
+
+            async def one() -> None:
+                for _ in left:
+                    await asyncio.sleep(self._random.random() * 2 * pause_s)
+                    asked = self._random.choice(list(self._expected))
+                    self.verdicts.append(await self._ask(client, asked, stream=self._random.random() < 0.7))
+
+            await asyncio.gather(*(one() for _ in range(at_once)))
+
+    async def _ask(self, client: httpx.AsyncClient, asked: Asked, *, stream: bool) -> Verdict:
+        received = b""
+        try:
+            request = client.build_request("POST", "/v1/chat/completions", json=asked.body(stream=stream))
+            answer = await client.send(request, stream=True)
+            try:
+                async for piece in answer.aiter_raw():
+                    received += piece
+            finally:
+                await answer.aclose()
+        except httpx.HTTPError as error:
+            return self._broken(asked, received, f"{type(error).__name__}: {error}")
+        if answer.status_code != 200:
+            return Verdict(WRONG, why=f"status {answer.status_code}: {received[:300].decode(errors='replace')}")
+        return self._judge_stream(asked, received) if stream else self._judge_whole(asked, received)
+
+    def _judge_whole(self, asked: Asked, received: bytes) -> Verdict:
+        text = json.loads(received)["choices"][0]["message"]["content"]
+        return self._complete(asked, text)
+
+    def _judge_stream(self, asked: Asked, received: bytes) -> Verdict:
+        text, ends, error = read_events(received)
+        if error and not ends:
+            return self._broken(asked, received, error)
+        if error or ends != 1 or not received.endswith(b"data: [DONE]\n\n"):
+            return Verdict(WRONG, why=f"{ends} end marks, and error {error!r}")
+        return self._complete(asked, text)
+
+    def _complete(self, asked: Asked, text: str) -> Verdict:
+        by = next((name for name, expected in self._expected[asked].items() if text == expected), "")
+        return Verdict(COMPLETE, by) if by else Verdict(WRONG, why=f"{asked}: nobody says {text!r:.200}")
+
+    def _broken(self, asked: Asked, received: bytes, why: str) -> Verdict:
+        """An answer that ended visibly: right only if a server that is not ours had begun it."""
+        text = read_events(received)[0]
+        begun = [name for name, expected in self._expected[asked].items() if text and expected.startswith(text)]
+        if begun and begun[0] != "weft":
+            return Verdict(BROKEN, begun[0], why)
+        return Verdict(WRONG, why=f"broken after {text!r:.100}: {why}")
+
+
+def read_events(received: bytes) -> tuple[str, int, str]:
+    """Text, number of end marks, and the message of an error, of a stream that may have been cut off."""
+    text, ends, error = "", 0, ""
+    for event in received.split(b"\n\n"):
+        data = event.removeprefix(b"data: ")
+        ends += data == b"[DONE]"
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            continue
+        if "error" in chunk:
+            error = chunk["error"]["message"]
+        for choice in chunk.get("choices") or ():
+            text += (choice.get("delta") or {}).get("content") or ""
+    return text, ends, error
+
+
+async def expected_answers(urls: list[str], asked_kinds: list[Asked], names: list[str]) -> dict[Asked, dict[str, str]]:
+    """For each kind, what Weft says, undisturbed and alone, and what each stub would say. Raises ValueError if two
+    servers of ours do not agree."""
+    expected = {}
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        for asked in asked_kinds:
+            texts = set()
+            for url in urls:
+                answer = await client.post(f"{url}/v1/chat/completions", json=asked.body(stream=False))
+                texts.add(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+            if len(texts) != 1:
+                raise ValueError(f"{asked}: the replicas say {sorted(texts)}")
+            others = {name: "".join(answer_of(name, asked.prompt, asked.tokens)) for name in names}
+            expected[asked] = {"weft": texts.pop(), **others}
+    return expected
+
+
+def count_outcomes(verdicts: list[Verdict]) -> dict[str, dict[str, int]]:
+    """Numbers of verdicts by outcome and server."""
+    counts: dict[str, Counter[str]] = {}
+    for verdict in verdicts:
+        counts.setdefault(verdict.outcome, Counter())[verdict.by or "nobody"] += 1
+    return {outcome: dict(sorted(by.items())) for outcome, by in sorted(counts.items())}

@@ -1,0 +1,68 @@
+"""weft doctor: check this machine before something fails."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+
+from weft.cli.hardware import machine_speeds
+from weft.cli.tables import console
+from weft.hardware import host, nvml
+from weft.hardware.gpu_figures import GpuFigures, GpuSampler
+from weft.hardware.host import Host
+from weft.monitor.check import Check, checks_json
+from weft.monitor.gpu_checks import check_gpus
+from weft.monitor.machine_checks import check_machine
+from weft.monitor.processes import own_processes
+from weft.monitor.security_checks import check_security
+
+MARKS = {"ok": "ok     ", "warn": "warning", "fail": "FAILED ", "skipped": "skipped"}
+
+
+def main(arguments: Namespace) -> int:
+    """Print the checks; return 1 if one fails."""
+    given = vars(arguments)
+    checks = tuple(
+        security_checks() if given.get("security", False) else all_checks(measure=given.get("measure", True))
+    )
+    answer = checks_json(checks)
+    if given.get("json", False):
+        print(json.dumps(answer))
+    else:
+        out = console()
+        for line in check_lines(checks):
+            out.print(line, soft_wrap=True)
+    return 0 if answer["ok"] else 1
+
+
+def all_checks(*, measure: bool) -> Iterator[Check]:
+    """Every check but those of security. With `measure`, speeds that are not in the cache are measured."""
+    here = host.probe_host()
+    figures, cuda = driver_figures(here)
+    yield from check_machine(here, tuple(own_processes()))
+    yield from check_gpus(here, machine_speeds(here, measure=measure, refresh=False), figures, cuda)
+
+
+def security_checks() -> Iterator[Check]:
+    """The checks of security."""
+    yield from check_security(tuple(own_processes()))
+
+
+def driver_figures(here: Host) -> tuple[Sequence[GpuFigures], str | None]:
+    """Live figures of the GPUs, and the highest CUDA version of the driver, such as "12.8"."""
+    with nvml.open_nvml() as driver:
+        if driver is None or not here.gpus:
+            return (), None
+        version = nvml.ask_driver(driver, driver.nvmlSystemGetCudaDriverVersion_v2, default=0)
+        supported = f"{version // 1000}.{version % 1000 // 10}" if version else None
+        return GpuSampler(driver, here.gpus).sample(), supported
+
+
+def check_lines(checks: Iterable[Check]) -> Iterator[str]:
+    """A line for each check, and a second one with the remedy."""
+    for check in checks:
+        limit = f" (limit: {check.limit})" if check.limit and check.status in ("warn", "fail") else ""
+        yield f"{MARKS[check.status]}  {check.name}: {check.value}{limit}"
+        if check.remedy:
+            yield f"         {check.remedy}"

@@ -1,0 +1,52 @@
+"""Paths of upstreams that are open to every client of a gateway; the others may change an upstream."""
+
+from __future__ import annotations
+
+OPENAI = (
+    "chat/completions",
+    "completions",
+    "embeddings",
+    "responses",
+    "messages",
+    "messages/count_tokens",
+    "rerank",
+    "score",
+    "moderations",
+    "audio/transcriptions",
+    "audio/translations",
+    "audio/speech",
+    "images/generations",
+)
+OLLAMA = ("chat", "generate", "embed", "embeddings", "tags", "show", "ps", "version")
+# vLLM's, SGLang's and llama-server's own, without the ones that load, unload, flush, trace or put to sleep.
+OWN = (
+    "tokenize",
+    "detokenize",
+    "version",
+    "ping",
+    "load",
+    "rerank",
+    "reranking",
+    "score",
+    "pooling",
+    "classify",
+    "embedding",
+    "embeddings",
+    "completion",
+    "completions",
+    "chat/completions",
+    "generate",
+    "infill",
+    "apply-template",
+)
+PUBLIC = frozenset(
+    ("/", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
+).union(f"/{name}" for name in OWN)
+
+
+def is_public(path: str, raw_path: bytes) -> bool:
+    """Return True if any client may send requests to a path: exactly one of `PUBLIC`, spelled without escapes.
+
+    `path`: percent escapes decoded. `raw_path`: as it was sent, and as the upstream gets it.
+    """
+    return path in PUBLIC and raw_path == path.encode()

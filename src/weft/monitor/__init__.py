@@ -1,0 +1,1 @@
+"""Live sight of a machine and its servers: links, checks and diagnosis."""

@@ -1,0 +1,158 @@
+"""Metrics of ranks, and of the GPUs below them under the names of NVIDIA's dcgm-exporter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector as PrometheusCollector
+
+from weft.core.commands import RankReport, RankStats, Replies
+from weft.errors import WeftError
+from weft.hardware import host, nvml
+from weft.hardware.gpu_figures import GpuFigures, GpuSampler
+from weft.plan.plan import Plan
+
+FRESH_S = 1.0  # the ranks are not asked again within this time: they answer between two steps
+PATIENCE_S = 1.0  # for the answer; a step of a long prompt takes longer, and the last report stands
+RANK_LABELS = ("rank", "stage", "device")
+# Labels as dcgm-exporter writes them.
+GPU_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")
+MIB = 1 << 20
+
+Figure = Callable[[GpuFigures], float | None]
+GPU_GAUGES: tuple[tuple[str, str, Figure], ...] = (
+    ("GPU_UTIL", "GPU utilization (in %).", lambda gpu: gpu.utilization),
+    ("MEM_COPY_UTIL", "Memory utilization (in %).", lambda gpu: gpu.memory_utilization),
+    ("FB_USED", "Memory in use (in MiB).", lambda gpu: _scaled(gpu.memory_used_bytes, 1 / MIB)),
+    ("FB_FREE", "Memory free (in MiB).", lambda gpu: _free_mib(gpu)),
+    ("GPU_TEMP", "Temperature (in C).", lambda gpu: gpu.temperature_c),
+    ("POWER_USAGE", "Power draw (in W).", lambda gpu: gpu.power_w),
+    ("SM_CLOCK", "Clock of the multiprocessors (in MHz).", lambda gpu: gpu.sm_clock_mhz),
+    ("PCIE_TX_THROUGHPUT", "Sent over PCIe (in KB/s).", lambda gpu: _scaled(gpu.pcie_tx_Bps, 1e-3)),
+    ("PCIE_RX_THROUGHPUT", "Received over PCIe (in KB/s).", lambda gpu: _scaled(gpu.pcie_rx_Bps, 1e-3)),
+    ("NVLINK_BANDWIDTH_TOTAL", "Sent and received over all NVLinks (in MB/s).", lambda gpu: _nvlink_mb(gpu)),
+)
+
+
+class DeviceMetrics(PrometheusCollector):
+    """Times and memory of the ranks, and figures of their GPUs, as of the last `refresh`."""
+
+    def __init__(
+        self, plan: Plan, call: Callable[[RankStats], Awaitable[Replies]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`call` has the ranks execute a command between two steps."""
+        self._plan = plan
+        self._call = call
+        self._clock = clock
+        self._asked_s = float("-inf")
+        self._question: asyncio.Future[None] | None = None
+        self._reports: tuple[RankReport, ...] = ()
+        self._gpus = GpuWatch([device.name for device in plan.devices])
+
+    async def refresh(self) -> None:
+        """Ask the ranks and the driver again, unless that was a moment ago. What does not answer keeps its figures."""
+        if self._clock() - self._asked_s < FRESH_S:
+            return
+        self._asked_s = self._clock()
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(self._ask())
+        waits: list[asyncio.Future[None]] = [self._question]
+        if self._gpus.devices:
+            waits.append(asyncio.ensure_future(asyncio.to_thread(self._gpus.sample)))
+        # Not cancelled after this time: ranks that do not answer now are not asked twice.
+        await asyncio.wait(waits, timeout=PATIENCE_S)
+
+    async def _ask(self) -> None:
+        """Ask the ranks; a failed engine keeps the last reports."""
+        with contextlib.suppress(WeftError):
+            replies = await self._call(RankStats(reset=False))
+            self._reports = tuple(reply for reply in replies if isinstance(reply, RankReport))
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._rank_metrics()
+        for name, text, figure in GPU_GAUGES if self._gpus.figures else ():
+            gauge = GaugeMetricFamily(f"DCGM_FI_DEV_{name}", text, labels=GPU_LABELS)
+            for gpu in self._gpus.figures:
+                value = figure(gpu)
+                if value is not None:
+                    gauge.add_metric(self._gpus.labels(gpu), float(value))
+            yield gauge
+
+    def _rank_metrics(self) -> Iterator[Metric]:
+        """Counters and gauges per rank; a figure that is not known has no sample."""
+        fields = (
+            ("compute_seconds", "Seconds within steps.", "compute_s"),
+            ("communication_seconds", "Seconds within steps, exchanging tensors.", "communication_s"),
+            ("waiting_seconds", "Seconds without a step, or waiting for another stage.", "waiting_s"),
+        )
+        for name, text, field in fields:
+            counter = CounterMetricFamily(f"weft:rank_{name}", text, labels=RANK_LABELS)
+            for labels, value in self._known(field):
+                counter.add_metric(labels, value)
+            yield counter
+        for field, text in (
+            ("allocated_bytes", "Bytes of tensors; on a CPU, resident memory of the rank's process."),
+            ("reserved_bytes", "Bytes that torch holds of a GPU's memory."),
+            ("driver_bytes", "Bytes in use of a GPU's memory by the driver's count."),
+        ):
+            gauge = GaugeMetricFamily(f"weft:rank_{field}", text, labels=RANK_LABELS)
+            for labels, value in self._known(field):
+                gauge.add_metric(labels, value)
+            yield gauge
+
+    def _known(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
+        """Labels and value of each rank that reports a field."""
+        for rank, report in enumerate(self._reports):
+            value = getattr(report, field)
+            if value is not None:
+                stage = self._plan.places[rank].stage
+                yield (str(rank), str(stage), self._plan.devices[rank].name), float(value)
+
+
+class GpuWatch:
+    """The GPUs among `devices`, sampled with one session of the driver."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(dict.fromkeys(device for device in devices if device != "cpu"))
+        self.figures: tuple[GpuFigures, ...] = ()
+        self._hostname = ""
+        self._uuids: dict[int, str] = {}
+        self._stack = contextlib.ExitStack()
+        self._sampler: GpuSampler | None = None
+
+    def sample(self) -> None:
+        """Sample the GPUs; blocks for some 50 ms per GPU."""
+        if self._sampler is None:
+            here = host.probe_host()
+            driver = self._stack.enter_context(nvml.open_nvml())
+            if driver is None or not here.gpus:
+                self.devices = ()
+                return
+            gpus = here.gpus_of(self.devices)
+            self._hostname, self._uuids = here.hostname, {gpu.index: gpu.uuid for gpu in gpus}
+            self._sampler = GpuSampler(driver, gpus)
+        self.figures = self._sampler.sample()
+
+    def labels(self, gpu: GpuFigures) -> Sequence[str]:
+        """Values of GPU_LABELS."""
+        return (str(gpu.index), self._uuids[gpu.index], f"nvidia{gpu.index}", gpu.name, self._hostname)
+
+
+def _scaled(figure: float | None, factor: float) -> float | None:
+    return None if figure is None else figure * factor
+
+
+def _free_mib(gpu: GpuFigures) -> float | None:
+    if gpu.memory_used_bytes is None:
+        return None
+    return (gpu.memory_total_bytes - gpu.memory_used_bytes) / MIB
+
+
+def _nvlink_mb(gpu: GpuFigures) -> float | None:
+    if gpu.nvlink_tx_Bps is None or gpu.nvlink_rx_Bps is None:
+        return None
+    return (gpu.nvlink_tx_Bps + gpu.nvlink_rx_Bps) / 1e6

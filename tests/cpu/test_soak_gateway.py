@@ -1,0 +1,67 @@
+"""scripts/soak_gateway: a short form of it with real servers of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.soaking.requests import BROKEN, COMPLETE, WRONG, Asked, Load, Verdict
+from tests.cpu import tiny
+
+ROOT = Path(__file__).parents[2]
+SERVED = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M --shutdown-timeout 2"
+
+
+def soak(tmp_path: Path, *words: str) -> dict[str, object]:
+    model = str(tiny.write(tmp_path / "tiny"))
+    command = [sys.executable, "-m", "scripts.soaking", "--model", model, *words, "--", *SERVED.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr[-3000:]
+    report: dict[str, object] = json.loads(done.stdout)
+    assert done.returncode == bool(report["missed"])
+    return report
+
+
+def test_the_short_form(tmp_path: Path) -> None:
+    words = "--requests 120 --undisturbed 60 --pause 0.3 --longest 1 --tokens 8 --budget 0.01"
+    report = soak(tmp_path, *words.split())
+    assert not report["missed"], report
+    assert report["disturbances"] and report["requests"] == 180
+
+
+@pytest.mark.long
+def test_5000_requests(tmp_path: Path) -> None:
+    report = soak(tmp_path, *["--budget", "0.1", "--pause", "1.5"])
+    assert not report["missed"], report
+
+
+def event(text: str) -> bytes:
+    return b'data: {"choices": [{"delta": {"content": "%b"}}]}\n\n' % text.encode()
+
+
+END, ERROR = b"data: [DONE]\n\n", b'data: {"error": {"message": "upstream x: it broke"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("received", "outcome"),
+    [
+        (event("one ") + event("two") + END, COMPLETE),
+        (event("vendor: ") + event("3") + END, COMPLETE),
+        (event("one ") + END, WRONG),
+        (event("one ") + event("two"), WRONG),
+        (event("one ") + event("two") + END + END, WRONG),
+        (event("one ") + event("two") + END + ERROR, WRONG),
+        (event("vendor: ") + ERROR, BROKEN),
+        (event("one ") + ERROR, WRONG),
+        (ERROR, WRONG),
+    ],
+)
+def test_verdicts(received: bytes, outcome: str) -> None:
+    asked = Asked("p", 2, 0.0)
+    load = Load("", {asked: {"weft": "one two", "vendor": "vendor: 3"}}, 0)
+    verdict: Verdict = load._judge_stream(asked, received)
+    assert verdict.outcome == outcome and bool(verdict.why) == (outcome != COMPLETE)

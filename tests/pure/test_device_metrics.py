@@ -1,0 +1,142 @@
+"""Metrics of ranks and GPUs: their names, labels and values, and how rarely the ranks are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.metrics_core import Metric
+
+from tests.pure.fake_nvml import bridged, sliced, two_consumer_cards
+from tests.pure.worlds import DEAD, PLAN, World
+from weft.core.commands import RankReport, RankStats, Replies
+from weft.hardware import host, nvml
+from weft.hardware.host import Host
+from weft.serving.device_metrics import GPU_GAUGES, GPU_LABELS, MIB, DeviceMetrics, GpuWatch
+
+REPORTS: Replies = [
+    RankReport(steps=3, compute_s=1.5, communication_s=0.25, waiting_s=4.0, allocated_bytes=100),
+    RankReport(steps=3, compute_s=1.0, communication_s=None, waiting_s=4.5, allocated_bytes=200, driver_bytes=300),
+]
+
+
+class Ranks:
+    """Answers RankStats, and counts how often."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.now = 0.0
+        self.answer: Any = REPORTS
+        self.metrics = DeviceMetrics(PLAN, self.call, lambda: self.now)
+
+    async def call(self, command: RankStats) -> Replies:
+        assert not command.reset, "the counters of others are kept"
+        self.asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.Event().wait()
+        return self.answer
+
+    def values(self, name: str) -> dict[str, float]:
+        return {sample.labels["rank"]: sample.value for sample in samples(self.metrics.collect(), name)}
+
+
+def samples(metrics: Iterator[Metric], name: str) -> list[Any]:
+    return [sample for metric in metrics for sample in metric.samples if sample.name == name]
+
+
+async def test_ranks() -> None:
+    ranks = Ranks()
+    assert ranks.values("weft:rank_compute_seconds_total") == {}
+    await ranks.metrics.refresh()
+    assert ranks.values("weft:rank_compute_seconds_total") == {"0": 1.5, "1": 1.0}
+    assert ranks.values("weft:rank_communication_seconds_total") == {"0": 0.25}, "the other does not know it"
+    assert ranks.values("weft:rank_waiting_seconds_total") == {"0": 4.0, "1": 4.5}
+    assert ranks.values("weft:rank_allocated_bytes") == {"0": 100.0, "1": 200.0}
+    assert ranks.values("weft:rank_driver_bytes") == {"1": 300.0}
+    (first, _) = samples(ranks.metrics.collect(), "weft:rank_allocated_bytes")
+    assert first.labels == {"rank": "0", "stage": "0", "device": PLAN.devices[0].name}
+
+
+async def test_the_ranks_are_asked_rarely() -> None:
+    ranks = Ranks()
+    for now in (0.0, 0.5, 0.9, 1.1, 2.0):
+        ranks.now = now
+        await ranks.metrics.refresh()
+    assert ranks.asked == 2
+
+
+async def test_ranks_that_do_not_answer_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.device_metrics.PATIENCE_S", 0.01)
+    ranks = Ranks()
+    await ranks.metrics.refresh()
+    for answer, asked in ((None, 2), (None, 2), (DEAD, 2)):
+        ranks.answer, ranks.now = answer, ranks.now + 10
+        await ranks.metrics.refresh()
+        assert ranks.asked == asked, "the question is still open"
+        assert ranks.values("weft:rank_compute_seconds_total") == {"0": 1.5, "1": 1.0}
+
+
+async def test_an_engine_that_has_failed_keeps_its_figures() -> None:
+    ranks = Ranks()
+    await ranks.metrics.refresh()
+    ranks.answer, ranks.now = DEAD, 10.0
+    await ranks.metrics.refresh()
+    assert ranks.asked == 2 and ranks.values("weft:rank_compute_seconds_total") == {"0": 1.5, "1": 1.0}
+
+
+async def test_the_page_has_them() -> None:
+    world = World()
+    assert await world.metric("weft:rank_allocated_bytes", rank="1") == 1001
+
+
+# --- GPUs ---
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def create(machine: Any, *devices: str) -> GpuWatch:
+        machine.install(monkeypatch)
+        driver = nvml.probe_driver(None)
+        here = Host(hostname="rig", cores=(0,), memory_total_bytes=1, memory_free_bytes=1, gpus=driver.gpus, driver="1")
+        monkeypatch.setattr(host, "probe_host", lambda: here)
+        return GpuWatch(devices)
+
+    return create
+
+
+def test_gpus_of_the_ranks_only(watch: Any) -> None:
+    machine = two_consumer_cards()
+    machine.cards = [machine.cards[0], dataclasses.replace(machine.cards[1], utilization=(93, 41), power_mw=250_000)]
+    gpus = watch(machine, "cuda:1", "cuda:1", "cpu")
+    gpus.sample()
+    (figures,) = gpus.figures
+    values = {name: figure(figures) for name, _, figure in GPU_GAUGES}
+    assert (values["GPU_UTIL"], values["MEM_COPY_UTIL"], values["POWER_USAGE"]) == (93, 41, 250.0)
+    assert values["FB_USED"] == machine.cards[1].used / MIB
+    assert values["FB_FREE"] == (machine.cards[1].memory - machine.cards[1].used) / MIB
+    assert values["NVLINK_BANDWIDTH_TOTAL"] is None
+    labels = dict(zip(GPU_LABELS, gpus.labels(figures), strict=True))
+    assert labels["gpu"] == "1" and labels["UUID"] == machine.cards[1].uuid and labels["Hostname"] == "rig"
+
+
+def test_a_figure_that_is_not_known_has_no_sample(watch: Any) -> None:
+    metrics = DeviceMetrics(PLAN, Ranks().call)
+    metrics._gpus = watch(sliced(), "cuda:0")
+    metrics._gpus.sample()
+    assert samples(metrics.collect(), "DCGM_FI_DEV_GPU_UTIL") == []
+    assert len(samples(metrics.collect(), "DCGM_FI_DEV_FB_USED")) == 1
+
+
+def test_traffic_over_nvlink(watch: Any) -> None:
+    machine = bridged((0, 1))
+    machine.cards = [dataclasses.replace(card, nvlink_KiB=[(0, 0), (9_000, 1_000)]) for card in machine.cards]
+    gpus = watch(machine, "cuda:0")
+    gpus.sample()
+    gpus.sample()
+    (figures,) = gpus.figures
+    assert figures.nvlink_tx_Bps > 8 * figures.nvlink_rx_Bps > 0
