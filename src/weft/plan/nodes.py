@@ -119,7 +119,11 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
         RankDevice(node, device.kind, device.index - before[node] if device.kind == "cuda" else 0)
         for node, device in zip(nodes, plan.devices, strict=True)
     )
-    cores = tuple(part for host, count in zip(hosts, counts, strict=True) for part in rank_cores(host, count))
+    cores = tuple(
+        part
+        for node, host in enumerate(hosts)
+        for part in rank_cores(host, [device.name for device in devices if device.node == node])
+    )
     return msgspec.structs.replace(plan, devices=devices, cores=cores)
 
 
