@@ -158,7 +158,7 @@ class Bereft(ProcessExecutor):
     def _send_launch(self, plan: Plan, rank: int, rendezvous: Rendezvous, wiring: Wiring) -> None:
         assert wiring == Network()
         if rank == 1:
-            self._processes.kill()
+            self._processes._children[0].kill()
         super()._send_launch(plan, rank, rendezvous, wiring)
 
 
