@@ -179,16 +179,46 @@ class LayoutOptions(Options):
     executor: str | None = option(
         None,
         flag="distributed-executor-backend",
-        choices=("processes", "inline"),
+        choices=("processes", "inline", "ray"),
         synonyms={"mp": "processes", "uni": "inline"},  # vLLM's names
-        help="mp or processes: a process per rank; uni or inline: a thread per rank. Default: a thread for one rank, "
-        "processes for several and in weft serve",
+        help="mp or processes: a process per rank; uni or inline: a thread per rank; ray: an actor per rank, on a Ray "
+        "cluster. Default: a thread for one rank, processes for several and in weft serve",
     )
     device: str = option("auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs if there are any")
     device_ids: DeviceIds | None = option(
         None,
         metavar="0,1",
         help="the GPU of each rank, numbered among the visible ones; cpu for a pipeline stage on the CPU beside them",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions(Options):
+    """Several nodes that run one engine: one command on each."""
+
+    nnodes: int | None = option(
+        None, minimum=1, help="number of nodes that run the engine; torchrun's GROUP_WORLD_SIZE counts too"
+    )
+    node_rank: int | None = option(
+        None, minimum=0, help="number of this node; node 0, the head, answers requests (GROUP_RANK counts too)"
+    )
+    master_addr: str | None = option(
+        None, metavar="ADDRESS", help="address of node 0 that the other nodes reach (MASTER_ADDR counts too)"
+    )
+    master_port: int | None = option(
+        None, minimum=1, help="port of node 0 at which the other nodes join (default: 29501; MASTER_PORT counts too)"
+    )
+    headless: bool = option(False, help="run ranks only, for the head at --master-addr: no server, no core")
+    start_timeout: int = option(
+        600, minimum=1, metavar="SECONDS", help="time for all nodes to join; later it is said which are missing"
+    )
+    cluster_key_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="file with the key that all nodes have, which only you may read; else WEFT_CLUSTER_KEY of the environment",
+    )
+    allow_public: bool = option(
+        False, help="let nodes connect at addresses outside the private, link-local and loopback ranges"
     )
 
 
@@ -260,7 +290,7 @@ class SchedulingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ModelOptions, LayoutOptions, MemoryOptions, SchedulingOptions):
+class EngineConfig(ModelOptions, LayoutOptions, NodeOptions, MemoryOptions, SchedulingOptions):
     """Options of an engine. The flag of `max_model_len` is `--max-model-len`; None leaves the decision to the planner.
 
     Raises ConfigError for a value that is not allowed.

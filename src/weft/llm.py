@@ -15,11 +15,12 @@ from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.local import LocalEngine
-from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat
+from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat, plan_engines
 from weft.client.outputs import RequestOutput
 from weft.client.progress import Bar, Progress
 from weft.client.running import RunningReplica
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.cluster.assembly import AnyAssembly, assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
@@ -27,7 +28,7 @@ from weft.errors import ConfigError, OutputError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
-from weft.planner.replicas import ReplicaPlan, plan_replicas
+from weft.planner.replicas import ReplicaPlan
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         checkpoint, text_tools = open_model(self.config)
-        planned = plan_replicas(self.config, checkpoint, probe_host())
-        self._engine = start_replicas(planned, self.config)
+        host = probe_host()
+        assembly = assemble(self.config, checkpoint, host)
+        planned = plan_engines(self.config, checkpoint, host, assembly)
+        self._engine = start_replicas(planned, self.config, assembly)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._frontend = Frontend.for_engine(
@@ -375,10 +378,15 @@ class AnswerStream(Generator[RequestOutput, None, None]):
         )
 
 
-def start_replicas(planned: Sequence[ReplicaPlan], config: EngineConfig) -> LocalEngine | ReplicaThread:
-    """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError."""
+def start_replicas(
+    planned: Sequence[ReplicaPlan], config: EngineConfig, assembly: AnyAssembly | None
+) -> LocalEngine | ReplicaThread:
+    """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError.
+
+    `assembly` are the nodes that hold ranks of the one engine, if there are several.
+    """
     if len(planned) == 1:
-        return LocalEngine(config, planned[0])
+        return LocalEngine(config, planned[0], assembly)
     from weft.client.replica_thread import ReplicaThread  # imports asyncio, which one engine does not need
 
     return ReplicaThread(planned, config)

@@ -92,7 +92,7 @@ def test_the_tokens_of_shared_memory(model: str, layout: dict[str, Any], monkeyp
     params = [SamplingParams(temperature=0.8 * (row % 2), seed=row, max_tokens=8, ignore_eos=True) for row in range(4)]
 
     def tokens(*, network: bool) -> list[list[int]]:
-        monkeypatch.setattr("weft.client.local.create_executor", lambda _: ProcessExecutor(network=network))
+        monkeypatch.setattr("weft.client.local.create_executor", lambda *_: ProcessExecutor(network=network))
         with LLM(model, **COMMON, **layout) as llm:
             return [answer.outputs[0].token_ids for answer in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -158,7 +158,7 @@ class Bereft(ProcessExecutor):
     def _send_launch(self, plan: Plan, rank: int, rendezvous: Rendezvous, wiring: Wiring) -> None:
         assert wiring == Network()
         if rank == 1:
-            self._children[0].kill()
+            self._processes._children[0].kill()
         super()._send_launch(plan, rank, rendezvous, wiring)
 
 

@@ -213,7 +213,6 @@ def test_the_parallel_sizes_as_sglang_writes_them(tmp_path: Path) -> None:
 # The content of a file, the code of the error, and the values that its message names.
 WRONG_CONFIGS = [
     (b"max-modell-len: 4", "unknown-flag", "'max-modell-len' --max-model-len?"),
-    (b"nnodes: 2", "refused-vllm-argument", "--nnodes 2"),
     (b"enable-lora: true", "refused-vllm-argument", "--enable-lora"),
     (b"- a", "config-not-mapping", "max-model-len"),
     (b"a: [", "config-not-yaml", "c.yaml"),

@@ -72,7 +72,7 @@ def test_a_config_checks_its_values_and_replaces_synonyms() -> None:
         ({"dtype": "float8"}, "unknown-choice"),
         ({"load_format": "pt"}, "unknown-choice"),
         ({"generation_config": "folder"}, "unknown-choice"),
-        ({"distributed_executor_backend": "ray"}, "unknown-choice"),
+        ({"distributed_executor_backend": "slurm"}, "unknown-choice"),
         ({"attention_backend": "xformers"}, "unknown-choice"),
         ({"max_num_seqs": 0}, "below-minimum"),
         ({"seed": -1}, "below-minimum"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.pure.fake_nvml import Card, FakeNvml, sliced
-from weft.executors import processes
+from weft.executors.rank_processes import rank_environment
 from weft.hardware import cuda
 from weft.hardware.host import probe_host
 
@@ -131,6 +131,6 @@ def test_without_cuda_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_count_along_the_bus_unless_the_user_says_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert processes.rank_environment(1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert rank_environment(1, interface="lo")["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert "CUDA_DEVICE_ORDER" not in processes.rank_environment(1)
+    assert "CUDA_DEVICE_ORDER" not in rank_environment(1, interface="lo")

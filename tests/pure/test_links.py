@@ -13,7 +13,7 @@ import pytest
 from tests.pure.shapes import SMOLLM2
 from tests.refusals import refuses
 from weft.errors import ConfigError
-from weft.executors import processes
+from weft.executors.rank_processes import rank_environment
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.plan.places import cut_places
@@ -143,7 +143,7 @@ def test_ranks_go_through_the_host_s_memory_where_a_link_fails(
     )
     linked = execution.with_peer_to_peer(plan, here)
     assert linked.peer_to_peer == (verdict == "works")
-    assert processes.rank_environment(1, linked.peer_to_peer).get("NCCL_P2P_DISABLE") == (
+    assert rank_environment(1, linked.peer_to_peer, interface="lo").get("NCCL_P2P_DISABLE") == (
         None if verdict == "works" else "1"
     )
     assert (f"0-2 ({verdict})" in caplog.text) == (verdict != "works")

@@ -183,6 +183,14 @@ COMMANDS = {
             example="weft gateway --upstream http://10.0.1.10:8000 --upstream http://10.0.1.11:8000",
         ),
         Command(
+            name="cluster status",
+            summary="Show the nodes of the Ray cluster, or this machine: devices, who runs what, and what is free.",
+            module="weft.cli.cluster",
+            groups=(("cluster", (AS_JSON,)),),
+            argument="",
+            example="weft cluster status --json",
+        ),
+        Command(
             name="bench latency",
             summary="Measure one batch: time to first token, then tokens per second.",
             module="weft.cli.bench",

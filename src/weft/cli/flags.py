@@ -19,6 +19,7 @@ from weft.config import (
     MaxMemory,
     MemoryOptions,
     ModelOptions,
+    NodeOptions,
     Option,
     Options,
     SchedulingOptions,
@@ -108,6 +109,7 @@ def option_parser(option: Option, kind: Any) -> Callable[[str], Any] | None:
 ENGINE = (
     ("model", option_flags(ModelOptions)),
     ("layout", option_flags(LayoutOptions)),
+    ("nodes", option_flags(NodeOptions)),
     ("memory", option_flags(MemoryOptions)),
     ("scheduling", option_flags(SchedulingOptions)),
 )

@@ -15,18 +15,18 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
-from weft.client.opening import Message, check_params, describe_engine, open_model
+from weft.client.opening import Message, check_params, describe_engine, open_model, plan_engines
 from weft.client.outputs import RequestOutput
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
+from weft.cluster.assembly import assemble
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
 from weft.errors import OutputError, RequestError
 from weft.hardware.host import probe_host
 from weft.plan.plan import Plan
-from weft.planner.replicas import plan_replicas
 
 UNLIMITED = 2**31 - 1
 SHUT_DOWN = "this AsyncLLM has been shut down; make another"
@@ -266,9 +266,11 @@ class AsyncLLM:
 
     async def _open(self) -> StartedEngine:
         checkpoint, text_tools = await asyncio.to_thread(open_model, self.config)
-        planned = await asyncio.to_thread(lambda: plan_replicas(self.config, checkpoint, probe_host()))
+        host = probe_host()
+        assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
+        planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
         asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)  # done before the engine is
-        engine = await start_engine(planned, self.config)
+        engine = await start_engine(planned, self.config, assembly=assembly)
         frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
         return StartedEngine(engine, frontend)
 

@@ -114,7 +114,7 @@ def memory_rows(answers: Sequence[tuple[RunningReplica, Replies]]) -> list[dict[
     """
     rows = []
     for replica, replies in answers:
-        nodes = {capacity.rank: capacity.host for capacity in replica.ready.ranks}
+        nodes = {capacity.rank: capacity.node or capacity.host for capacity in replica.ready.ranks}
         for row, report in zip(replica_rows(replica), replies, strict=True):
             assert isinstance(report, RankReport)
             figures = asdict(report)

@@ -17,6 +17,7 @@ import msgspec
 from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
 from weft.client.running import RunningReplica
+from weft.cluster.assembly import AnyAssembly
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.engine import EngineCore
@@ -25,6 +26,7 @@ from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, 
 from weft.executors import create_executor
 from weft.executors.base import Ready
 from weft.executors.causes import cause_of
+from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
@@ -41,16 +43,17 @@ class LocalEngine:
     """An engine that has started.
 
     `plan` is the executed plan, with the served length. Every rank has `num_blocks` KV blocks and reported one of
-    `capacities`. `host` is the machine as probed before the start.
+    `capacities`. `host` is the machine as probed before the start. `assembly` are the nodes that hold its ranks, if
+    there are several.
 
     One thread owns the core and steps it. Every method may be called from any thread: the requests of all callers
     share the steps.
     """
 
-    def __init__(self, config: EngineConfig, planned: ReplicaPlan) -> None:
+    def __init__(self, config: EngineConfig, planned: ReplicaPlan, assembly: AnyAssembly | None = None) -> None:
         plan, self.host, _ = planned
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
-        self._executor = create_executor(kind)
+        self._executor = create_executor(kind, WORKER, assembly.hand_over() if assembly else None)
         try:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks

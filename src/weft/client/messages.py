@@ -9,15 +9,21 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause
 from weft.executors.base import Ready
+from weft.executors.node_messages import OtherNodes
+from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True):
-    """The first frame: the plan to run, and the class that each rank runs, as "module:Class"."""
+    """The first frame: the plan to run, and the class that each rank runs, as "module:Class".
+
+    `others` are nodes that have joined; this process has inherited their connections.
+    """
 
     plan: Plan
     config: EngineConfig
     worker: str
+    others: OtherNodes | RayNodes | None = None
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):

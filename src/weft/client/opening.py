@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
+from weft.cluster.assembly import AnyAssembly
+from weft.cluster.ray_cluster import RayAssembly
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.errors import ModelError, RequestError
+from weft.errors import ConfigError, ModelError, RequestError
 from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
+from weft.hardware.host import Host
 from weft.plan.plan import Plan
+from weft.planner.execution import plan_over_nodes
+from weft.planner.replicas import ReplicaPlan, plan_replicas
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -34,6 +40,32 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
     if tools.tokenizer is not None:
         check_vocabulary(tools.tokenizer, checkpoint, config.tokenizer or checkpoint.path)
     return checkpoint, tools
+
+
+def plan_engines(
+    config: EngineConfig, checkpoint: Checkpoint, host: Host, assembly: AnyAssembly | None, *, whole: bool = False
+) -> list[ReplicaPlan]:
+    """The plans of all replicas on this machine, or of the one engine on all nodes of `assembly`.
+
+    With `whole` the search chooses the number of replicas, see `plan_replicas`. The nodes learn of an error. Raises
+    ConfigError and PlanError.
+    """
+    if assembly is None:
+        return plan_replicas(config, checkpoint, host, whole=whole)
+    if isinstance(assembly, RayAssembly):
+        config = replace(config, executor="ray")
+    try:
+        if (config.data_parallel_size or 1) > 1 and not config.enable_expert_parallel:
+            raise ConfigError(
+                f"data_parallel_size is {config.data_parallel_size}, and replicas lie on one machine each; start weft "
+                "serve on every machine, and weft gateway in front of them",
+                code="replicas-over-nodes",
+            )
+        plan = plan_over_nodes(config, checkpoint, assembly.hosts, assembly.rooms, assembly.round_trip_s)
+    except BaseException as error:
+        assembly.dismiss(error)
+        raise
+    return [ReplicaPlan(plan, host)]
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -> None:

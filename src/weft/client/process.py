@@ -120,7 +120,7 @@ def main(descriptor: int) -> None:
     phase = "start"
     try:
         # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
-        executor = create_executor(start.config.executor or "processes", start.worker)
+        executor = create_executor(start.config.executor or "processes", start.worker, start.others)
         parent.before_exit = executor.close
         ready = executor.start(start.plan)
         phase = "allocate"

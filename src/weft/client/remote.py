@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import count
 from types import TracebackType
@@ -31,8 +32,10 @@ from weft.executors.base import Ready
 from weft.executors.causes import cause_of
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
+from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
+from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
@@ -70,7 +73,7 @@ class AsyncEngine:
     plan: Plan
     ready: Ready
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, files: Iterable[int] = ()) -> None:
         loop = asyncio.get_running_loop()
         self.stats = Stats()
         self.failure: EngineError | None = None
@@ -81,20 +84,28 @@ class AsyncEngine:
         self._closed = False
         self._started: asyncio.Future[CoreStarted] = loop.create_future()
         self._died: asyncio.Future[None] = loop.create_future()
-        self._child: Child[FromCore] = Child("weft.client.process", FromCore)
+        self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
         self._connection = CoreConnection(self)
         self._exit_task: asyncio.Task[None] | None = None  # held here, or it could be garbage-collected
 
     @classmethod
-    async def start(cls, plan: Plan, config: EngineConfig, worker: str = WORKER) -> AsyncEngine:
+    async def start(
+        cls, plan: Plan, config: EngineConfig, worker: str = WORKER, others: OtherNodes | RayNodes | None = None
+    ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
-        `worker` is the class that each rank runs, as "module:Class". It may be cancelled.
+        `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
+        core inherits their connections, which are closed here. It may be cancelled.
         """
-        engine = cls(plan.max_running + config.max_num_queued_reqs)
+        descriptors = others.descriptors if isinstance(others, OtherNodes) else []
+        try:
+            engine = cls(plan.max_running + config.max_num_queued_reqs, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         try:
             await engine._connection.connect(engine._child)
-            engine._connection.send(StartCore(plan, config, worker))
+            engine._connection.send(StartCore(plan, config, worker, others))
             started = await engine._started
         except BaseException:  # after a cancellation by Ctrl-C, too, no process may be left behind
             await engine.close()

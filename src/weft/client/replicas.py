@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from weft.client.remote import AsyncEngine, OutputSink, OutputStream
 from weft.client.routing import Router, work_of
 from weft.client.running import RunningReplica
+from weft.cluster.assembly import AnyAssembly
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.request import Output, Request, Stats, counters_only, sum_stats
@@ -496,9 +497,17 @@ def _with_queue(config: EngineConfig, capacity: int) -> EngineConfig:
 
 
 async def start_engine(
-    planned: Sequence[ReplicaPlan], config: EngineConfig, worker: str = WORKER, stall_s: float | None = None
+    planned: Sequence[ReplicaPlan],
+    config: EngineConfig,
+    worker: str = WORKER,
+    stall_s: float | None = None,
+    assembly: AnyAssembly | None = None,
 ) -> AsyncEngine | ReplicaSet:
-    """Start one engine, or several as one. Raises EngineError with the root cause. Arguments as `ReplicaSet.start`."""
+    """Start one engine, or several as one. Raises EngineError with the root cause.
+
+    `assembly` are the nodes that hold ranks of the one engine; the other arguments are those of `ReplicaSet.start`.
+    """
     if len(planned) == 1:
-        return await AsyncEngine.start(planned[0].plan, config, worker)
+        others = assembly.hand_over() if assembly else None
+        return await AsyncEngine.start(planned[0].plan, config, worker, others)
     return await ReplicaSet.start(planned, config, worker, stall_s)

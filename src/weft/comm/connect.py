@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,12 +14,12 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.comm.base import Group, Links, Solo, StageLink
 from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
-from weft.comm.line import Edge, SharedMemoryLink
+from weft.comm.line import Edge, JoinedLink, SharedMemoryLink
 from weft.comm.shared import SharedMemoryGroup
 from weft.comm.threads import Threads
 from weft.comm.trial import connect_symmetric
 from weft.plan.plan import Plan
-from weft.plan.wiring import EdgeFiles, File, Rendezvous, SharedMemory, Wiring
+from weft.plan.wiring import EdgeFiles, File, Rendezvous, SharedMemory, Tcp, Wiring
 
 # Collectives do not time out: the executor notices at once if a rank dies, and a rank that loads for long is not dead.
 NEVER = timedelta(days=365)
@@ -45,6 +46,7 @@ class Site:
         self.plan, self.rank, self.wiring = plan, rank, wiring
         self.device = torch.device(plan.devices[rank].name)
         self._rendezvous, self._listener = rendezvous, listener
+        self._listening: int | None = None  # descriptor of rank 0's store
         self._store: Store | None = None
 
     def join_world(self) -> Store:
@@ -54,6 +56,7 @@ class Site:
                 torch.cuda.set_device(self.device)
             size = len(self.plan.places)
             with peers_may_vanish():
+                self._listening = self._listener.fileno() if self._listener else None
                 self._store = open_store(self._rendezvous, self._listener, size)
                 dist.init_process_group("gloo", store=self._store, rank=self.rank, world_size=size, timeout=NEVER)
         return self._store
@@ -61,9 +64,31 @@ class Site:
     def process_group(self, backend: str, partition: Sequence[Ranks]) -> dist.ProcessGroup:
         """This rank's process group of a partition of all ranks. Every rank calls this for the same ones in order."""
         self.join_world()
+        if isinstance(self.wiring, SharedMemory):
+            # The other groups may need none.
+            with peers_may_vanish():
+                own = list(self.own(partition))
+                group: dist.ProcessGroup = dist.new_group(
+                    own, backend=backend, timeout=NEVER, use_local_synchronization=True
+                )
+                return group
         with peers_may_vanish():
             groups = [dist.new_group(list(ranks), backend=backend, timeout=NEVER) for ranks in partition]
         return next(group for group, ranks in zip(groups, partition, strict=True) if self.rank in ranks)
+
+    def end_rendezvous(self) -> None:
+        """Have rank 0's store listen no longer, once all CPU ranks are connected.
+
+        It can check nobody's key. Its connections stay. NCCL meets through it later, in its first operations.
+        """
+        if self._store is None or not isinstance(self._rendezvous, Tcp) or not self.plan.on_cpu:
+            return
+        with peers_may_vanish():
+            dist.barrier()
+        if self._listening is not None:
+            # The store owns the descriptor and cannot be asked to close it.
+            with socket.socket() as unbound:
+                os.dup2(unbound.fileno(), self._listening, inheritable=False)
 
     def own(self, partition: Sequence[Ranks]) -> Ranks:
         """The part of a partition that this rank is in."""
@@ -143,6 +168,17 @@ def create_shared_memory_link(site: Site, partition: Sequence[Ranks]) -> StageLi
     return SharedMemoryLink(edge(site.wiring.before), edge(site.wiring.after), site.device)
 
 
+def create_mixed_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
+    """A link of which only some pairs of neighbouring stages share memory."""
+    assert isinstance(site.wiring, SharedMemory)
+    between_nodes = DistributedLink(site.process_group("gloo", partition), site.device)
+    within_node = create_shared_memory_link(site, partition)
+    return JoinedLink(
+        before=within_node if site.wiring.before else between_nodes,
+        after=within_node if site.wiring.after else between_nodes,
+    )
+
+
 def create_gloo_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
     return DistributedLink(site.process_group("gloo", partition), site.device)
 
@@ -159,6 +195,10 @@ def are_threads(site: Site, ranks: Ranks) -> bool:
 
 
 def share_memory(site: Site, ranks: Ranks) -> bool:
+    return isinstance(site.wiring, SharedMemory) and site.plan.on_one_node(ranks)
+
+
+def share_some_memory(site: Site, ranks: Ranks) -> bool:
     return isinstance(site.wiring, SharedMemory)
 
 
@@ -167,8 +207,7 @@ def own_gpus(site: Site, ranks: Ranks) -> bool:
 
 
 def may_read_each_other(site: Site, ranks: Ranks) -> bool:
-    nodes = {site.plan.devices[peer].node for peer in ranks}
-    return site.plan.exclusive_gpus and site.plan.peer_to_peer and len(nodes) == 1
+    return site.plan.exclusive_gpus and site.plan.peer_to_peer and site.plan.on_one_node(ranks)
 
 
 def always(site: Site, ranks: Ranks) -> bool:
@@ -199,12 +238,23 @@ LINK_TRANSPORTS: Transports[StageLink] = (
     (are_threads, create_thread_link),
     (own_gpus, create_nccl_link),
     (share_memory, create_shared_memory_link),
+    (share_some_memory, create_mixed_link),
     (always, create_gloo_link),
 )
 
 
 def connect_rank(site: Site) -> Links:
     """Connect a rank to the others. Every rank of the plan calls this, and it returns when all have."""
+    plan = site.plan
+    if plan.nodes > 1:
+        site.join_world()  # all ranks take part in it, also those that need no process group
+    links = connect_links(site)
+    site.end_rendezvous()
+    return links
+
+
+def connect_links(site: Site) -> Links:
+    """Connect a rank to its groups and to the stages beside it."""
     plan = site.plan
     tensor = connect(GROUP_TRANSPORTS, site, plan.tensor_groups)
     stage = connect(LINK_TRANSPORTS, site, plan.pipelines)

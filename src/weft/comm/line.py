@@ -15,6 +15,8 @@ from time import perf_counter
 
 import torch
 
+from weft.comm.base import StageLink
+
 SLOT_BYTES, SLOTS = 1 << 20, 64  # of the ring of pieces in flight; the system gives memory only to slots in use
 SPIN_S = 50e-6  # time to poll for a piece before sleeping until it comes
 
@@ -112,3 +114,16 @@ class SharedMemoryLink:
         for piece in out.split(self._before.slot_bytes):
             self._before.take_piece(piece)
         return out.view(dtype).view(tuple(shape)).to(self._device)
+
+
+class JoinedLink:
+    """A `StageLink` that receives through one link and sends through another."""
+
+    def __init__(self, before: StageLink, after: StageLink) -> None:
+        self._before, self._after = before, after
+
+    def send(self, x: torch.Tensor) -> None:
+        self._after.send(x)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._before.recv(shape, dtype)

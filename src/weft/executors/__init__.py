@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from weft.errors import ConfigError
 from weft.executors.base import Executor
+from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
+from weft.executors.ray_nodes import RayNodes
 
 
-def create_executor(kind: str, worker: str = WORKER) -> Executor:
+def create_executor(kind: str, worker: str = WORKER, others: OtherNodes | RayNodes | None = None) -> Executor:
     """Create an executor that has not started. `kind` is "inline" or "processes".
 
-    `worker` is the class that each rank runs, as "module:Class".
+    `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one.
     """
     match kind:
+        case _ if isinstance(others, RayNodes):
+            from weft.executors.ray import RayExecutor
+
+            return RayExecutor(others, worker)
+        case "processes" if others:
+            from weft.executors.nodes import NodesExecutor
+
+            return NodesExecutor(others, worker)
         case "inline":
             from weft.executors.inline import InlineExecutor
 

@@ -34,7 +34,9 @@ LONGEST_LINE_BYTES = 65536  # of a child's output that are held back until the l
 OUTPUT_TAIL_BYTES = 8192  # the end of a child's output, kept for describe_exit
 EXIT_S = 1.0  # seconds for a child to exit by itself once its socket has closed,
 FAMILY_EXIT_S = 3  # and for a child that has children of its own to end
+STACKS_SIGNAL = signal.SIGUSR1  # a child prints the stacks of its threads
 REAP_S = 10.0  # seconds for the system to take a killed process's memory back
+KEY_VARIABLE = "WEFT_CLUSTER_KEY"
 EXIT_GAP_S = 1.0  # the socket may close this many seconds before its process exits
 
 
@@ -83,6 +85,11 @@ class Child(Generic[M]):
 
     def kill(self) -> None:
         self.process.kill()
+
+    def print_stacks(self) -> None:
+        """Have the child print the stacks of its threads, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACKS_SIGNAL)
 
     def describe_exit(self) -> ExitReason:
         """Return the reason why a child ended, whose socket has closed without a last message."""
@@ -142,8 +149,12 @@ def end_children(children: Iterable[Child[Any]], exit_s: float = EXIT_S) -> None
 
 
 def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return our environment, in which a child finds this very package, with `env` added."""
-    return {**os.environ, "PYTHONPATH": _python_path(), **(env or {})}
+    """Return our environment, in which a child finds this very package, with `env` added.
+
+    The cluster key is left out: children are connected already.
+    """
+    ours = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    return {**ours, "PYTHONPATH": _python_path(), **(env or {})}
 
 
 def _python_path() -> str:
@@ -174,6 +185,7 @@ class Parent(Generic[M]):
             # A service manager signals all processes at once, but the parent decides when its children end.
             signal.signal(number, lambda *_: None)
         faulthandler.enable()
+        faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
     def send(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, and this process with it

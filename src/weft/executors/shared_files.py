@@ -9,20 +9,24 @@ from weft.plan.plan import Plan
 from weft.plan.wiring import EdgeFiles, GroupFiles, SharedMemory
 
 
-def open_shared_memory(plan: Plan) -> list[SharedMemory]:
-    """Open the memory and the pipes of every rank, in rank order."""
-    size = plan.tensor_parallel
-    groups = [open_group_files(ranks) for ranks in [*plan.tensor_groups, *plan.exchange_groups] if len(ranks) > 1]
+def open_shared_memory(plan: Plan, node: int = 0) -> dict[int, SharedMemory]:
+    """Open the memory and the pipes of every rank of a node, by rank.
+
+    Groups and pairs of stages that span nodes have none.
+    """
+    size, own = plan.tensor_parallel, plan.ranks_of(node)
+    partitions = [*plan.tensor_groups, *plan.exchange_groups]
+    groups = [open_group_files(ranks) for ranks in partitions if len(ranks) > 1 and set(ranks) <= set(own)]
     # edges[rank]: from that rank to the same tensor-parallel rank of the next stage.
-    edges = {place.rank: open_edge_files() for place in plan.places if not place.last}
-    return [
-        SharedMemory(
-            groups=tuple(files for files in groups if place.rank in files.ranks),
-            before=None if place.first else edges[place.rank - size],
-            after=None if place.last else edges[place.rank],
+    edges = {rank: open_edge_files() for rank in own if not plan.places[rank].last and rank + size in own}
+    return {
+        rank: SharedMemory(
+            groups=tuple(files for files in groups if rank in files.ranks),
+            before=None if plan.places[rank].first else edges.get(rank - size),
+            after=edges.get(rank),
         )
-        for place in plan.places
-    ]
+        for rank in own
+    }
 
 
 def open_group_files(ranks: Sequence[int]) -> GroupFiles:

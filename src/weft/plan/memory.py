@@ -30,6 +30,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     - `device`: the memory that the rank uses ("cpu" of one host, "cuda:0"); `host`: the machine. Ranks with equal
       (host, device) share `free_bytes`.
+    - `node`: the executor's name for the node; "" if all ranks are on one.
     - `free_bytes`: on a GPU, what gpu_memory_utilization leaves for the KV cache; on a CPU, the host's free memory.
     - `block_bytes`: bytes of one KV block on this rank.
     """
@@ -42,6 +43,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     block_bytes: int
     load_s: float
+    node: str = ""
 
 
 def step_bytes(
@@ -101,6 +103,7 @@ def _attention_width(shape: ModelShape, place: Place) -> int:
 def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """Number of KV blocks that every rank can hold: the minimum over all devices of budget / bytes per block.
 
+    GPUs of the same number on several nodes are several devices; the memory of a host is one.
     The budget is `plan.kv_cache_bytes` per rank if the user gave it. Otherwise the ranks of a device share the smallest
     free memory that they report, of which a CPU gives min(4 GB, a quarter) to all engines
     together. `plan.max_memory` limits the budget to what it leaves beside weights, activations and, on a CPU, the
@@ -111,7 +114,8 @@ def kv_blocks(plan: Plan, capacities: Sequence[Capacity]) -> int:
     """
     devices: dict[tuple[str, str], list[Capacity]] = defaultdict(list)
     for capacity in capacities:
-        devices[capacity.host, capacity.device].append(capacity)
+        node = f" (node {capacity.node})" if capacity.node and capacity.device != "cpu" else ""
+        devices[capacity.host + node, capacity.device].append(capacity)
     return min(_device_blocks(plan, host, device, ranks) for (host, device), ranks in devices.items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -200,6 +201,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         for place in self.places:
             parts.setdefault(tuple(getattr(place, name) for name in fields), []).append(place.rank)
         return list(parts.values())
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes that the ranks are on."""
+        return 1 + max(device.node for device in self.devices)
+
+    def ranks_of(self, node: int) -> list[int]:
+        """The ranks of a node."""
+        return [rank for rank, device in enumerate(self.devices) if device.node == node]
+
+    def on_one_node(self, ranks: Sequence[int]) -> bool:
+        """Return True if all these ranks are on the same node."""
+        return len({self.devices[rank].node for rank in ranks}) == 1
 
     @property
     def exclusive_gpus(self) -> bool:

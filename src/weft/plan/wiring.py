@@ -44,9 +44,10 @@ class EdgeFiles(msgspec.Struct, frozen=True):
 
 
 class SharedMemory(msgspec.Struct, frozen=True, tag=True):
-    """Memory of the host that all ranks are on. The rank's process has inherited the descriptors.
+    """Memory of the host that a rank shares with others. The rank's process has inherited the descriptors.
 
-    `groups` are the rank's groups of several ranks. `before` is None on the first stage and `after` on the last.
+    `groups` are the rank's groups of several ranks. `before` is None on the first stage and `after` on the last. A
+    group, or a neighbouring stage, that is not on this host alone is missing: it is reached through sockets.
     """
 
     groups: tuple[GroupFiles, ...] = ()

@@ -14,8 +14,9 @@ from weft.errors import ConfigError, PlanError
 from weft.formats.precision import OF_DTYPE
 from weft.hardware.cluster import Cluster, Node
 from weft.hardware.host import Host
+from weft.plan import nodes
 from weft.plan.devices import device_kind
-from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype
+from weft.plan.layout import build_plan, check_config, check_weights_fit, compute_dtype, expert_cut, rank_cut
 from weft.plan.max_memory import cap_cluster, device_caps, parse_max_memory
 from weft.plan.placement import apply_device_map, spread_word
 from weft.plan.plan import Plan, Speculation
@@ -36,6 +37,41 @@ logger = logging.getLogger("weft")
 
 # Fields of a config that say how to cut the model; if one is set, the search has nothing to decide.
 CUTS = ("tensor_parallel_size", "tensor_split", "pipeline_parallel_size", "pipeline_split", "data_parallel_size")
+
+
+def plan_over_nodes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    hosts: Sequence[Host],
+    rooms: Sequence[int | None],
+    round_trip_s: float | None = None,
+) -> Plan:
+    """The plan of an engine whose ranks are divided over several nodes, in rank order.
+
+    `hosts` are the nodes' machines, `rooms` the numbers of ranks that they have room for, None for any. `round_trip_s`
+    is the time of a small message between two of them and back, None if nobody has measured it. Raises ConfigError and
+    PlanError as `plan_to_run` does.
+    """
+    if config.plan is not None or config.speculative_config is not None:
+        flag = "--plan" if config.plan is not None else "--speculative-config"
+        raise ConfigError(f"{flag} is for one node; leave it out with --nnodes", code="option-of-one-node")
+    config = nodes.config_over_nodes(config_of_shards(config, checkpoint), checkpoint.shape, hosts)
+    check_config(config)
+    weights, stages = rank_cut(config, checkpoint.shape)
+    experts = expert_cut(config, checkpoint.shape, len(weights))
+    joined = nodes.joined_host(hosts)
+    if device_kind(config, joined) == "cpu" and config.executor != "ray":
+        rooms = [None] * len(hosts)
+    counts = nodes.divide_ranks(len(weights), len(stages) * experts.data_parallel, rooms)
+    plan = nodes.over_nodes(build_plan(nodes.seats(config, hosts, counts), checkpoint, joined), hosts, counts)
+    nodes.check_node_memory(plan, hosts)
+    if config.executor == "ray" and plan.on_cpu:
+        plan = msgspec.structs.replace(plan, max_threads=1)  # a rank's bundle is one CPU
+    if config.max_num_batched_tokens is None:
+        _log_step_tokens(plan.max_num_batched_tokens, "the default for ranks on several nodes")
+    if warning := nodes.crossing_warning(plan, round_trip_s):
+        logger.warning("%s", warning)
+    return plan
 
 
 def plan_to_run(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan:

@@ -11,6 +11,7 @@ import msgspec
 
 from weft.architectures.shape import DTYPE_BYTES
 from weft.config import DEFAULT_CONFIG
+from weft.errors import ConfigError
 from weft.formats.precision import OF_DTYPE
 from weft.formatting import format_bytes
 from weft.hardware.cluster import Cluster, Node
@@ -85,8 +86,13 @@ def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:
     """The forecast of a plan.
 
     `host` is the machine as it was before the engine started, `known` the result of `execution.measured_speeds`. Raises
-    ConfigError for a GPU that is not in the catalogue.
+    ConfigError for a GPU that is not in the catalogue, and for ranks on several nodes.
     """
+    if plan.nodes > 1:
+        raise ConfigError(
+            "predictions are for the ranks of one machine; weft plan --nodes describes several",
+            code="forecast-over-nodes",
+        )
     layout, cluster, profile = plan_as_candidate(plan, host, known, plan.max_num_batched_tokens)
     steps = tuple(
         activation_bytes(

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from weft.client.frontend import Frontend, TextTools
-from weft.client.opening import open_model
+from weft.client.opening import open_model, plan_engines
 from weft.client.replicas import start_engine
+from weft.cluster.assembly import AnyAssembly, assemble
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors.base import Ready
@@ -24,7 +25,7 @@ from weft.hardware.host import Host, probe_host
 from weft.plan.memory import capacity_lines
 from weft.plan.plan import Plan
 from weft.planner.execution import measured_speeds
-from weft.planner.replicas import ReplicaPlan, plan_replicas
+from weft.planner.replicas import ReplicaPlan
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
@@ -58,9 +59,11 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
+        host = probe_host()
+        assembly = assemble(config, checkpoint, host)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:  # closing it waits for threads
-                runner.run(_serve(config, options, checkpoint, text_tools, listener, began))
+                runner.run(_serve(config, options, checkpoint, text_tools, host, assembly, listener, began))
         finally:
             cancel_exit_deadline()
 
@@ -70,20 +73,22 @@ async def _serve(
     options: ServeOptions,
     checkpoint: Checkpoint,
     text_tools: TextTools,
+    host: Host,
+    assembly: AnyAssembly | None,
     listener: socket.socket,
     began: float,
 ) -> None:
     files = raise_file_limit()
-    host = probe_host()
-    planned = plan_replicas(config, checkpoint, host, whole=True)
-    speeds = None if options.disable_log_stats else _machine_speeds(planned[0].plan, host)
+    planned = plan_engines(config, checkpoint, host, assembly, whole=True)
+    # Predictions are for one machine.
+    speeds = None if options.disable_log_stats or assembly else _machine_speeds(planned[0].plan, host)
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
     asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)
-    engine = await start_engine(planned, config, stall_s=options.progress_timeout)
+    engine = await start_engine(planned, config, stall_s=options.progress_timeout, assembly=assembly)
     try:
         expected = await predicting if predicting else []
         for replica in engine.replicas:

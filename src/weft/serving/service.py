@@ -19,7 +19,7 @@ from weft.client.running import RunningReplica
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
-from weft.errors import ModelError, OutputError, RequestError
+from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
@@ -60,6 +60,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def failure(self) -> EngineError | None:
+        """The error after which no request will run again; None while one may."""
+        ...
+
+    @property
     def outage(self) -> str:
         """The reason why no request can run now; "" if requests can."""
         ...
@@ -96,6 +101,7 @@ class Service:
         self.frontend = frontend
         self.options = options
         self.model = model
+        self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
         self.names = options.served_model_name or (model,)
         self.capacity = capacity
         self.created = int(time.time())

@@ -50,7 +50,7 @@ class BatchRun:
         self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
         self._content: Path | None = None
         # Half of the places: other clients' requests find some, too.
-        self._places = max(1, min(service.capacity, service.engine.plan.max_running) // 2)
+        self._places = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
 
     async def run(self) -> None:
         """Go on with the batch; return early if the server ends, or if the batch means another server's model."""

@@ -101,13 +101,13 @@ def weight_bytes(plan: Plan) -> int:
 
 def served_digest(service: Service) -> str:
     """A hash that changes with the checkpoint's path and the weights' size: the files themselves are not hashed."""
-    plan = service.engine.plan
+    plan = service.plan
     return hashlib.sha256(f"{plan.checkpoint}:{weight_bytes(plan)}".encode()).hexdigest()
 
 
 def served_row(service: Service, name: str) -> ModelRow:
     """The served model in /api/tags."""
-    plan = service.engine.plan
+    plan = service.plan
     path = Path(plan.checkpoint)
     modified_s = path.stat().st_mtime if plan.checkpoint and path.exists() else service.created
     return ModelRow(
@@ -122,9 +122,10 @@ def served_row(service: Service, name: str) -> ModelRow:
 
 def running_row(service: Service, name: str) -> RunningRow:
     """The served model in /api/ps. A server keeps the model that it was started with."""
-    plan = service.engine.plan
-    size = weight_bytes(plan) + sum(
-        service.engine.ready.num_blocks * rank.block_bytes for rank in service.engine.ready.ranks
+    plan = service.plan
+    size = sum(
+        weight_bytes(replica.plan) + sum(replica.ready.num_blocks * rank.block_bytes for rank in replica.ready.ranks)
+        for replica in service.engine.replicas
     )
     return RunningRow(
         name=tagged(name),

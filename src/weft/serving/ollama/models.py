@@ -60,7 +60,7 @@ async def show(request: Request) -> Response:
 def show_model(service: Service, content: bytes) -> Response:
     """The answer to /api/show."""
     name = resolve_served(service, requested_name(service.decode_body(content, ShowRequest)))
-    plan, row = service.engine.plan, details.served_row(service, name)
+    plan, row = service.plan, details.served_row(service, name)
     defaults = service.frontend.sampling_params({})
     parameters = {"num_ctx": service.frontend.max_model_len, "temperature": defaults.temperature}
     parameters |= {"top_k": defaults.top_k, "top_p": defaults.top_p, "repeat_penalty": defaults.repetition_penalty}

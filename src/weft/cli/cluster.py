@@ -1,0 +1,21 @@
+"""weft cluster status: the nodes of a cluster, who runs what on them, and what is free."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+import msgspec
+
+
+def main(arguments: Namespace) -> int:
+    """Print the status as lines, or as one JSON object."""
+    from weft.cluster.status import cluster_status, status_lines
+    from weft.hardware.host import probe_host
+
+    status = cluster_status(probe_host(), os.environ)
+    if getattr(arguments, "json", False):
+        print(msgspec.json.encode(status).decode())
+    else:
+        print("\n".join(status_lines(status)))
+    return 0

@@ -1,0 +1,105 @@
+"""Messages between the head and another node, until the ranks start. The head asks, the node answers each once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.executors.node_messages import (
+    EndRanks,
+    MeetAt,
+    PassOn,
+    Ping,
+    PrintStacks,
+    StartRanks,
+)
+from weft.hardware.host import Host
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of a node about itself. Sizes are in bytes, times in seconds.
+
+    - `address`, `interface`: of its route to the head.
+    - `host_ip`: VLLM_HOST_IP as it is set there, else "".
+    - `machine`: an id of the running system; two nodes may be on one.
+    - `model_digest`: of the headers of the model's files; `problem` says why there is none.
+    - `wrong_interface`: an interface that a variable names and that the node does not have, as NAME=VALUE.
+    - `clock_s`: its clock, when it answered; filled in by the head: `skew_s`, its difference from the head's.
+    """
+
+    node: int
+    nodes: int
+    host: Host
+    address: str
+    interface: str
+    interfaces: tuple[str, ...]
+    host_ip: str
+    machine: str
+    weft: str
+    torch: str
+    model: str
+    model_digest: str
+    problem: str
+    wrong_interface: str
+    shm_free_bytes: int | None
+    open_files: int
+    clock_s: float
+    skew_s: float = 0.0
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Speed of the network between two nodes; `problem` says why there is none."""
+
+    first: int
+    second: int
+    round_trip_s: float = 0.0
+    bytes_per_s: float = 0.0
+    problem: str = ""
+
+
+class ListenForPeers(msgspec.Struct, frozen=True, tag=True):
+    """Listen at the node's own address for other nodes that measure the network."""
+
+
+class MeasureTo(msgspec.Struct, frozen=True, tag=True):
+    """Measure the network to another node, which listens there."""
+
+    node: int
+    address: str
+    port: int
+
+
+class TellTime(msgspec.Struct, frozen=True, tag=True):
+    """Tell the time."""
+
+
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """The engine does not start, or this node is not wanted. The head's last message."""
+
+    message: str
+    code: str
+
+
+ToJoined = (
+    ListenForPeers | MeasureTo | TellTime | Dismissed | StartRanks | MeetAt | PassOn | Ping | PrintStacks | EndRanks
+)
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """A node's first message."""
+
+    facts: Facts
+
+
+class ListeningForPeers(msgspec.Struct, frozen=True, tag=True):
+    port: int
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    speed: Speed
+
+
+class Time(msgspec.Struct, frozen=True, tag=True):
+    clock_s: float
+
+
+FromJoined = Join | ListeningForPeers | Measured | Time

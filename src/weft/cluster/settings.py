@@ -1,0 +1,108 @@
+"""Settings of a node, from the options of the engine and torchrun's variables."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.errors import ConfigError
+from weft.executors.keys import load_key
+from weft.hardware.addresses import check_private
+
+MASTER_PORT = 29501  # vLLM's default
+
+
+class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a node before it meets the others. `address` is the head's, as numbers; the timeout is in seconds."""
+
+    nodes: int
+    node: int
+    address: str
+    port: int
+    start_timeout_s: float
+    allow_public: bool
+    key: bytes
+
+    @property
+    def head(self) -> str:
+        """The head's address and port, as text."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeSettings | None:
+    """Return the settings of this node; None if one node runs the whole engine.
+
+    torchrun's GROUP_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT count where the options are left out. Raises
+    ConfigError for options that are missing, or that do not fit together.
+    """
+    nodes = config.nnodes or _number(environment, "GROUP_WORLD_SIZE") or 1
+    node = config.node_rank if config.node_rank is not None else _node_of_torchrun(config, environment)
+    if nodes == 1:
+        if config.headless or node:
+            flag = "--headless" if config.headless else f"--node-rank {node}"
+            raise ConfigError(f"{flag} needs --nnodes, the number of nodes", code="node-without-nnodes")
+        return None
+    if node >= nodes:
+        raise ConfigError(
+            f"--node-rank is {node}; the {nodes} nodes have the numbers 0 to {nodes - 1}", code="node-beyond-nnodes"
+        )
+    if config.headless and node == 0:
+        raise ConfigError(
+            "--headless is for the other nodes; node 0 answers requests: leave it out, or give --node-rank",
+            code="headless-head",
+        )
+    return NodeSettings(
+        nodes=nodes,
+        node=node,
+        address=_head_address(config, environment, nodes),
+        port=_head_port(config, environment),
+        start_timeout_s=config.start_timeout,
+        allow_public=config.allow_public,
+        key=load_key(config.cluster_key_file, environment, nodes),
+    )
+
+
+def _node_of_torchrun(config: EngineConfig, environment: Mapping[str, str]) -> int:
+    return _number(environment, "GROUP_RANK") or 0 if _number(environment, "GROUP_WORLD_SIZE") or config.nnodes else 0
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "").strip()
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; it must be a number", code="bad-torchrun-variable")
+    return int(text) if text else None
+
+
+def _head_address(config: EngineConfig, environment: Mapping[str, str], nodes: int) -> str:
+    """The head's address, as numbers. Raises ConfigError if it is missing, unknown or public."""
+    name = config.master_addr or environment.get("MASTER_ADDR", "")
+    if not name:
+        raise ConfigError(
+            f"--nnodes {nodes} needs --master-addr, the address of node 0 that the others reach (`hostname -I` there "
+            "lists its addresses)",
+            code="nodes-without-master-addr",
+        )
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        raise ConfigError(
+            f"--master-addr {name} is no known host; give node 0's address as numbers", code="unknown-master-addr"
+        ) from None
+    check_private(address, config.allow_public)
+    return address
+
+
+def _head_port(config: EngineConfig, environment: Mapping[str, str]) -> int:
+    port = config.master_port
+    if port is None:
+        port = _number(environment, "MASTER_PORT")
+        # There torchrun itself listens.
+        if port is not None and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            port += 1
+    port = MASTER_PORT if port is None else port
+    if not 0 < port < 65536:
+        raise ConfigError(f"--master-port is {port}; ports are 1 to 65535", code="bad-master-port")
+    return port

@@ -1,0 +1,56 @@
+"""Heartbeats between nodes: how often, and for how long a node may be silent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+BEAT_S = 0.5
+# A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
+SILENCE_S = 8.0
+USER_TIMEOUT_MS = 20_000  # for data that nobody acknowledges: the heartbeats end sooner, with a better cause
+
+
+class Watch:
+    """Calls `beat` every BEAT_S seconds, and `silent` once if `heard` has not been called for SILENCE_S seconds."""
+
+    def __init__(self, beat: Callable[[], None], silent: Callable[[], None], name: str) -> None:
+        self._beat, self._silent = beat, silent
+        self._heard_s = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"weft-beat-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._heard_s = time.monotonic()
+        self._thread.start()
+
+    def heard(self) -> None:
+        """Note that the other side is there."""
+        self._heard_s = time.monotonic()
+
+    def stop(self) -> None:
+        """End the thread. May be called twice, and before `start`."""
+        self._stopped.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            if time.monotonic() - self._heard_s > SILENCE_S:
+                self._silent()
+                return
+            self._beat()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with suppress(AttributeError, OSError):  # Linux
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 15)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)

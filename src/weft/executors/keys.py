@@ -1,0 +1,131 @@
+"""The cluster key, and the handshake by which both sides of a connection prove that they have it.
+
+The side that connects sends MAGIC and a nonce; the other answers with a nonce of its own and its proof; then the first
+sends its proof, and gets a verdict. A proof is an HMAC-SHA256 over the side's name and both nonces. All parts have a
+fixed length, and no message is read before the verdict.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from weft.errors import ConfigError, error_reason
+
+VARIABLE = "WEFT_CLUSTER_KEY"
+LEAST_CHARACTERS = 32
+MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
+
+MAGIC = b"weft/1\r\n"
+NONCE_BYTES = PROOF_BYTES = 32
+ACCEPTED, REFUSED = b"\1", b"\0"
+HANDSHAKE_S = 5.0  # seconds for the whole handshake
+
+
+class WrongKeyError(Exception):
+    """The other side has another key."""
+
+
+class NotWeftError(Exception):
+    """The other side is no node of Weft, or ended the connection."""
+
+
+def load_key(file: str | None, environment: Mapping[str, str], nodes: int) -> bytes:
+    """Read the cluster key from a file, or else from the environment.
+
+    Raises ConfigError if there is none, if others may read the file, or if the key is short.
+    """
+    if file is not None:
+        text, where = _read_key_file(Path(file).expanduser()), file
+    else:
+        text, where = environment.get(VARIABLE, "").strip(), VARIABLE
+        if not text:
+            raise ConfigError(
+                f"--nnodes {nodes} needs a cluster key, the same on all nodes; make one with {MAKE}, copy it to the "
+                "others, and give --cluster-key-file cluster.key",
+                code="no-cluster-key",
+            )
+    if len(text) < LEAST_CHARACTERS:
+        raise ConfigError(
+            f"the cluster key in {where} has {len(text)} characters; it needs {LEAST_CHARACTERS} or more: make one "
+            f"with {MAKE}",
+            code="short-cluster-key",
+        )
+    return text.encode()
+
+
+def _read_key_file(path: Path) -> str:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            raise ConfigError(
+                f"others than its owner may read or write {path} (mode {mode:04o}); chmod 600 {path}",
+                code="open-cluster-key",
+            )
+        return path.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read the cluster key {path}: {error_reason(error)}; make one with {MAKE}",
+            code="cannot-read-cluster-key",
+        ) from None
+
+
+def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
+    """Do the handshake on the side that has connected.
+
+    Raises WrongKeyError if the other side has another key, and NotWeftError for anything else than a handshake.
+    """
+    connection.settimeout(HANDSHAKE_S)
+    try:
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(MAGIC + ours)
+        answer = _receive(connection, len(MAGIC) + NONCE_BYTES + PROOF_BYTES)
+        magic, theirs, proof = answer[: len(MAGIC)], answer[len(MAGIC) : -PROOF_BYTES], answer[-PROOF_BYTES:]
+        if magic != MAGIC:
+            raise NotWeftError("it does not speak Weft's protocol")
+        if not hmac.compare_digest(proof, _proof(key, b"acceptor", ours, theirs)):
+            connection.sendall(bytes(PROOF_BYTES))  # so that the other side can tell its user
+            raise WrongKeyError
+        connection.sendall(_proof(key, b"connector", ours, theirs))
+        if _receive(connection, 1) != ACCEPTED:
+            raise WrongKeyError
+    except OSError as error:
+        raise NotWeftError(error_reason(error)) from None
+    connection.settimeout(None)
+
+
+def check_connector(connection: socket.socket, key: bytes) -> None:
+    """Do the handshake on the side that was connected to. Raises as `prove_to_acceptor`."""
+    connection.settimeout(HANDSHAKE_S)
+    try:
+        opening = _receive(connection, len(MAGIC) + NONCE_BYTES)
+        if not opening.startswith(MAGIC):
+            raise NotWeftError("it does not speak Weft's protocol")
+        theirs, ours = opening[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs, ours))
+        if not hmac.compare_digest(_receive(connection, PROOF_BYTES), _proof(key, b"connector", theirs, ours)):
+            connection.sendall(REFUSED)
+            raise WrongKeyError
+        connection.sendall(ACCEPTED)
+    except OSError as error:
+        raise NotWeftError(error_reason(error)) from None
+    connection.settimeout(None)
+
+
+def _proof(key: bytes, side: bytes, connector: bytes, acceptor: bytes) -> bytes:
+    return hmac.digest(key, b"weft cluster " + side + b"\0" + connector + acceptor, "sha256")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes."""
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise NotWeftError("it closed the connection")
+        data += more
+    return data

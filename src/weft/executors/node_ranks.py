@@ -1,0 +1,138 @@
+"""NodeRanks: the ranks of a node that is not the head, between their processes and the head."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from weft.errors import CORE, Cause
+from weft.executors.beats import SILENCE_S, Watch
+from weft.executors.causes import cause_of
+from weft.executors.framing import Channel, FrameError, encode_frame
+from weft.executors.messages import FromRank, Launch, RunStep
+from weft.executors.node_messages import (
+    Beat,
+    EndRanks,
+    MeetAt,
+    PassOn,
+    PrintStacks,
+    RankLost,
+    RankMessage,
+    RankState,
+    StartRanks,
+    ToNode,
+)
+from weft.executors.rank import WORKER
+from weft.executors.rank_processes import NodeWirings, RankProcesses, network_environment
+from weft.executors.ranks import compile_ahead
+from weft.plan.plan import Plan
+from weft.plan.wiring import Tcp
+
+
+class NodeRanks:
+    """Runs this node's ranks as the head at the other end of `channel` asks, until one side ends.
+
+    `node` is this node's number, `interface` its network interface that routes to the others, `checkpoint` its own
+    copy of the model.
+    """
+
+    def __init__(self, channel: Channel[Any], node: int, interface: str, checkpoint: str) -> None:
+        self._node, self._interface, self._checkpoint = node, interface, checkpoint
+        self._channel = channel
+        self._sending = threading.Lock()
+        self._processes = RankProcesses(self._take, self._lose)
+        self._watch = Watch(self._beat, self._head_silent, "head")
+        self._addresses: SimpleQueue[Tcp | None] = SimpleQueue()  # of rank 0; None at the end
+        self._starter: threading.Thread | None = None
+        self._steps: Counter[int] = Counter()
+        self._end: Cause | None = None
+
+    def run(self, messages: Iterable[Any]) -> Cause:
+        """Run the ranks; return the cause of the end, in the phase "shutdown" if the engine was closed in order.
+
+        `messages` are those of the channel, a StartRanks first.
+        """
+        try:
+            for message in messages:
+                self._watch.heard()
+                self._handle(message)
+                if self._end:
+                    break
+        except FrameError as error:
+            self._end = self._own_cause("unknown-message", str(error))
+        finally:
+            self._watch.stop()
+            if self._starter:
+                self._addresses.put(None)
+                self._starter.join()
+            self._processes.end()
+        return self._end or self._own_cause("head-lost", "the head has closed the connection")
+
+    def _own_cause(self, code: str, cause: str) -> Cause:
+        hint = "see the log of node 0, and start this node again with it"
+        return Cause(rank=CORE, phase="step" if self._steps else "start", code=code, cause=cause, hint=hint)
+
+    def _handle(self, message: ToNode) -> None:
+        match message:
+            case StartRanks(plan, worker):
+                # In a thread: heartbeats are read meanwhile, and a fork server may import torch first.
+                self._watch.start()
+                self._starter = threading.Thread(target=self._try_start, args=(plan, worker), name="weft-start")
+                self._starter.start()
+            case MeetAt(address):
+                self._addresses.put(address)
+            case PassOn(ranks, inner):
+                if isinstance(inner, RunStep):
+                    self._steps.update(ranks)
+                self._processes.send(inner, ranks)
+            case PrintStacks():
+                self._processes.print_stacks()
+            case EndRanks(cause):
+                self._end = cause
+
+    def _try_start(self, plan: Plan, worker: str) -> None:
+        try:
+            self._start(plan, worker)
+        except Exception as error:
+            self._lose(cause_of(error, plan.ranks_of(self._node)[0], "start"))
+
+    def _start(self, plan: Plan, worker: str) -> None:
+        """Start the processes of this node's ranks, and launch them once rank 0 listens."""
+        plan = msgspec.structs.replace(plan, checkpoint=self._checkpoint)
+        own = plan.ranks_of(self._node)
+        if worker == WORKER:
+            compile_ahead(plan)
+        if plan.on_cpu:
+            self._processes.prepare_forks(network_environment(plan, own[0], self._interface), len(own))
+        with NodeWirings(plan, self._node) as wirings:
+            for rank in own:
+                self._processes.start(rank, network_environment(plan, rank, self._interface), wirings.files[rank])
+        if address := self._addresses.get():
+            for rank in own:
+                self._processes.send(Launch(plan, rank, worker, address, wirings.wirings[rank]), [rank])
+
+    def _take(self, rank: int, message: FromRank) -> None:
+        self._send(RankMessage(rank, message))
+
+    def _lose(self, cause: Cause) -> None:
+        self._send(RankLost(cause))
+
+    def _beat(self) -> None:
+        phases = self._processes.phases
+        self._send(Beat([RankState(rank, phase, self._steps[rank]) for rank, phase in phases.items()]))
+
+    def _head_silent(self) -> None:
+        self._processes.print_stacks()
+        self._end = self._own_cause("head-silent", f"the head has been silent for {SILENCE_S:g} s")
+        self._channel.hang_up()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        frame = encode_frame(message)
+        with self._sending, contextlib.suppress(OSError):  # the head is gone, which `run` notices
+            self._channel.send_frame(frame)

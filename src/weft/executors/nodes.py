@@ -1,0 +1,190 @@
+"""NodesExecutor: ranks as processes on several nodes. This node, the head, has the first ranks; others have joined."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from weft.errors import Cause
+from weft.executors.beats import SILENCE_S, Watch, keep_alive
+from weft.executors.forks import open_sockets
+from weft.executors.framing import Channel, FrameError, encode_frame
+from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
+from weft.executors.node_messages import (
+    Beat,
+    EndRanks,
+    FromNode,
+    MeetAt,
+    NodeSocket,
+    OtherNodes,
+    PassOn,
+    Ping,
+    PrintStacks,
+    RankLost,
+    RankMessage,
+    RankState,
+    StartRanks,
+)
+from weft.executors.processes import ProcessExecutor
+from weft.executors.rank import WORKER
+from weft.executors.rank_processes import NodeWirings, network_environment
+from weft.executors.ranks import CLOSED
+from weft.plan.plan import Plan
+from weft.plan.wiring import Tcp
+
+STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
+LOST = "the process there has ended, or the network is gone: see the log of that node"
+SILENT = "check that machine, and its network"
+
+
+class NodeLink:
+    """The head's connection to one other node, with a thread that listens."""
+
+    def __init__(self, about: NodeSocket, executor: NodesExecutor) -> None:
+        self.about = about
+        self.states: list[RankState] = []
+        end = socket.socket(fileno=about.descriptor)
+        end.set_inheritable(False)
+        end.settimeout(None)
+        open_sockets.add(end)
+        keep_alive(end)
+        self._channel: Channel[FromNode] = Channel(end, FromNode)
+        self._executor = executor
+        self._sending = threading.Lock()
+        self.ended = False
+        self.watch = Watch(lambda: self.send(Ping()), lambda: executor.node_silent(self), str(about.node))
+        self._listener = threading.Thread(target=self._listen, name=f"weft-node-{about.node}", daemon=True)
+
+    def start(self) -> None:
+        self.watch.start()
+        self._listener.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; without effect if the node is gone, which the thread that listens notices."""
+        frame = encode_frame(message)
+        with self._sending, contextlib.suppress(OSError):
+            self._channel.send_frame(frame)
+
+    def hang_up(self) -> None:
+        """End the connection, without waiting."""
+        self.ended = True
+        self._channel.hang_up()
+
+    def close(self) -> None:
+        """End the connection, and the threads. May be called twice."""
+        self.watch.stop()
+        self.hang_up()
+        if self._listener.is_alive() and self._listener is not threading.current_thread():
+            self._listener.join()
+        self._channel.close()
+
+    def _listen(self) -> None:
+        try:
+            for message in self._channel:
+                self.watch.heard()
+                self._executor.take_from_node(self, message)
+        except FrameError as error:
+            self._executor.node_lost(self, str(error))
+        if not self.ended:
+            self._executor.node_lost(self, "its connection has closed")
+
+
+class NodesExecutor(ProcessExecutor):
+    """Runs each rank as a process of its node. The tensors of a node's ranks go through shared memory, others through
+    the network."""
+
+    def __init__(self, others: OtherNodes, worker: str = WORKER) -> None:
+        super().__init__(worker)
+        self._others = others
+        self._links = [NodeLink(node, self) for node in others.nodes]
+        self._node_of: list[int] = []
+
+    def _launch(self, plan: Plan) -> None:
+        self._node_of = [device.node for device in plan.devices]
+        for link in self._links:
+            link.start()
+            link.send(StartRanks(plan, self._worker))
+        own = plan.ranks_of(0)
+        if plan.on_cpu:
+            self._processes.prepare_forks(self._environment(plan, 0), len(own))
+        with NodeWirings(plan) as wirings:
+            for rank in own:
+                self._start_rank(plan, rank, wirings.files[rank])
+        self._send_launch(plan, 0, Tcp(self._others.address, 0), wirings.wirings[0])
+        (listening,) = self._await_reports(Listening, 1)
+        for rank in own[1:]:
+            self._processes.send(Launch(plan, rank, self._worker, listening.address, wirings.wirings[rank]), [rank])
+        for link in self._links:
+            link.send(MeetAt(listening.address))
+
+    def _environment(self, plan: Plan, rank: int) -> dict[str, str]:
+        return network_environment(plan, rank, self._others.interface)
+
+    def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
+        ranks = list(ranks)
+        assert not isinstance(message, Launch)
+        for link in self._links:
+            theirs = [rank for rank in ranks if self._node_of[rank] == link.about.node]
+            if theirs:
+                link.send(PassOn(theirs, message))
+        super()._send(message, ranks)
+
+    def take_from_node(self, link: NodeLink, message: FromNode) -> None:
+        """Handle a message from another node."""
+        match message:
+            case RankMessage(rank, inner):
+                self._take_message(rank, inner)
+            case RankLost(cause):
+                self._fail(cause)
+            case Beat(states):
+                link.states = states
+
+    def _take_message(self, rank: int, message: FromRank) -> None:
+        if isinstance(message, Loaded):
+            message = Loaded(msgspec.structs.replace(message.capacity, node=str(self._node_of[rank])))
+        super()._take_message(rank, message)
+
+    def node_lost(self, link: NodeLink, reason: str) -> None:
+        """Handle the end of a node's connection."""
+        self._fail_node(link, "node-lost", f"{link.about.label} is gone: {reason}", LOST)
+
+    def node_silent(self, link: NodeLink) -> None:
+        """Handle a node that sends nothing: print the stacks of the other ranks, and fail."""
+        # The phases by the ranks' own messages, which come before the next heartbeat.
+        states = "; ".join(
+            f"rank {state.rank} in {self._phases[state.rank]}, step {state.steps}" for state in link.states
+        )
+        for other in self._links:
+            if other is not link:
+                other.send(PrintStacks())
+        self._processes.print_stacks()
+        time.sleep(STACKS_S)
+        heard = f"; last heard of: {states}" if states else ""
+        self._fail_node(link, "node-silent", f"{link.about.label} has been silent for {SILENCE_S:g} s{heard}", SILENT)
+
+    def _fail_node(self, link: NodeLink, code: str, cause: str, hint: str) -> None:
+        rank = self._node_of.index(link.about.node)
+        self._fail(Cause(rank=rank, phase=self._phases[rank], code=code, cause=cause, hint=hint))
+
+    def _kill(self) -> None:
+        super()._kill()
+        self._end_nodes()
+
+    def _end(self) -> None:
+        self._end_nodes()
+        super()._end()
+        for link in self._links:
+            link.close()
+
+    def _end_nodes(self) -> None:
+        """Tell all nodes that the engine has ended, once."""
+        cause = self._ended or CLOSED
+        for link in self._links:
+            if not link.ended:
+                link.ended = True
+                link.send(EndRanks(cause))

@@ -1,0 +1,282 @@
+"""RayExecutor: each rank in a Ray actor, placed by a placement group whose bundles are pinned to the plan's nodes.
+
+Ray places and watches the actors. Messages go through sockets that prove the cluster key, tensors through gloo or NCCL:
+nothing passes Ray's object store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from weft.errors import CORE, Cause, EngineError, error_reason
+from weft.executors.beats import SILENCE_S, Watch, keep_alive
+from weft.executors.forks import open_sockets
+from weft.executors.framing import Channel, FrameError, encode_frame
+from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
+from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
+from weft.executors.node_messages import Ping
+from weft.executors.rank import WORKER
+from weft.executors.rank_processes import rank_environment
+from weft.executors.ranks import RankExecutor
+from weft.executors.ray_actor import RankActor
+from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Alive, Attached, FromActor, RayNodes
+from weft.plan.plan import Plan
+from weft.plan.wiring import Network, Tcp
+
+log = logging.getLogger("weft")
+
+ATTACH_S = 60.0  # seconds for the actors to start and to connect
+SAY_S = 10.0  # between two lines about resources that are missing
+REASON_S = 5.0  # seconds for Ray to say why an actor has died
+
+
+@dataclass
+class AttachedRank:
+    """The driver's connection to an actor."""
+
+    channel: Channel[FromActor]
+    about: Attached
+    watch: Watch
+    thread: threading.Thread
+    sending: threading.Lock
+    ended: bool = False
+
+    def send_frame(self, frame: bytes) -> None:
+        with self.sending, contextlib.suppress(OSError):
+            self.channel.send_frame(frame)
+
+
+class RayExecutor(RankExecutor):
+    """Runs each rank in an actor of a Ray cluster."""
+
+    def __init__(self, nodes: RayNodes, worker: str = WORKER) -> None:
+        super().__init__(worker)
+        self._nodes = nodes
+        self._ray: Any = None
+        self._group: Any = None
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        self._attached: dict[int, AttachedRank] = {}
+        self._node_names: list[str] = []
+
+    def _launch(self, plan: Plan) -> None:
+        import ray  # slow, and an extra
+
+        self._ray = ray
+        if not ray.is_initialized():
+            ray.init(address=self._nodes.cluster, log_to_driver=True, logging_level=logging.WARNING)
+        self._node_names = [self._nodes.nodes[device.node].id for device in plan.devices]
+        self._reserve(plan)
+        family = socket.AF_INET6 if ":" in self._nodes.address else socket.AF_INET
+        with socket.create_server((self._nodes.address, 0), family=family) as listener:
+            self._start_actors(plan, listener.getsockname()[1])
+            self._accept(len(plan.places), listener)
+        plan = self._with_gpus(plan)
+        for rank, attached in self._attached.items():
+            attached.thread.start()
+            attached.watch.start()
+            if rank == 0:
+                self._send_launch(plan, 0, Tcp(attached.about.address, 0))
+        (listening,) = self._await_reports(Listening, 1)
+        for rank in self._ranks[1:]:
+            self._send_launch(plan, rank, listening.address)
+
+    def _reserve(self, plan: Plan) -> None:
+        """Reserve a bundle for each rank on its node. Raises EngineError if that takes longer than the timeout."""
+        from ray.util.placement_group import placement_group
+
+        bundle = {"CPU": 1.0} if plan.on_cpu else {"CPU": 1.0, "GPU": 1.0}
+        selectors = [{NODE_LABEL: self._nodes.nodes[device.node].id} for device in plan.devices]
+        self._group = placement_group(
+            [dict(bundle) for _ in plan.devices],
+            strategy="PACK",
+            name=f"{ENGINE_NAME}{plan.model}",
+            bundle_label_selector=selectors,
+        )
+        deadline = time.monotonic() + self._nodes.timeout_s
+        while not self._group.wait(timeout_seconds=min(SAY_S, max(0.1, deadline - time.monotonic()))):
+            missing = self._describe_missing(plan, bundle)
+            if time.monotonic() >= deadline:
+                raise EngineError(
+                    Cause(
+                        rank=CORE,
+                        phase="start",
+                        code="ray-resources",
+                        cause=f"Ray did not reserve the ranks within {self._nodes.timeout_s:g} s: {missing}",
+                        hint="`ray status` shows who has them; or raise --start-timeout",
+                    )
+                )
+            log.info("waiting for Ray: %s", missing)
+
+    def _describe_missing(self, plan: Plan, bundle: dict[str, float]) -> str:
+        """Wanted resources of each node, and those that are free in the cluster."""
+        counts = Counter(device.node for device in plan.devices)
+        wanted = ", ".join(
+            f"{count * bundle[kind]:g} {kind} on {self._nodes.nodes[node].label}"
+            for node, count in sorted(counts.items())
+            for kind in bundle
+        )
+        free = self._ray.available_resources()
+        present = ", ".join(f"{free.get(kind, 0):g} {kind}" for kind in bundle)
+        return f"wanted are {wanted}; free in the cluster: {present}"
+
+    def _start_actors(self, plan: Plan, port: int) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        for place in plan.places:
+            variables = rank_environment(plan.threads(place.rank), plan.peer_to_peer, interface="")
+            del variables["GLOO_SOCKET_IFNAME"]  # the actor finds its own
+            if not plan.on_cpu:
+                # Ranks look at each other's GPUs: all are visible, and the plan says which one is whose.
+                variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+            placed = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=place.rank
+            )
+            actor = (
+                self._ray.remote(RankActor)
+                .options(
+                    num_cpus=1,
+                    num_gpus=0 if plan.on_cpu else 1,
+                    max_restarts=0,
+                    scheduling_strategy=placed,
+                    runtime_env={"env_vars": variables},
+                )
+                .remote()
+            )
+            self._actors.append(actor)
+            address = (self._nodes.address, port)
+            self._runs.append(actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu))
+
+    def _accept(self, count: int, listener: socket.socket) -> None:
+        """Wait for the connections of all actors. Raises EngineError for one that has died or does not come."""
+        deadline = time.monotonic() + ATTACH_S
+        listener.settimeout(0.5)
+        while len(self._attached) < count:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = listener.accept()
+                try:
+                    check_connector(connection, self._nodes.key)
+                    self._attach(connection)
+                except (NotWeftError, WrongKeyError, FrameError) as error:
+                    log.warning("a connection is refused: %s", error)
+                    connection.close()
+                continue
+            missing = next(rank for rank in range(count) if rank not in self._attached)
+            ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
+            if ended or time.monotonic() > deadline:
+                reason = self._death(missing) if ended else f"its actor has not connected within {ATTACH_S:g} s"
+                raise EngineError(
+                    Cause(rank=missing, phase="start", code="actor-died" if ended else "actor-missing", cause=reason)
+                )
+
+    def _attach(self, connection: socket.socket) -> None:
+        keep_alive(connection)
+        open_sockets.add(connection)
+        channel: Channel[FromActor] = Channel(connection, FromActor)
+        messages = iter(channel)
+        about = next(messages, None)
+        if not isinstance(about, Attached):
+            raise NotWeftError("it is no rank of this engine")
+        rank = about.rank
+        ping = encode_frame(Ping())
+        attached: AttachedRank = AttachedRank(
+            channel=channel,
+            about=about,
+            watch=Watch(lambda: attached.send_frame(ping), lambda: self._silent(rank), str(rank)),
+            thread=threading.Thread(target=self._listen, args=(rank, messages), name=f"weft-rank-{rank}", daemon=True),
+            sending=threading.Lock(),
+        )
+        self._attached[rank] = attached
+
+    def _with_gpus(self, plan: Plan) -> Plan:
+        """The plan with the GPUs that Ray has given to the actors."""
+        if plan.on_cpu:
+            return plan
+        devices = [
+            msgspec.structs.replace(device, index=self._attached[rank].about.gpu)
+            for rank, device in enumerate(plan.devices)
+        ]
+        return msgspec.structs.replace(plan, devices=tuple(devices))
+
+    def _send_launch(self, plan: Plan, rank: int, address: Tcp) -> None:
+        self._send(Launch(plan, rank, self._worker, address, Network()), [rank])
+
+    def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
+        frame = encode_frame(message)
+        for rank in ranks:
+            self._attached[rank].send_frame(frame)
+
+    def _listen(self, rank: int, messages: Iterable[FromActor]) -> None:
+        attached = self._attached[rank]
+        try:
+            for message in messages:
+                attached.watch.heard()
+                if not isinstance(message, Alive | Attached):
+                    self._take_message(rank, self._with_node(rank, message))
+        except FrameError as error:
+            self._fail(Cause(rank=rank, phase=self._phases[rank], code=error.code, cause=str(error)))
+        if not attached.ended:
+            self._fail(Cause(rank=rank, phase=self._phases[rank], code="actor-died", cause=self._death(rank)))
+
+    def _with_node(self, rank: int, message: FromRank) -> FromRank:
+        if isinstance(message, Loaded):
+            return Loaded(msgspec.structs.replace(message.capacity, node=self._node_names[rank]))
+        return message
+
+    def _silent(self, rank: int) -> None:
+        self._fail(
+            Cause(
+                rank=rank,
+                phase=self._phases[rank],
+                code="node-silent",
+                cause=f"its actor has been silent for {SILENCE_S:g} s",
+                hint="check its machine, and the network",
+            )
+        )
+
+    def _death(self, rank: int) -> str:
+        """Ray's reason for the end of an actor, in one line."""
+        try:
+            self._ray.get(self._runs[rank], timeout=REASON_S)
+        except Exception as error:  # of the actor, or a timeout
+            lines = [line.strip() for line in error_reason(error).splitlines() if line.strip()]
+            return "its Ray actor has died: " + " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
+        return "its Ray actor has ended"
+
+    def _kill(self) -> None:
+        for attached in self._attached.values():
+            attached.ended = True
+            attached.channel.hang_up()  # the actor's process ends itself
+
+    def _end(self) -> None:
+        for attached in self._attached.values():
+            attached.ended = True
+            attached.watch.stop()
+            attached.channel.hang_up()
+            if attached.thread.is_alive() and attached.thread is not threading.current_thread():
+                attached.thread.join()
+            attached.channel.close()
+        self._release()
+
+    def _release(self) -> None:
+        """Give the actors and the resources back. May be called twice."""
+        if self._ray is None or not self._ray.is_initialized():
+            return
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors.clear()
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None

@@ -1,0 +1,99 @@
+"""RankActor: one rank in a Ray actor. Ray places and watches it; messages and tensors go through our own sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import threading
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from weft import logs
+from weft.executors.beats import Watch, keep_alive
+from weft.executors.framing import Channel, FrameError, encode_frame
+from weft.executors.keys import prove_to_acceptor
+from weft.executors.node_messages import Ping, ToActor
+from weft.executors.rank import RankWorker, gc_paused, run_rank, worker_class
+from weft.executors.ray_nodes import Alive, Attached
+from weft.executors.rendezvous import join_rendezvous
+from weft.hardware.addresses import interface_of
+
+CONNECT_S = 20.0
+
+
+class RankActor:
+    """The class of the actors. Its process ends with the driver's connection, and with the driver."""
+
+    def run(self, rank: int, address: tuple[str, int], key: bytes, gpu: bool) -> None:
+        """Run a rank for the driver that listens at `address`. Returns when the engine has ended."""
+        logs.configure()
+        faulthandler.enable()
+        connection = socket.create_connection(address, CONNECT_S)
+        prove_to_acceptor(connection, key)
+        keep_alive(connection)
+        own = str(connection.getsockname()[0])
+        _set_interface(interface_of(own))
+        driver = Driver(connection)
+        driver.send(Attached(rank, own, _own_gpu() if gpu else None))
+        launch = driver.inbox.get()
+        if launch is None:
+            return
+
+        def create_worker() -> RankWorker:
+            listener = join_rendezvous(launch, driver.send)
+            with gc_paused():
+                connect = import_module("weft.comm.connect")  # by name: this package does not import torch
+            worker = worker_class(launch.worker)
+            site = connect.Site(launch.plan, launch.rank, launch.wiring, launch.rendezvous, listener)
+            links = connect.connect_rank(site)
+            return worker(launch.plan, launch.rank, links)
+
+        run_rank(rank, driver.inbox, driver.send, create_worker)
+        threading.Event().wait()  # the driver ends this process, once it has the cause of a failure
+
+
+def _set_interface(interface: str) -> None:
+    """Have gloo and NCCL use the interface that routes to the driver, unless the user has named one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _own_gpu() -> int:
+    """Number of the GPU that Ray has given to this actor, among all of the node."""
+    import ray
+
+    return int(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+class Driver:
+    """The actor's connection to the driver. Messages wait in `inbox`; without the driver the process ends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        self.inbox: SimpleQueue[Any] = SimpleQueue()
+        self._channel: Channel[ToActor] = Channel(connection, ToActor)
+        self._sending = threading.Lock()
+        self._watch = Watch(lambda: self.send(Alive()), self._channel.hang_up, "driver")
+        self._watch.start()
+        threading.Thread(target=self._listen, name="weft-driver", daemon=True).start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        frame = encode_frame(message)
+        with self._sending, contextlib.suppress(OSError):  # the driver is gone, and this process with it
+            self._channel.send_frame(frame)
+
+    def _listen(self) -> None:
+        try:
+            for message in self._channel:
+                self._watch.heard()
+                if not isinstance(message, Ping):
+                    self.inbox.put(message)
+        except FrameError as error:
+            os.write(2, f"{error}\n".encode())
+        finally:
+            os._exit(0)

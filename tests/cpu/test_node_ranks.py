@@ -1,0 +1,165 @@
+"""Ranks of several nodes, whose processes and connections are this machine's: results, ends and causes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_worker import HERE, make_plan, make_step, total
+
+from tests.cpu.families import family
+from weft.core.commands import RankReport, RankStats
+from weft.errors import Cause, EngineError
+from weft.executors.framing import Channel
+from weft.executors.node_messages import NodeSocket, OtherNodes, ToNode
+from weft.executors.node_ranks import NodeRanks
+from weft.executors.nodes import NodesExecutor
+from weft.plan.plan import Plan, RankDevice
+
+WAIT_S = 60
+
+
+def over_nodes(plan: Plan, *nodes: int) -> Plan:
+    """The plan with its ranks on these nodes."""
+    return msgspec.structs.replace(plan, devices=tuple(RankDevice(node, "cpu", 0) for node in nodes))
+
+
+class Cluster:
+    """A head with one other node, which is a thread of this process."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+        listener.close()
+        about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
+        self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
+        self.channel: Channel[ToNode] = Channel(self.theirs, ToNode)
+        self.ranks = NodeRanks(self.channel, 1, "lo", "")
+        self.ends: list[Cause] = []
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.ends.append(self.ranks.run(iter(self.channel)))
+
+    def end(self) -> Cause:
+        """Wait for the node's end; return its cause."""
+        self.thread.join(WAIT_S)
+        return self.ends[0]
+
+    def close(self) -> None:
+        self.executor.close()
+        self.thread.join(WAIT_S)
+        self.channel.close()
+
+
+@pytest.fixture
+def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Cluster]]:
+    """Creates clusters of fake workers, closes them, and sees that nothing of them is left."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    created: list[Cluster] = []
+
+    def create() -> Cluster:
+        created.append(Cluster())
+        return created[-1]
+
+    yield create
+    for cluster in created:
+        cluster.close()
+    assert family() == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [
+        ({"stages": 4}, (0, 0, 1, 1)),  # shared memory, the network, shared memory
+        ({"tensor": 2, "stages": 2}, (0, 0, 1, 1)),  # groups in shared memory, stages over the network
+        pytest.param({"tensor": 4}, (0, 0, 1, 1), marks=pytest.mark.long),
+    ],
+    ids=["pp4", "tp2pp2", "tp4"],
+)
+def test_results_over_nodes(create: Callable[[], Cluster], layout: dict[str, int], nodes: tuple[int, ...]) -> None:
+    plan = over_nodes(make_plan(**layout), *nodes)
+    cluster = create()
+    ready = cluster.executor.start(plan)
+    assert [capacity.node for capacity in ready.ranks] == [str(node) for node in nodes]
+    steps = [make_step(n, [n, 2]) for n in range(12)]
+    futures = [cluster.executor.submit(step) for step in steps]
+    for step, future in zip(steps, futures, strict=True):
+        assert future.result(WAIT_S).tokens == [total(plan, step.tokens)]
+    reports = cluster.executor.call(RankStats()).result(WAIT_S)
+    assert [report.steps for report in reports if isinstance(report, RankReport)] == [12] * 4
+    cluster.executor.close()
+    assert cluster.end().phase == "shutdown"
+
+
+def test_the_store_listens_no_longer(create: Callable[[], Cluster]) -> None:
+    """Nobody who could not prove the key finds anything that listens, once the ranks are connected."""
+    cluster = create()
+    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
+    ranks = [member for member in family() if "weft.worker.process" in " ".join(member.cmdline())]
+    assert len(ranks) == 2
+    listening = [[one for one in rank.net_connections("inet") if one.status == "LISTEN"] for rank in ranks]
+    # gloo's own listeners stay, as many on each rank; rank 0's store would be one more.
+    assert len(listening[0]) == len(listening[1])
+
+
+def test_a_rank_of_the_other_node_fails(create: Callable[[], Cluster]) -> None:
+    """Both nodes end with its cause."""
+    cluster = create()
+    cluster.executor.start(over_nodes(make_plan("kill 1 step", stages=2), 0, 1))
+    error = cluster.executor.submit(make_step(0, [1])).exception(WAIT_S)
+    assert isinstance(error, EngineError)
+    assert (error.cause.rank, error.cause.phase, error.cause.cause) == (1, "step", "killed by SIGKILL")
+    assert cluster.end() == error.cause
+
+
+@pytest.mark.parametrize("side", ["node", "head"])
+def test_a_connection_that_ends(create: Callable[[], Cluster], side: str) -> None:
+    cluster = create()
+    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
+    if side == "node":
+        cluster.channel.hang_up()
+        cause = cluster.executor.failure.result(WAIT_S)
+        assert cause.code == "node-lost" and "node 1 (there, 127.0.0.1)" in cause.cause
+    else:
+        for link in cluster.executor._links:
+            link.hang_up()
+        assert cluster.end().code == "head-lost"
+
+
+@pytest.mark.parametrize("side", ["node", "head"])
+def test_a_side_that_is_silent(
+    create: Callable[[], Cluster], monkeypatch: pytest.MonkeyPatch, side: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other side ends with the cause, after its ranks have printed their stacks."""
+    monkeypatch.setattr("weft.executors.beats.BEAT_S", 0.05)
+    monkeypatch.setattr("weft.executors.beats.SILENCE_S", 3.0)
+    cluster = create()
+    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
+    if side == "node":
+        monkeypatch.setattr(cluster.ranks, "_send", lambda message: None)
+        cause = cluster.executor.failure.result(WAIT_S)
+        assert (cause.rank, cause.code) == (1, "node-silent") and "rank 1 in step" in cause.cause
+    else:
+        for link in cluster.executor._links:
+            monkeypatch.setattr(link, "send", lambda message: None)
+        assert cluster.end().code == "head-silent"
+    time.sleep(0.1)  # the copier of the stacks
+    assert "most recent call first" in capfd.readouterr().err
+
+
+def test_the_key_is_not_handed_on(create: Callable[[], Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_CLUSTER_KEY", "k" * 40)
+    cluster = create()
+    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
+    environments = [member.environ() for member in family()]
+    assert environments and all("WEFT_CLUSTER_KEY" not in variables for variables in environments)
+    assert os.environ["WEFT_CLUSTER_KEY"] == "k" * 40

@@ -1,0 +1,371 @@
+"""Nodes before their ranks start: settings, keys, addresses, checks, and the division of ranks."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.machines import gpu, host
+from tests.pure.machines import plan as plan_on
+from tests.refusals import refusals, refuses
+from weft.cluster.assembly import Door, JoinedNode
+from weft.cluster.facts import wrong_interface
+from weft.cluster.messages import Facts, Join, Speed
+from weft.cluster.node import connect_to_head
+from weft.cluster.preflight import failures
+from weft.cluster.settings import NodeSettings, node_settings
+from weft.cluster.speed import PeerListener, measure_network
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.executors.framing import Channel
+from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, load_key, prove_to_acceptor
+from weft.hardware.addresses import check_private, interface_of, own_address
+from weft.plan.nodes import check_node_memory, crossing_warning, divide_ranks, joined_host, over_nodes
+
+KEY = "k" * 40
+Golden = Callable[[str, str], None]
+
+
+def settings_of(environment: dict[str, str] | None = None, **options: Any) -> NodeSettings | None:
+    return node_settings(EngineConfig(model="m", **options), {"WEFT_CLUSTER_KEY": KEY} | (environment or {}))
+
+
+TORCHRUN = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_settings_come_from_options_and_from_torchrun() -> None:
+    assert settings_of() is None
+    assert settings_of(nnodes=1, master_addr="10.0.0.1") is None
+    settings = settings_of(nnodes=3, node_rank=2, master_addr="10.0.0.1", start_timeout=5)
+    assert settings == NodeSettings(
+        nodes=3,
+        node=2,
+        address="10.0.0.1",
+        port=29501,
+        start_timeout_s=5,
+        allow_public=False,
+        key=KEY.encode(),
+    )
+    settings = settings_of(TORCHRUN)
+    assert settings and (settings.nodes, settings.node, settings.head) == (2, 1, "10.0.0.1:29500")
+    # torchrun's own store listens at that port.
+    settings = settings_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, node_rank=0)
+    assert settings and (settings.node, settings.port) == (0, 29501)
+
+
+def test_options_that_do_not_fit_together(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is one line with the way out."""
+    monkeypatch.chdir(tmp_path)
+    short, wide = Path("short.key"), Path("wide.key")
+    for file, text in ((short, "few"), (wide, KEY)):
+        file.write_text(text)
+        file.chmod(0o600)
+    wide.chmod(0o644)
+    pair = {"nnodes": 2, "master_addr": "10.0.0.1"}
+    cases: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"nnodes": 2}, {}),
+        (pair, {"WEFT_CLUSTER_KEY": ""}),
+        (pair, {"WEFT_CLUSTER_KEY": "few"}),
+        (pair | {"cluster_key_file": str(short)}, {}),
+        (pair | {"cluster_key_file": str(wide)}, {}),
+        (pair | {"cluster_key_file": "none.key"}, {}),
+        (pair | {"node_rank": 2}, {}),
+        (pair | {"headless": True}, {}),
+        ({"headless": True}, {}),
+        ({"node_rank": 1}, {}),
+        (pair | {"master_addr": "8.8.8.8"}, {}),
+        (pair | {"master_addr": "no such host"}, {}),
+        (pair | {"master_port": 70000}, {}),
+        ({}, TORCHRUN | {"GROUP_RANK": "one"}),
+    ]
+
+    def settings_of_case(case: tuple[dict[str, Any], dict[str, str]]) -> object:
+        return settings_of(case[1], **case[0])
+
+    golden("errors/nodes.txt", refusals(settings_of_case, cases))
+
+
+def test_a_key_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.key"
+    file.write_text(f"{KEY}\n")
+    file.chmod(0o600)
+    assert load_key(str(file), {"WEFT_CLUSTER_KEY": "other"}, 2) == KEY.encode()
+
+
+# --- the handshake ---
+
+
+def handshake(theirs: bytes, ours: bytes) -> tuple[object, object]:
+    """Outcomes of both sides, connector and acceptor."""
+    one, other = socket.socketpair()
+    outcomes: list[object] = [None, None]
+
+    def run(side: int, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (WrongKeyError, NotWeftError) as error:
+            outcomes[side] = type(error)
+
+    with one, other:
+        thread = threading.Thread(target=run, args=(1, lambda: check_connector(other, ours)))
+        thread.start()
+        run(0, lambda: prove_to_acceptor(one, theirs))
+        thread.join()
+    return outcomes[0], outcomes[1]
+
+
+def test_both_sides_prove_the_key() -> None:
+    assert handshake(b"a" * 32, b"a" * 32) == (None, None)
+    assert handshake(b"a" * 32, b"b" * 32) == (WrongKeyError, WrongKeyError)
+
+
+def accept(end: socket.socket, outcomes: list[object]) -> None:
+    try:
+        check_connector(end, b"a" * 32)
+    except (WrongKeyError, NotWeftError) as error:
+        outcomes.append(type(error))
+
+
+@pytest.mark.parametrize("send_back", [True, False])
+def test_a_connector_without_the_key_is_refused(send_back: bool) -> None:
+    """Neither the acceptor's own proof, sent back, nor another protocol gets in."""
+    one, other = socket.socketpair()
+    outcomes: list[object] = []
+    with one, other:
+        thread = threading.Thread(target=accept, args=(other, outcomes))
+        thread.start()
+        if send_back:
+            one.sendall(b"weft/1\r\n" + bytes(32))
+            one.sendall(one.recv(8 + 64, socket.MSG_WAITALL)[-32:])
+        else:
+            one.sendall(b"GET / HTTP/1.1\r\nHost: somebody's computer\r\n\r\n")
+        thread.join()
+    assert outcomes == [WrongKeyError if send_back else NotWeftError]
+
+
+# --- addresses ---
+
+
+@pytest.mark.parametrize(
+    "address", ["10.1.2.3", "172.31.0.1", "192.168.1.1", "169.254.1.1", "127.0.0.1", "::1", "fd00::1", "fe80::1%eth0"]
+)
+def test_private_addresses(address: str) -> None:
+    check_private(address, allow_public=False)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "172.32.0.1", "100.64.0.1", "2001:db8::1"])
+def test_public_addresses(address: str) -> None:
+    check_private(address, allow_public=True)
+    with refuses(ConfigError, "public-address", address):
+        check_private(address, allow_public=False)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert own_address("127.0.0.1", 1, {}) == "127.0.0.1"
+    assert own_address("127.0.0.1", 1, {"VLLM_HOST_IP": "10.0.0.7"}) == "10.0.0.7"
+    with refuses(ConfigError, "address-of-another-machine", "203.0.113.7"):
+        interface_of("203.0.113.7")
+
+
+def test_variables_that_name_interfaces() -> None:
+    here = {"eth0", "lo"}
+    for value in ("eth0", "eth1,eth0"):
+        assert wrong_interface({"GLOO_SOCKET_IFNAME": value}, here) == ""
+    assert wrong_interface({"NCCL_SOCKET_IFNAME": "eth"}, here) == ""  # NCCL takes the beginning of names
+    assert wrong_interface({"NCCL_SOCKET_IFNAME": "^docker"}, here) == ""
+    assert wrong_interface({"GLOO_SOCKET_IFNAME": "eth"}, here) == "GLOO_SOCKET_IFNAME=eth"
+    assert wrong_interface({"NCCL_SOCKET_IFNAME": "=eth"}, here) == "NCCL_SOCKET_IFNAME==eth"
+
+
+# --- the preflight ---
+
+
+def facts(node: int, **others: Any) -> Facts:
+    values: dict[str, Any] = {
+        "node": node,
+        "nodes": 2,
+        "host": host(hostname=f"host{node}"),
+        "address": f"10.0.0.{node + 1}",
+        "interface": "eth0",
+        "interfaces": ("eth0", "lo"),
+        "host_ip": "",
+        "machine": f"machine{node}",
+        "weft": "1.0",
+        "torch": "2.13.0",
+        "model": "m",
+        "model_digest": "abcdefabcdefabcd",
+        "problem": "",
+        "wrong_interface": "",
+        "shm_free_bytes": 10**10,
+        "open_files": 65536,
+        "clock_s": 0.0,
+    }
+    return Facts(**(values | others))
+
+
+FINE = Speed(first=1, second=0, round_trip_s=1e-4, bytes_per_s=1e9)
+
+
+def test_nodes_that_are_alike_pass() -> None:
+    assert failures([facts(0), facts(1)], [FINE], "fetch") == []
+    # Several nodes of one machine may have its address.
+    one = facts(1, host_ip="10.0.0.1", machine="machine0")
+    assert failures([facts(0, host_ip="10.0.0.1"), one], [FINE], "fetch") == []
+
+
+def test_every_failure_names_node_value_and_remedy(golden: Golden) -> None:
+    card = host((gpu(0),), hostname="host1")
+    cases = [
+        facts(1, weft="0.9"),
+        facts(1, torch="2.11.0"),
+        facts(1, torch=""),
+        facts(1, problem="there is no file or directory m", model_digest=""),
+        facts(1, model_digest="0123456789abcdef"),
+        facts(1, host_ip="10.0.0.9"),
+        facts(1, wrong_interface="GLOO_SOCKET_IFNAME=eth7"),
+        facts(1, skew_s=-95.2),
+        facts(1, open_files=256),
+        facts(1, shm_free_bytes=1 << 20, host=card),
+    ]
+    found = [failures([facts(0, host_ip="10.0.0.9"), case], [FINE], "hf download m") for case in cases]
+    cut = msgspec.structs.replace(FINE, problem="10.0.0.1:4711: timed out")
+    found.append(failures([facts(0), facts(1)], [cut], "hf download m"))
+    assert [len(lines) for lines in found] == [1] * len(found)
+    assert all("node 1 (host1, 10.0.0.2)" in line for [line] in found)
+    golden("errors/preflight.txt", "".join(f"{line}\n" for [line] in found))
+
+
+def test_the_network_is_measured_with_the_key() -> None:
+    listener = PeerListener("127.0.0.1", b"a" * 32)
+    try:
+        speed = measure_network(1, 0, "127.0.0.1", listener.port, b"a" * 32)
+        assert not speed.problem and speed.round_trip_s > 0 and speed.bytes_per_s > 0
+        assert "another cluster key" in measure_network(1, 0, "127.0.0.1", listener.port, b"b" * 32).problem
+    finally:
+        listener.close()
+    assert measure_network(1, 0, "127.0.0.1", listener.port, b"a" * 32).problem
+
+
+# --- the head's door ---
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def at_door(port: int, **others: Any) -> NodeSettings:
+    values: dict[str, Any] = {"nodes": 2, "node": 0, "address": "127.0.0.1", "port": port}
+    values |= {"start_timeout_s": 30.0, "allow_public": False, "key": b"a" * 32}
+    return NodeSettings(**(values | others))
+
+
+def join(settings: NodeSettings, about: Facts) -> socket.socket:
+    connection = connect_to_head(settings)
+    channel: Channel[Any] = Channel(connection, Join)
+    channel.send(Join(about))
+    return connection
+
+
+def test_nodes_join_in_any_order_and_once() -> None:
+    settings = at_door(free_port(), nodes=3)
+    with Door(settings) as door:
+        numbers = (2, 2, 1)
+        connections = [join(settings, facts(number, nodes=3)) for number in numbers]
+        joined: list[JoinedNode] = door.wait_for_all()
+    assert [node.facts.node for node in joined] == [1, 2]
+    for node in joined:
+        node.dismiss("the end", "the-end")
+    for connection in connections:
+        connection.close()
+
+
+def test_nodes_that_do_not_come() -> None:
+    settings = at_door(free_port(), nodes=4, start_timeout_s=0.2)
+    with Door(settings) as door, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
+        door.wait_for_all()
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with refuses(ConfigError, "cannot-listen", f"127.0.0.1:{port}"):
+            Door(at_door(port))
+
+
+def test_a_head_that_does_not_come_or_has_another_key() -> None:
+    with refuses(ConfigError, "head-missing", "0.1 s"):
+        connect_to_head(at_door(free_port(), start_timeout_s=0.1))
+    settings = at_door(free_port())
+    with Door(settings), refuses(ConfigError, "other-cluster-key", settings.head):
+        connect_to_head(at_door(settings.port, key=b"b" * 32))
+
+
+# --- the division of ranks ---
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "most", "counts"),
+    [
+        (1, 2, (None, None), (1, 1)),
+        (2, 2, (None, None), (2, 2)),
+        (2, 3, (None, None), (4, 2)),
+        (4, 2, (4, 4), (4, 4)),
+        (2, 3, (2, 4), (2, 4)),
+        (8, 1, (4, 4), (4, 4)),  # seed 000: the group spans nodes
+        (2, 1, (None, None), (1, 1)),
+        (3, 2, (4, 4), (3, 3)),
+        (2, 2, (1, 3), (1, 3)),  # a group would fit, but the first node would get none
+    ],
+)
+def test_ranks_are_divided_in_order(
+    tensor: int, stages: int, most: tuple[int | None, ...], counts: tuple[int, ...]
+) -> None:
+    assert divide_ranks(tensor, stages, most) == counts
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "most", "code"),
+    [
+        (1, 1, (None, None), "fewer-ranks-than-nodes"),
+        (4, 3, (4, 4), "more-ranks-than-gpus"),
+        (2, 1, (2, 0), "node-without-gpu"),
+    ],
+)
+def test_ranks_that_cannot_be_divided(tensor: int, stages: int, most: tuple[int | None, ...], code: str) -> None:
+    with refuses(PlanError, code):
+        divide_ranks(tensor, stages, most)
+
+
+def test_a_plan_over_nodes_has_each_nodes_own_devices() -> None:
+    hosts = [host(2, cores=(0, 1)), host(3, cores=(4, 5, 6))]
+    whole = plan_on(joined_host(hosts), pipeline_parallel_size=3, device_ids=(0, 2, 3), kv_cache_memory_bytes=10**9)
+    plan = over_nodes(whole, hosts, (1, 2))
+    assert [(device.node, device.name) for device in plan.devices] == [(0, "cuda:0"), (1, "cuda:0"), (1, "cuda:1")]
+    assert plan.cores == ((0, 1), (4, 5), (6,))
+    assert (plan.nodes, plan.ranks_of(1)) == (2, [1, 2])
+    assert plan.on_one_node([1, 2]) and not plan.on_one_node([0, 1])
+
+
+def test_a_node_that_cannot_hold_its_weights() -> None:
+    hosts = [host(), host(hostname="small", memory_free_bytes=10**6)]
+    plan = over_nodes(plan_on(joined_host(hosts), pipeline_parallel_size=2), hosts, (1, 1))
+    with refuses(PlanError, "node-without-memory", "node 1 (small)", "1 MB"):
+        check_node_memory(plan, hosts)
+
+
+def test_a_group_that_spans_nodes_is_warned_of() -> None:
+    hosts = [host(), host()]
+    plan = over_nodes(plan_on(joined_host(hosts), tensor_parallel_size=2), hosts, (1, 1))
+    sums = 2 * len(plan.shape.layers) + 1
+    text = crossing_warning(plan, 0.001)
+    assert f"{sums} sums" in text and f"{sums * 1.0:.1f} ms" in text and "--pipeline-parallel-size 2" in text
+    inside = over_nodes(plan_on(joined_host(hosts), pipeline_parallel_size=2), hosts, (1, 1))
+    assert crossing_warning(inside, 0.001) == ""
