@@ -14,13 +14,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.pure.gateways import answer_json, answer_status, gateway, never, upstream
+from tests.pure.gateways import answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
 from tests.refusals import refuses
 from weft.errors import ConfigError
 from weft.gateway.config import make_config
-from weft.gateway.ledger import DAY_HOURS, HOUR_S, Amount, Ledger
+from weft.gateway.ledger import DAY_HOURS, HOUR_S, KEPT_HOURS, Amount, Ledger
+from weft.gateway.prices import TOOL_TOKENS
 from weft.gateway.shares import ACTIVE_S, Shares
 from weft.serving.errors import HttpError
 
@@ -62,6 +63,18 @@ def test_what_was_reserved_is_replaced_by_what_was_taken(tmp_path: Path) -> None
     assert [(row["key"], row["requests"]) for row in ledger.rows(DAY_HOURS)] == [("a", 1)]
     now += DAY_HOURS * HOUR_S
     assert ledger.dollars(DAY_HOURS) == 0.0 and not ledger.rows(DAY_HOURS)
+    ledger.close()
+
+
+def test_a_ledger_forgets_after_some_weeks(tmp_path: Path) -> None:
+    now = 0.0
+    ledger = Ledger(str(tmp_path / "ledger"), lambda: now)
+    kept = []
+    for _ in range(4):
+        ledger.settle(ledger.reserve("a", "m", "u", Amount(1, 1, 1.0)), Amount(1, 1, 1.0))
+        kept.append(ledger.dollars(10 * KEPT_HOURS))
+        now += KEPT_HOURS * HOUR_S / 2
+    assert kept == [1.0, 2.0, 2.0, 2.0]
     ledger.close()
 
 
@@ -225,6 +238,64 @@ async def test_a_ledger_that_cannot_be_written_leaves_nothing_running(tmp_path: 
         live.assert_idle()
 
 
+async def test_a_ledger_that_cannot_be_read_leaves_nothing_running(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "[{name: a, key: one, quota: {hour: 600}}, {name: b, key: two}]")
+    async with upstream() as own, upstream() as cloud:
+        config = overflowing(own.url, cloud.url, tmp_path / "ledger", keys=keys)
+        async with gateway(**config) as live:
+            own.answer, cloud.answer = answer_status("429 X"), answer_usage
+            ledger = live.proxy.accounts.ledger
+            assert ledger is not None
+
+            def broken(*given: Any, **named: Any) -> None:
+                raise sqlite3.OperationalError("disk I/O error")
+
+            ledger.tokens = ledger.dollars = broken  # type: ignore[assignment, method-assign]
+            live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+            refused(await live.chat(), 503, code="ledger_not_read")
+            live.client.headers = httpx.Headers({"Authorization": "Bearer two"})
+            assert (await live.chat(max_tokens=5)).status_code == 429 and not cloud.seen  # nothing overflows
+            live.assert_idle()
+
+
+async def test_a_reservation_that_cannot_be_cancelled_stays(tmp_path: Path) -> None:
+    async with upstream() as one, gateway(one.url, ledger=str(tmp_path / "ledger")) as live:
+        one.answer = hang_up
+        ledger = live.proxy.accounts.ledger
+        assert ledger is not None
+
+        def full(*given: Any, **named: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        ledger.settle = full  # type: ignore[assignment, method-assign]
+        refused(await live.chat(max_tokens=70), 502, code="closed_before_response")
+        assert ledger.tokens("", 1) > 70
+        live.assert_idle()
+
+
+async def test_whatever_ends_a_request_early_gives_its_body_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with upstream() as one, gateway(one.url) as live:
+
+        def fails(exchange: object) -> None:
+            raise RuntimeError("unforeseen")
+
+        monkeypatch.setattr(live.proxy.accounts, "enter", fails)
+        assert (await live.chat()).status_code == 500
+        live.assert_idle()
+
+
+async def test_the_ledger_keeps_names_that_an_upstream_lists(tmp_path: Path) -> None:
+    async with upstream() as one, gateway(one.url, ledger=str(tmp_path / "ledger")) as live:
+        one.answer = answer_usage
+        ledger = live.proxy.accounts.ledger
+        assert ledger is not None
+        for name in ("m", "invented", "another"):
+            assert (await live.chat(model=name)).status_code == 200
+        live.replica(one).listed = {"m": {}}
+        assert (await live.chat()).status_code == 200
+        assert [(row["model"], row["requests"]) for row in ledger.rows(1)] == [("", 3), ("m", 1)]
+
+
 async def test_requests_of_a_key_at_once(tmp_path: Path) -> None:
     keys = write_keys(tmp_path, "[{name: a, key: one, concurrent: 2}]")
     async with upstream() as one, gateway(one.url, keys=keys) as live:
@@ -240,8 +311,9 @@ async def test_requests_of_a_key_at_once(tmp_path: Path) -> None:
         await asyncio.gather(*asking, return_exceptions=True)
         one.answer = answer_json
         async with asyncio.timeout(PATIENCE_S):
-            while (await live.chat()).status_code != 200:
+            while live.proxy.running:
                 await asyncio.sleep(0.005)
+        assert (await live.chat()).status_code == 200
         live.assert_idle()
 
 
@@ -329,8 +401,9 @@ async def test_requests_of_all_keys_at_once(tmp_path: Path) -> None:
         await asyncio.gather(*asking, return_exceptions=True)
         one.answer = answer_json
         async with asyncio.timeout(PATIENCE_S):
-            while (await live.chat()).status_code != 200:
+            while live.proxy.running:
                 await asyncio.sleep(0.005)
+        assert (await live.chat()).status_code == 200
         live.assert_idle()
 
 
@@ -458,11 +531,14 @@ async def test_a_completion_has_one_limit(tmp_path: Path) -> None:
 
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 UNPRICED: dict[str, bytes] = {
-    "limit that is no integer": b'"messages": [], "max_tokens": 1e5',
-    "limit in words": b'"messages": [], "max_completion_tokens": "100000"',
-    "true": b'"messages": [], "max_tokens": true',
     "limit beyond all": b'"messages": [], "max_tokens": 99999999999999999999999999',
-    "one good limit": b'"messages": [], "max_tokens": 5, "max_completion_tokens": 1e5',
+    "part for a cache": b'"messages": [{"content": [{"type": "text", "text": "a", "cache_control": {}}]}]',
+    "message for a cache": b'"messages": [{"content": "a", "cache_control": {}}]',
+    "call for a cache": b'"messages": [{"tool_calls": [{"id": "a", "cache_control": {}}]}]',
+    "tool for a cache": b'"messages": [], "tools": [{"type": "function", "cache_control": {}}]',
+    "function for a cache": b'"messages": [], "tools": [{"type": "function", "function": {"cache_control": {}}}]',
+    "old function for a cache": b'"messages": [], "functions": [{"name": "f", "cache_control": {}}]',
+    "part that is no text": b'"messages": [{"content": [{"type": "text", "text": {}}]}]',
     "picture": b'"messages": ' + json.dumps(PICTURE).encode(),
     "escaped picture": b'"messages": ' + json.dumps(PICTURE).replace("image_url", "image\\u005furl").encode(),
     "search": b'"messages": [], "web_search_options": {}',
@@ -485,6 +561,59 @@ async def test_requests_without_a_known_price_do_not_overflow(tmp_path: Path, fi
         body = b'{"model": "m", %b}' % fields
         answer = await live.client.post("/v1/chat/completions", content=body)
         assert answer.status_code == 429 and not cloud.seen
+        live.assert_idle()
+
+
+MISCOUNTED: list[dict[str, Any]] = [
+    {"max_tokens": 1e5},
+    {"max_tokens": True},
+    {"max_tokens": 5, "max_completion_tokens": "100000"},
+    {"n": "8"},
+    {"best_of": 2.0},
+    {"stream": 1},
+    {"stream": "true"},
+    {"stream": True, "stream_options": {"include_usage": True, "Include_Usage": False}},
+]
+
+
+@pytest.mark.parametrize("fields", MISCOUNTED, ids=str)
+async def test_what_an_upstream_may_convert_is_refused_where_tokens_count(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with upstream() as own, gateway(own.url, ledger=str(tmp_path / "ledger")) as live:
+        assert (await live.chat(**fields)).status_code == 400 and not own.seen
+        live.assert_idle()
+    async with upstream() as own, gateway(own.url) as live:  # where nothing is counted
+        assert (await live.chat(**fields)).status_code == 200
+
+
+async def test_tools_reserve_what_a_template_may_add(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    reserved = []
+    async with upstream() as own, upstream() as cloud:
+        config = overflowing(own.url, cloud.url, tmp_path / "ledger")
+        async with gateway(**config) as live:
+            own.answer, cloud.answer = answer_status("429 X"), answer_json  # without a usage
+            ledger = live.proxy.accounts.ledger
+            assert ledger is not None
+            for fields in ({"user": "u" * 100}, {"tools": tools}):
+                before = ledger.dollars(1)
+                assert (await live.chat(max_tokens=1, **fields)).status_code == 200
+                reserved.append(ledger.dollars(1) - before)
+    assert reserved[1] - reserved[0] > (TOOL_TOKENS - 100) * PRICE["input"] / 1e6
+
+
+async def test_no_request_to_an_overflow_upstream_is_sent_twice(tmp_path: Path) -> None:
+    async with (
+        upstream() as own,
+        upstream() as cloud,
+        gateway(**overflowing(own.url, cloud.url, tmp_path / "ledger")) as live,
+    ):
+        own.answer, cloud.answer = answer_status("429 X"), answer_usage
+        assert (await live.chat(max_tokens=5)).status_code == 200
+        cloud.answer = hang_up
+        assert (await live.chat(max_tokens=5)).status_code == 429
+        assert len(cloud.seen) == 2
         live.assert_idle()
 
 

@@ -355,7 +355,13 @@ async def test_a_failure_counts_once() -> None:
 
 async def test_without_an_admin_key_pages_of_other_names_are_refused() -> None:
     async with gateway("http://127.0.0.1:9") as live:
-        for host, status in (("evil.example:8080", 403), ("localhost:80", 200), ("[::1]", 200), ("127.0.0.1", 200)):
+        for host, status in (
+            ("evil.example:8080", 403),
+            ("[::", 403),
+            ("localhost:80", 200),
+            ("[::1]", 200),
+            ("127.0.0.1", 200),
+        ):
             assert (await live.client.get("/gateway/status", headers={"Host": host})).status_code == status, host
 
 

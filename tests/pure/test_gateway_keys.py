@@ -115,6 +115,27 @@ def test_a_key_that_is_sent(headers: dict[str, str], key: str) -> None:
     assert matching_index(digests[:1], key) is None
 
 
+async def test_clients_do_not_unload_ollama_s_models(keys: str) -> None:
+    async with upstream() as one, gateway(one.url, keys=keys) as live:
+        for key, status in (("one", 403), ("two", 200)):
+            live.client.headers = httpx.Headers({"Authorization": f"Bearer {key}"})
+            for path in ("/api/chat", "/api/generate"):
+                answer = await live.client.post(path, json={"model": "m", "keep_alive": 0})
+                assert answer.status_code == status, answer.text
+        assert len(one.seen) == 2
+        live.assert_idle()
+
+
+async def test_a_key_for_one_model_names_no_other_in_other_letters(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("[{name: a, key: one, models: [m]}]")
+    async with upstream() as one, gateway(one.url, keys=str(tmp_path / "keys.yaml")) as live:
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        refused(await live.chat(Model="other"), 400, code="misspelt_field")
+        answer = await live.client.post("/api/chat", json={"model": "m", "NAME": "other"})
+        assert answer.status_code == 400 and not one.seen
+        assert (await live.chat()).status_code == 200
+
+
 async def test_a_client_with_a_key_says_no_beginning_that_is_no_list(keys: str) -> None:
     """The gateway reads only lists of ids; an upstream might read more."""
     async with upstream() as one, gateway(one.url, keys=keys) as live:

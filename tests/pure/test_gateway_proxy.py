@@ -22,6 +22,7 @@ from tests.pure.gateways import (
 )
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
+from weft.gateway import replica
 from weft.gateway.config import UpstreamConfig
 from weft.gateway.upstream import HEAD_BYTES, HIGH_WATER
 
@@ -323,6 +324,50 @@ async def test_a_slow_client_holds_the_upstream_back() -> None:
         live.assert_idle()
 
 
+async def test_a_body_without_a_length_that_stalls_is_not_complete() -> None:
+    async def answer(exchange: Exchange) -> None:
+        exchange.head("200 OK", "Content-Type: text/plain")
+        exchange.writer.write(b"half of ")
+        await asyncio.Event().wait()
+
+    timeouts = {"connect": 1, "first_byte": 5, "idle": 0.05}
+    async with upstream() as one, gateway(one.url, timeouts=timeouts) as live:
+        one.answer = answer
+        with pytest.raises(httpx.RemoteProtocolError):
+            await live.chat()
+        live.assert_idle()
+
+
+async def test_a_request_that_waited_on_a_kept_connection_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with upstream() as one, gateway(one.url) as live:
+        for again_s, sent in ((PATIENCE_S, 2), (-1.0, 1)):
+            monkeypatch.setattr(replica, "SEND_AGAIN_S", again_s)
+            one.answer = answer_json
+            assert (await live.chat()).status_code == 200
+            one.answer = hang_up
+            before = len(one.seen)
+            refused(await live.chat(), 502, code="closed_before_response")
+            assert len(one.seen) == before + sent
+        live.assert_idle()
+
+
+async def test_a_removed_upstream_keeps_no_connection() -> None:
+    go_on = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await go_on.wait()
+        await answer_json(exchange)
+
+    async with upstream() as one, gateway(one.url) as live:
+        one.answer, known = slow, live.replica(one)
+        asking = asyncio.create_task(live.chat())
+        await until(lambda: one.seen)
+        live.proxy.fleet.remove(known)
+        go_on.set()
+        assert (await asking).status_code == 200
+        assert known.idle_connection() is None
+
+
 # Upstreams that misbehave
 
 
@@ -334,9 +379,10 @@ async def test_a_slow_client_holds_the_upstream_back() -> None:
         (b"HTTP/1.1 200 OK\r\n" + b"X: a\r\n" * 5000 + b"\r\n", "response_head_too_large"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef", "response_not_http"),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nnot a size\r\n", "response_not_http"),
+        (b"HTTP/1.1 799 X\r\nContent-Length: 2\r\n\r\n{}", "response_not_http"),
         (b"", "closed_before_response"),
     ],
-    ids=["garbage", "long head", "many fields", "two lengths", "no chunk", "nothing"],
+    ids=["garbage", "long head", "many fields", "two lengths", "no chunk", "unknown status", "nothing"],
 )
 async def test_a_response_that_cannot_be_read(response: bytes, code: str) -> None:
     async def answer(exchange: Exchange) -> None:
@@ -346,6 +392,19 @@ async def test_a_response_that_cannot_be_read(response: bytes, code: str) -> Non
     async with upstream() as one, gateway(one.url) as live:
         one.answer = answer
         refused(await live.chat(), 502, code=code)
+        live.assert_idle()
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_length_of_a_body_that_never_comes_is_left_out(status: int) -> None:
+    async def answer(exchange: Exchange) -> None:
+        exchange.head(f"{status} X", "ETag: x", "Content-Length: 5")
+
+    async with upstream() as one, gateway(one.url) as live:
+        one.answer = answer
+        for _ in range(2):
+            got = await live.client.get("/version")
+            assert got.status_code == status and "content-length" not in got.headers and got.headers["etag"] == "x"
         live.assert_idle()
 
 
@@ -463,11 +522,68 @@ async def test_a_request_goes_where_its_model_is() -> None:
             refused(await live.client.get("/v1/models/c"), 404, code="model_not_found")
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"model": 3}', b"[" * 100000, b'{"a": ' * 5000, b"\xff"])
-async def test_a_body_that_names_no_model_is_the_upstream_s_to_judge(body: bytes) -> None:
+async def test_a_body_that_names_no_model_is_the_upstream_s_to_judge() -> None:
     async with gateway("http://127.0.0.1:9") as live:
-        answer = await live.client.post("/v1/chat/completions", content=body)
-        refused(answer, 502, code="cannot_connect")
+        for body in (b"{}", b' {"model": 3}'):
+            answer = await live.client.post("/v1/chat/completions", content=body)
+            refused(answer, 502, code="cannot_connect")
+
+
+def loads(body: bytes) -> object:
+    """What an upstream in Python reads."""
+    return json.loads(body)
+
+
+HIDDEN = '{"model": "m", "stream": true, "n": 8, "max_tokens": 99}'
+PYTHON_S_OWN = [
+    b'{"model": "m", "seed": NaN}',
+    b'{"model": "m", "temperature": -Infinity}',
+    b'{"model": "m", "n": 1e400}',
+    b'{"model": "m", "user": "\\ud800"}',
+    HIDDEN.encode("utf-8-sig"),
+    HIDDEN.encode("utf-16"),
+    HIDDEN.encode("utf-16-le"),
+    HIDDEN.encode("utf-32"),
+]
+
+
+@pytest.mark.parametrize("body", PYTHON_S_OWN, ids=range(len(PYTHON_S_OWN)))
+async def test_a_body_that_only_the_upstream_could_read_is_refused(body: bytes) -> None:
+    assert isinstance(loads(body), dict)
+    async with upstream() as one, gateway(one.url) as live:
+        for path in ("/v1/chat/completions", "/api/chat", "/v1/messages"):
+            answer = await live.client.post(path, content=body)
+            assert answer.status_code == 400 and "JSON" in answer.text, answer.text
+        assert not one.seen
+        live.assert_idle()
+
+
+NO_OBJECTS = [b"", b"[1]", b"{", b"[" * 100000, b'{"a": ' * 5000, b"\xff", b'{"model": "m"} x']
+
+
+@pytest.mark.parametrize("body", NO_OBJECTS, ids=range(len(NO_OBJECTS)))
+async def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+    async with gateway("http://127.0.0.1:9") as live:
+        refused(await live.client.post("/v1/completions", content=body), 400, code="not_json")
+        live.assert_idle()
+
+
+async def test_bodies_of_files_and_empty_ones_pass_where_they_belong() -> None:
+    async with upstream() as one, gateway(one.url) as live:
+        assert (await live.client.post("/ping")).status_code == 200
+        # The body is read by the upstream of the test only if it is JSON.
+        for path in ("/v1/audio/transcriptions", "/v1/files"):
+            assert (await live.client.post(path, content=b"[1]")).status_code == 200
+        assert len(one.seen) == 3
+
+
+@pytest.mark.parametrize("name", ["Model", "MODEL", "N", "\u017ftream", "max_to\u212aens", "Keep_Alive"])
+async def test_names_that_differ_by_case_only_are_refused(name: str) -> None:
+    """Go's JSON takes them for the same, and the last one counts."""
+    async with upstream() as one, gateway(one.url) as live:
+        refused(await live.chat(**{name: 8}), 400, code="misspelt_field", param=name.casefold())
+        assert not one.seen
+        live.assert_idle()
 
 
 async def test_prefixes_go_to_one_replica_each() -> None:

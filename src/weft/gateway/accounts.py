@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,12 @@ from weft.gateway.completion import MOST_TOKENS, PATHS
 from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
-from weft.gateway.prices import price_of
+from weft.gateway.prices import TOOL_TOKENS, price_of
 from weft.gateway.rates import Rates
 from weft.gateway.replica import Replica
 from weft.serving.errors import HttpError
+
+log = logging.getLogger("weft.gateway")
 
 DEFAULT_ANSWER = 4096  # tokens that an overflow upstream may answer if the client sets no limit
 WITHOUT_ANSWER = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
@@ -39,11 +42,16 @@ class Accounts:
         return self.ledger is not None or self._rates.counts_tokens(exchange.client.name)
 
     def enter(self, exchange: Exchange) -> None:
-        """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it."""
+        """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it, 503 if nobody can tell."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
         if name in self._quotas:
             self._check_counted(exchange)
-            self._check_quota(name, tokens)
+            try:
+                self._check_quota(name, tokens)
+            except sqlite3.Error as error:
+                raise HttpError(
+                    503, f"the ledger of the gateway cannot be read: {error}", code="ledger-not-read"
+                ) from None
         self._rates.enter(name, tokens)
         exchange.entered = True
 
@@ -76,12 +84,17 @@ class Accounts:
                 )
 
     def affords(self, exchange: Exchange, replica: Replica) -> bool:
-        """Return True if the budget has room for a request at an overflow upstream."""
-        if self.ledger is None or self.budget is None:
+        """Return True if the budget has room for a request at an overflow upstream; False if nobody can tell."""
+        ledger = self.ledger
+        if ledger is None or self.budget is None:
             return False
         dollars = self._most(exchange, replica).dollars
         limits = ((1, self.budget.hour), (DAY_HOURS, self.budget.day))
-        return all(most is None or self.ledger.dollars(hours) + dollars <= most for hours, most in limits)
+        try:
+            return all(most is None or ledger.dollars(hours) + dollars <= most for hours, most in limits)
+        except sqlite3.Error as error:
+            log.error("no request overflows: the ledger cannot be read: %s", error)
+            return False
 
     def reserve(self, exchange: Exchange, replica: Replica) -> None:
         """Reserve the most that a request can take at a replica. Raises HttpError 503 if that cannot be written."""
@@ -89,8 +102,10 @@ class Accounts:
             return
         most = self._most(exchange, replica)
         name = exchange.client.name or ""
+        # Any other name is a client's invention, and each would have a row of its own.
+        model = exchange.model if exchange.model in (replica.models or ()) else ""
         try:
-            exchange.reservation = self.ledger.reserve(name, exchange.model, replica.name, most)
+            exchange.reservation = self.ledger.reserve(name, model, replica.name, most)
         except sqlite3.Error as error:
             raise HttpError(
                 503, f"the ledger of the gateway cannot be written: {error}", code="ledger-not-written"
@@ -98,11 +113,18 @@ class Accounts:
         exchange.reserved_at = replica
 
     def cancel(self, exchange: Exchange, *, billed: bool) -> None:
-        """Settle a try without an answer. If the upstream may have worked for it (`billed`), its dollars are gone."""
-        if exchange.reservation is not None and self.ledger is not None:
-            spent = Amount(dollars=exchange.reservation.amount.dollars if billed else 0.0)
-            self.ledger.settle(exchange.reservation, spent, requests=0)
-            exchange.reservation = None
+        """Settle a try without an answer. If the upstream may have worked for it (`billed`), its dollars are gone.
+
+        If that cannot be written, the whole amount stays reserved.
+        """
+        reservation, exchange.reservation = exchange.reservation, None
+        if reservation is None or self.ledger is None:
+            return
+        spent = Amount(dollars=reservation.amount.dollars if billed else 0.0)
+        try:
+            self.ledger.settle(reservation, spent, requests=0)
+        except sqlite3.Error as error:
+            log.error("a reservation of %s stays: the ledger cannot be written: %s", reservation.upstream, error)
 
     def leave(self, exchange: Exchange) -> None:
         """Settle a request that has ended. Raises sqlite3.Error if that cannot be written; its rates count no less."""
@@ -136,7 +158,8 @@ class Accounts:
         completion = exchange.completion
         assert completion is not None
         answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
-        dollars = price_of(replica.config, replica.own_name(exchange.model), exchange.bytes_in, answer)
+        prompt = exchange.bytes_in + (TOOL_TOKENS if completion.has_tools else 0)
+        dollars = price_of(replica.config, replica.own_name(exchange.model), prompt, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
 
     @staticmethod

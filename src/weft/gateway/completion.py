@@ -7,13 +7,15 @@ from typing import Any
 
 import msgspec
 
-from weft.gateway.fingerprint import RoutedFields
+from weft.gateway.fingerprint import RoutedFields, check_spelling
 from weft.gateway.prices import has_price
 from weft.serving.errors import HttpError
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHATS, COMPLETIONS)
 LIMITS = ("max_tokens", "max_completion_tokens")
+WHOLE_NUMBERS = ("n", "best_of", *LIMITS)
+USAGE_OPTIONS = frozenset(("include_usage",))
 MOST_TOKENS = 2**31 - 1  # that a limit may say
 MOST_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer one is not continued
 
@@ -22,8 +24,8 @@ class Completion:
     """A request for a completion.
 
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
-    `begins`: the client gave the beginning of the answer, `begun` in token ids. `max_tokens`: the larger limit of the
-    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None).
+    `begun`: the beginning of the answer that the client gave, in token ids. `max_tokens`: the larger limit of the
+    client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None). `has_tools`: it describes tools.
     """
 
     def __init__(self, fields: RoutedFields, path: str) -> None:
@@ -34,11 +36,11 @@ class Completion:
         self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MOST_TOKENS else 1
         self.single = fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(bytes(fields.prompt))
         begun = fields.continue_token_ids
-        self.begins = bool(begun)
         self.begun: list[int] = begun if is_id_list(begun) else []
         given = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
         self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
         self.max_tokens: int | None = max(given) if given and self._is_bounded else None
+        self.has_tools = bool(bytes(fields.tools) or bytes(fields.functions))
         self._seeds = fields.seed in (None, -1)
         self._seed: int | None = None
         self._path = path
@@ -73,6 +75,25 @@ class Completion:
         if only is not None:
             return {name: most if name == only else msgspec.UNSET for name in LIMITS}
         return dict.fromkeys(LIMITS if self._path == CHATS else LIMITS[:1], most)
+
+
+def check_counted(fields: RoutedFields) -> None:
+    """Raise HttpError 400 for a completion whose tokens would be counted wrongly.
+
+    Many servers convert 1 to true and "8" to 8; the gateway reads only what the API defines.
+    """
+    if fields.stream is not None and type(fields.stream) is not bool:
+        raise _wrong_type("stream", "true or false", fields.stream)
+    for name in WHOLE_NUMBERS:
+        value = getattr(fields, name)
+        if value is not None and type(value) is not int:
+            raise _wrong_type(name, "an integer", value)
+    if isinstance(fields.stream_options, dict):
+        check_spelling(fields.stream_options, USAGE_OPTIONS)
+
+
+def _wrong_type(name: str, kind: str, value: Any) -> HttpError:
+    return HttpError(400, f"{name} must be {kind}, not {value!r:.100}", code="invalid-value", param=name)
 
 
 def with_fields(body: bytes, changes: dict[str, Any], *, rewrites: bool = False) -> bytes:

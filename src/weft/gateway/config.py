@@ -171,11 +171,11 @@ def parse_url(url: str) -> UpstreamUrl:
 
     A /v1 at its end is left out, since the paths of requests have it.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = None, None
+        parts, host, port = urlsplit(""), None, None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
         raise ConfigError(
             f"upstream {url!r} is not the URL of a server; write it as http://10.0.1.10:8000", code="invalid-upstream"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
 from weft.gateway.policy import PIECE_TOKENS, Fingerprint
+from weft.serving.errors import HttpError
 
 PIECE_BYTES = 4 * PIECE_TOKENS  # of JSON; English text has about 4 bytes per token
 PIECES = 1024  # of a prompt's beginning that are compared; of a longer one the rest counts as unknown
@@ -24,6 +25,7 @@ class RoutedFields(msgspec.Struct):
     model: Any = None
     name: Any = None  # what old clients of Ollama call it
     tools: msgspec.Raw = NOTHING
+    functions: msgspec.Raw = NOTHING
     system: msgspec.Raw = NOTHING
     messages: msgspec.Raw = NOTHING
     prompt: msgspec.Raw = NOTHING
@@ -40,19 +42,64 @@ class RoutedFields(msgspec.Struct):
     max_completion_tokens: Any = None
     return_token_ids: Any = None
     continue_token_ids: Any = None
+    keep_alive: Any = None
 
 
 DECODER = msgspec.json.Decoder(RoutedFields)
+NAMES_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# Fields that keys and accounts rely on.
+GUARDED = frozenset(
+    [
+        "model",
+        "name",
+        "stream",
+        "stream_options",
+        "n",
+        "best_of",
+        "max_tokens",
+        "max_completion_tokens",
+        "continue_token_ids",
+        "keep_alive",
+    ]
+)
 
 
 def read_fields(body: bytes) -> RoutedFields:
-    """The fields of a body; those of an empty object if it is none, which the upstream has to refuse."""
-    if body.lstrip()[:1] != b"{":
-        return RoutedFields()
+    """The fields of a body of any kind; those of an empty object if `read_object` refuses it."""
     try:
-        return DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return read_object(body)
+    except HttpError:
         return RoutedFields()
+
+
+def read_object(body: bytes) -> RoutedFields:
+    """The fields of a JSON object.
+
+    Raises HttpError 400 for what an upstream might read differently: numbers, texts and encodings that are not JSON's
+    but Python's, and names of `GUARDED` in other letters, which Go takes for the same.
+    """
+    if body.lstrip(b" \t\r\n")[:1] != b"{":
+        raise HttpError(400, "the body is no JSON object in UTF-8 without a byte order mark", code="not-json")
+    try:
+        fields = DECODER.decode(body)
+        names = NAMES_DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"the body is not JSON: {error}", code="not-json") from None
+    check_spelling(names, GUARDED)
+    return fields
+
+
+def check_spelling(names: Iterable[str], guarded: frozenset[str]) -> None:
+    """Raise HttpError 400 for a name that equals a guarded one but for the case of its letters."""
+    for name in names:
+        meant = name.casefold()
+        if meant in guarded and name != meant:
+            raise HttpError(
+                400,
+                f"the field {name!r} may be read as {meant!r}; spell it {meant!r}",
+                code="misspelt-field",
+                param=meant,
+            )
 
 
 def model_of(fields: RoutedFields) -> str:

@@ -78,8 +78,8 @@ class Keys:
 
 def _names_address(host: str) -> bool:
     """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
-    name = urlsplit(f"//{host}").hostname or ""
     try:
+        name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ip_address(name))
     except ValueError:
         return False

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from weft.errors import ConfigError
 
 HOUR_S, DAY_HOURS = 3600, 24
+KEPT_HOURS = 5 * 7 * DAY_HOURS  # of amounts that were taken
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS spent (
     hour INTEGER, key TEXT, model TEXT, upstream TEXT, requests INTEGER, prompt_tokens INTEGER,
@@ -53,13 +54,14 @@ class Reservation(NamedTuple):
 class Ledger:
     """Amounts that requests took, by hour (UTC), key, model and upstream. `clock` reads seconds since 1970.
 
-    A request's amount is reserved before it is sent, and settled when it has ended. What was reserved when a gateway
-    died counts as spent in full: nobody knows how far the upstream came. Raises ConfigError for a file that is no
-    ledger. A file belongs to one gateway.
+    Amounts are kept for five weeks. A request's amount is reserved before it is sent, and settled when it has ended.
+    What was reserved when a gateway died counts as spent in full: nobody knows how far the upstream came. Raises
+    ConfigError for a file that is no ledger. A file belongs to one gateway.
     """
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._pruned = -1  # the hour
         try:
             self._database = sqlite3.connect(path, isolation_level=None, timeout=1.0)
             # Before the first access, so that the lock of the first transaction stays until the file is closed.
@@ -79,6 +81,9 @@ class Ledger:
     def reserve(self, key: str, model: str, upstream: str, most: Amount) -> Reservation:
         """Reserve the most that a request can take."""
         hour = self._hour()
+        if hour != self._pruned:
+            self._database.execute("DELETE FROM spent WHERE hour <= ?", (hour - KEPT_HOURS,))
+            self._pruned = hour
         cursor = self._database.execute(
             "INSERT INTO reserved (hour, key, model, upstream, prompt_tokens, completion_tokens, dollars) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",

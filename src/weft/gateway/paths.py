@@ -43,6 +43,8 @@ PUBLIC = frozenset(
     ("/", "/openapi.json", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
 ).union(f"/{name}" for name in OWN)
 
+WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON
+
 
 def is_public(path: str, raw_path: bytes) -> bool:
     """Return True if any client may send requests to a path: exactly one of `PUBLIC`, spelled without escapes.

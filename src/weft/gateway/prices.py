@@ -65,6 +65,27 @@ PRICED_FIELDS = frozenset(
     ]
 )
 
+# The fields of a message, of its parts, calls and tools, that add nothing but their tokens.
+MESSAGE_FIELDS = frozenset(
+    [
+        "role",
+        "content",
+        "name",
+        "refusal",
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "reasoning",
+        "reasoning_content",
+        "audio",
+    ]
+)
+TEXT_PARTS = (frozenset(("type", "text")), frozenset(("type", "refusal")))
+CALL_FIELDS = frozenset(("id", "index", "type", "function"))
+TOOL_FIELDS = frozenset(("type", "function"))
+FUNCTION_FIELDS = frozenset(("name", "description", "parameters", "strict"))
+TOOL_TOKENS = 1000  # that a vendor's template may add to a prompt with tools
+
 
 def has_price(body: bytes) -> bool:
     """Return True for a completion of text alone, whose bytes and limits bound its price.
@@ -78,8 +99,10 @@ def has_price(body: bytes) -> bool:
         return False
     if not isinstance(fields, dict) or not fields.keys() <= PRICED_FIELDS:
         return False
-    return all(_is_text(message) for message in _rows(fields, "messages")) and all(
-        isinstance(tool, dict) and tool.get("type") == "function" for tool in _rows(fields, "tools")
+    return (
+        all(_is_text(message) for message in _rows(fields, "messages"))
+        and all(_is_tool(tool) for tool in _rows(fields, "tools"))
+        and all(_is_function(function) for function in _rows(fields, "functions"))
     )
 
 
@@ -91,14 +114,34 @@ def _rows(fields: dict[str, Any], name: str) -> list[Any]:
 
 def _is_text(message: Any) -> bool:
     """Return True for a message of a chat with nothing but text."""
-    if not isinstance(message, dict):
+    if not isinstance(message, dict) or not message.keys() <= MESSAGE_FIELDS or message.get("audio") is not None:
         return False
-    if message.get("audio") is not None:
+    if not all(isinstance(call, dict) and call.keys() <= CALL_FIELDS for call in _rows(message, "tool_calls")):
         return False
     content = message.get("content")
     if not isinstance(content, list):
         return content is None or isinstance(content, str)
-    return all(isinstance(part, dict) and part.get("type") in ("text", "refusal") for part in content)
+    return all(_is_text_part(part) for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    """Return True for a part of a message that is a text, and marks nothing for a cache."""
+    if not isinstance(part, dict) or part.keys() not in TEXT_PARTS:
+        return False
+    kind = part["type"]
+    return kind in ("text", "refusal") and isinstance(part.get(kind), str)
+
+
+def _is_tool(tool: Any) -> bool:
+    """Return True for a tool of the client's own, not one that the vendor runs."""
+    if not isinstance(tool, dict) or not tool.keys() <= TOOL_FIELDS or tool.get("type") != "function":
+        return False
+    return _is_function(tool.get("function") or {})
+
+
+def _is_function(function: Any) -> bool:
+    """Return True for the description of a function that marks nothing for a cache."""
+    return isinstance(function, dict) and function.keys() <= FUNCTION_FIELDS
 
 
 def price_of(upstream: UpstreamConfig, model: str, prompt: int, completion: int) -> float:

@@ -18,15 +18,15 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch
-from weft.gateway.completion import PATHS, Completion
+from weft.gateway.completion import PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
-from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields
+from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import is_public
+from weft.gateway.paths import PUBLIC, WITH_FORMS, is_public
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
@@ -36,6 +36,7 @@ from weft.serving.sse import DONE, encode_error_event
 
 NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
+BODYLESS = (204, 304)
 WATCH_AFTER_S = 0.02
 LATEST = ":latest"
 MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
@@ -78,6 +79,9 @@ class Proxy:
             self._note_end(exchange)
             await response(scope, receive, send)
             return
+        except BaseException:
+            self._note_end(exchange)
+            raise
         self.running.add(exchange)
         self.idle.clear()
         watch = ClientWatch(exchange, receive)
@@ -126,10 +130,12 @@ class Proxy:
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
         exchange.body = await self.bodies.receive(scope, receive)
         exchange.bytes_in = len(exchange.body)
-        fields = read_fields(exchange.body)
+        fields = self._read_fields(exchange)
+        self._check_privileges(exchange, fields)
         if scope["method"] == "POST" and scope["path"] in PATHS:
+            if self.accounts.meters(exchange):
+                check_counted(fields)
             exchange.completion = Completion(fields, scope["path"])
-            self._check_begun(exchange)
         exchange.model = self._model_of(fields, scope["path"])
         if len(exchange.model) > MODEL_CHARACTERS:
             raise HttpError(
@@ -148,6 +154,17 @@ class Proxy:
         if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
             raise unknown_model(exchange.model)
         self.accounts.enter(exchange)
+
+    @staticmethod
+    def _read_fields(exchange: Exchange) -> RoutedFields:
+        """The fields of a request. Raises HttpError 400 for a body that must be a JSON object, and is none.
+
+        An upstream might find a model in it, or a limit, of which keys and accounts would know nothing.
+        """
+        path, body = exchange.scope["path"], exchange.body
+        if exchange.scope["method"] != "POST" or path not in PUBLIC or path in WITH_FORMS:
+            return read_fields(body)
+        return read_object(body) if body or path in PATHS else RoutedFields()
 
     def _model_of(self, fields: RoutedFields, path: str) -> str:
         """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same."""
@@ -185,14 +202,22 @@ class Proxy:
                 code="path-not-public",
             )
 
-    def _check_begun(self, exchange: Exchange) -> None:
-        """Raise HttpError 403 for a client that must not say what a model has said.
+    def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
+        """Raise HttpError 403 for a client that must not say what a model has said, nor unload one.
 
         Upstreams with keys would let the gateway do it, so it may be done by administrators only.
         """
-        assert exchange.completion is not None
-        if exchange.completion.begins and not self._open_to_all and not exchange.client.admin:
+        if exchange.client.admin or self._open_to_all:
+            return
+        path = exchange.scope["path"]
+        if fields.continue_token_ids and path in PATHS:
             raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
+        if fields.keep_alive is not None and path.startswith("/api/"):
+            raise HttpError(
+                403,
+                "keep_alive loads and unloads models for all clients; it needs an admin key of the gateway",
+                code="not-admin",
+            )
 
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Get a response from a replica and pass it on; without one, an error."""
@@ -215,8 +240,8 @@ class Proxy:
         """Send a response to the client as it comes, no faster than the client reads it."""
         exchange.status = head.status
         headers = without(head.headers, HOP_BY_HOP)
-        if isinstance(exchange.answer, WholeAnswer):
-            headers = without(headers, LENGTH)  # it may change
+        if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
+            headers = without(headers, LENGTH)  # it may change, or tells of a body that does not come
         joined = exchange.answer is None and bool(first) and exchange.method != b"HEAD"
         await send({"type": "http.response.start", "status": head.status, "headers": headers, JOINED: joined})
         if exchange.answer is None and self._last(exchange).at_end:

@@ -16,6 +16,7 @@ from weft.gateway.upstream import ResponseHead, UpstreamConnection, UpstreamErro
 log = logging.getLogger("weft.gateway")
 
 IDLE_CONNECTIONS = 256  # kept open for later requests
+SEND_AGAIN_S = 1.0  # a kept connection that closes without a byte later than this may have carried the request
 
 
 class Replica:
@@ -44,6 +45,7 @@ class Replica:
         self._aliases = config.aliases
         self._tls = ssl.create_default_context() if self.url.scheme == "https" else None
         self._idle: list[UpstreamConnection] = []
+        self._closed = False
 
     # Models
 
@@ -79,7 +81,10 @@ class Replica:
     # Connections
 
     def idle_connection(self) -> UpstreamConnection | None:
-        """An open connection that no request uses, the one used last; None if there is none."""
+        """An open connection that no request uses, the one used last; None if there is none.
+
+        Overflow upstreams have none: a request that is sent twice over a kept connection might be paid twice.
+        """
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
@@ -105,7 +110,8 @@ class Replica:
 
     def give_back(self, connection: UpstreamConnection) -> None:
         """Keep a connection for later, or close it."""
-        if connection.reusable and len(self._idle) < IDLE_CONNECTIONS:
+        keeps = not self.overflow and not self._closed
+        if keeps and connection.reusable and len(self._idle) < IDLE_CONNECTIONS:
             self._idle.append(connection)
         else:
             connection.close()
@@ -116,7 +122,8 @@ class Replica:
             attempt.cancel(error)
 
     def close(self) -> None:
-        """Close the idle connections."""
+        """Close the idle connections, and those that come back later."""
+        self._closed = True
         while self._idle:
             self._idle.pop().close()
 
@@ -144,15 +151,18 @@ class Attempt:
     ) -> ResponseHead:
         """Send the request; return the head of the response. Raises UpstreamError.
 
-        An idle connection that turns out to be closed is replaced by a new one.
+        An idle connection that turns out to be closed is replaced by a new one. One that closes later may have carried
+        the request, which is not sent again: the replica may have begun to work on it.
         """
         connection = self.replica.idle_connection()
         if connection is not None:
             self._connection = connection
+            loop = asyncio.get_running_loop()
+            began = loop.time()
             try:
                 return await connection.request(method, head, body, first_byte_s)
             except UpstreamError as error:
-                if self._failure or connection.received or error.stalled:
+                if self._failure or connection.received or error.stalled or loop.time() - began > SEND_AGAIN_S:
                     raise
         connection = await self.replica.connect(connect_s)
         if self._failure is not None:

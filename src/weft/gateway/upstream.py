@@ -11,6 +11,7 @@ from weft.errors import WeftError
 
 HEAD_BYTES = 2**16  # of a response's head, or of the framing between two pieces of its body
 HEADER_FIELDS = 256
+MOST_STATUS = 599  # RFC 9110, section 15
 HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pauses
 
 
@@ -171,7 +172,7 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._stop_timer()
-        if self._head is not None and not self._framed and not self._complete and error is None:
+        if self._head is not None and not self._framed and not self._complete and error is None and self._error is None:
             self._complete = True  # a body without a length ends with its connection
         elif self._error is None and not self._complete:
             # A connection that closes before the first byte may have been closed before the request came.
@@ -200,6 +201,9 @@ class UpstreamConnection(asyncio.Protocol):
         if status < 200:
             self._headers = []  # an interim response
             return
+        if status > MOST_STATUS:
+            self._error = UpstreamError(f"its response has the status {status}", code="response-not-http")
+            raise self._error
         self._head = ResponseHead(status, self._headers)
         if self._method == b"HEAD":  # there is no body, whatever the headers announce
             self._complete = True
