@@ -331,6 +331,9 @@ async def test_requests_of_all_keys_at_once(tmp_path: Path) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while (await live.chat()).status_code != 200:
                 await asyncio.sleep(0.005)
+        async with asyncio.timeout(PATIENCE_S):
+            while live.proxy.running:  # the gateway notices a moment later that the other client has gone
+                await asyncio.sleep(0.005)
         live.assert_idle()
 
 
