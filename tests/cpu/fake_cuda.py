@@ -478,7 +478,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
         index=0, name="NVIDIA H200", uuid="GPU-0", total_bytes=TOTAL_BYTES, free_bytes=TOTAL_BYTES, capability=(9, 0)
     )
     seen = type(here)(**{name: getattr(here, name) for name in here.__struct_fields__} | {"gpus": (gpu,)})
-    monkeypatch.setattr("weft.client.local.probe_host", lambda: seen)
+    monkeypatch.setattr("weft.llm.probe_host", lambda: seen)
     real = inline.run_rank
 
     def run(*given: Any) -> None:

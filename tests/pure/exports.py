@@ -19,10 +19,11 @@ from weft.export.targets import TARGETS
 SHARED = """
 tensor-parallel-size pipeline-parallel-size data-parallel-size enable-expert-parallel distributed-executor-backend
 max-model-len max-num-seqs max-num-batched-tokens gpu-memory-utilization dtype tokenizer served-model-name host port
+nnodes node-rank master-addr master-port headless
 """
 VLLM = {*vllm_arguments(), *SHARED.split()}
 # Those that take no value.
-SWITCHES = {"enable-expert-parallel", *(name for name, flag in vllm_arguments().items() if not flag.arity)}
+SWITCHES = {"enable-expert-parallel", "headless", *(name for name, flag in vllm_arguments().items() if not flag.arity)}
 PLANS = {
     "one-gpu": "Llama-3.1-8B-Instruct --gpus 1xRTX4090 --max-model-len 8192",
     "tensor": "Llama-3.3-70B-Instruct --gpus 4xA100 -tp 4 --served-model-name llama llama-70b",

@@ -19,11 +19,13 @@ from weft.cli import demo, engine, main, run
 from weft.cli.flags import engine_config
 from weft.client.control import memory_rows
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import RankReport
 from weft.core.params import SamplingParams
 from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, RequestError
+from weft.executors.base import Ready
 from weft.plan.memory import Capacity
 from weft.planner.forecast import Forecast, predicted_json
 
@@ -73,7 +75,8 @@ class FakeLLM:
 
     def layout(self) -> list[dict[str, Any]]:
         report = RankReport(steps=1, compute_s=1.0, communication_s=None, waiting_s=0.0, allocated_bytes=10**9)
-        return memory_rows(self.plan, self.num_blocks, self.capacities, [report, report])
+        ready = Ready(num_blocks=self.num_blocks, ranks=self.capacities)
+        return memory_rows([(RunningReplica(self.plan, ready), [report, report])])
 
     def stream(self, asked: Any, params: SamplingParams) -> Any:
         if asked == "too long":

@@ -21,9 +21,11 @@ from weft.bench.predicted import FIGURES, comparison_lines, predict_batch
 from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import bench, engine, main
 from weft.client.outputs import CompletionOutput, Metrics, RequestOutput
+from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError, WeftError
+from weft.executors.base import Ready
 from weft.hardware.cpu import CpuSpeed
 from weft.planner.forecast import Forecast, forecast_plan
 from weft.probes.speeds import Speeds
@@ -75,6 +77,10 @@ class FakeLLM:
 
     def forecast(self) -> Forecast:
         return planned()
+
+    @property
+    def replicas(self) -> list[RunningReplica]:
+        return [RunningReplica(self.plan, Ready(num_blocks=self.num_blocks, ranks=[]))]
 
     def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[RequestOutput]:
         self.asked.append((prompts, params))

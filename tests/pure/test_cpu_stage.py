@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from tests.pure.commands import weft, weft_json
-from tests.pure.machines import FOUR, MEASURED, checkpoint, rig
+from tests.pure.machines import FOUR, MEASURED, T4, checkpoint, rig
 from tests.refusals import refuses
+from weft.architectures.published import PublishedQuantization
 from weft.client.vllm import vllm_arguments
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -127,6 +128,27 @@ def test_an_engine_takes_the_cpu_only_if_it_is_named(monkeypatch: pytest.MonkeyP
         "cuda:0": 3500 * 10**6,
     }
     assert planned(host, max_memory={0: "20GB", "cpu": "30GB"}).devices == named_devices("cuda:0")
+
+
+def test_published_weights_stay_quantised_beside_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPTQ checkpoints say float16, in which the CPU kernels do not multiply them."""
+    monkeypatch.setattr(execution, "known_cpu_speed", lambda host: MEASURED.cpu)
+    gptq = PublishedQuantization(method="gptq", bits=4, group=128, symmetric=True)
+    stored = checkpoint(LLAMA)
+    shape = msgspec.structs.replace(stored.shape, dtype="float16", published=gptq)
+    parts = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(len(shape.layers)) for part in parts]
+    stored = msgspec.structs.replace(stored, shape=shape, quantised=dict.fromkeys(names, gptq.scheme))
+
+    def plan_on(host: Host, **flags: Any) -> Plan:
+        return plan_to_run(EngineConfig(model=LLAMA, load_format="dummy", **flags), stored, host)
+
+    assert plan_on(rig(FOUR)).dtype == "float16"
+    for flags in ({"device_map": FIRST}, {"max_memory": {0: "6GB", "cpu": "30GB"}}):
+        plan = plan_on(rig(FOUR), **flags)
+        assert plan.uses_cpu and plan.dtype == "bfloat16" and plan.schemes
+    with refuses(ConfigError, "gpu-without-bfloat16", "Tesla T4"):
+        plan_on(rig(T4), device_map=FIRST)
 
 
 def test_a_plan_file_with_the_cpu(tmp_path: Path) -> None:

@@ -201,6 +201,17 @@ def test_endpoints(words: str, address: str, variables: dict[str, str], status: 
     assert check.status == status and bool(check.remedy) == (status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("upstreams: []", "fail"), ("keys: k.yaml", "warn"), ("keys: k\nssl_certfile: c", "ok"), ("- 1", "fail")],
+)
+def test_a_config_file_may_hold_keys_and_tls(text: str, status: str, tmp_path: Path) -> None:
+    (tmp_path / "gateway.yaml").write_text(text)
+    gateway = process(os.getpid(), 1, f"weft gateway --config {tmp_path / 'gateway.yaml'}")
+    listener = Listener(address="0.0.0.0", port=8000, inode="1")
+    assert security_checks.check_endpoint(gateway, listener, {}).status == status
+
+
 def test_keys_in_arguments_and_files_of_others(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("")

@@ -82,7 +82,7 @@ def test_urls(url: str, parsed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://u:p@a", "http://a?b"]
+    "url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999", "http://u:p@a", "http://a?b", "http://[::"]
 )
 def test_urls_that_are_none(url: str) -> None:
     with refuses(ConfigError, "invalid-upstream"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +217,16 @@ def test_a_second_process_waits_for_the_first(
     assert (folder / "model-1.safetensors").read_bytes() == WEIGHTS
     assert not server.asked("GET", "model-1")
     assert len(server.asked("GET", "model-2")) == 1
+
+
+def test_a_file_system_without_locks(server: Hub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    # The library's own lock works.
+    stand_in = SimpleNamespace(flock=refuse, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
+    monkeypatch.setattr(hub_files, "fcntl", stand_in)
+    assert names(fetch()) == WANTED
 
 
 def test_a_whole_part_is_only_hashed(server: Hub, fetch: Fetch, tmp_path: Path) -> None:

@@ -16,11 +16,8 @@ COMMANDS = (
     WrongLine("srve m", 2, "unknown-command", "'srve' serve bench"),
     WrongLine("bench", 2, "subcommand-missing", "latency throughput"),
     WrongLine("bench latenzy m", 2, "subcommand-missing", "latency throughput"),
-    WrongLine("pull m", 2, "unknown-command", "pull run"),
-    WrongLine("list m", 2, "unknown-command", "list run"),
-    WrongLine("ls m", 2, "unknown-command", "ls run"),
-    WrongLine("rm m", 2, "unknown-command", "rm run"),
-    WrongLine("ps m", 2, "unknown-command", "ps run"),
+    WrongLine("pull m", 1, "unknown-tag", "'m' hf.co/OWNER/REPO:QUANT"),
+    WrongLine("list m", 2, "unknown-command", "'list' ls?"),
 )
 
 SERVE = (
@@ -35,7 +32,7 @@ SERVE = (
     WrongLine("serve m --max-model-len 1.5", 2, "invalid-flag-value", "'1.5'"),
     WrongLine("serve m --tensor-split 2;1", 2, "invalid-flag-value", "'2;1' 2,1"),
     WrongLine("serve m --max-model 5", 2, "unknown-flag", "--max-model"),
-    WrongLine("serve m --distributed-executor-backend ray", 2, "invalid-flag-value", "'ray'"),
+    WrongLine("serve m --distributed-executor-backend dask", 2, "invalid-flag-value", "'dask'"),
     WrongLine("serve m --gpus 2", 2, "unknown-flag", "--gpus --device-ids"),
     WrongLine("serve m --nodes 2", 2, "unknown-flag", "--nodes plan"),
     WrongLine("serve m --ctx-size 4", 2, "unknown-flag", "--ctx-size --max-model-len"),

@@ -17,7 +17,8 @@ ALIASES = {
     "--ep": "--enable-expert-parallel",
 }
 # Commands of Ollama that Weft does not have.
-OLLAMA_COMMANDS = ("pull", "list", "ls", "rm", "ps")
+# Other names of commands: Ollama's.
+COMMAND_ALIASES = {"list": "ls", "rmi": "rm"}
 
 # Weft's flag for names of other programs: llama.cpp (short ones too), Ollama, SGLang, TGI, Transformers.
 OTHER_NAMES = {
@@ -86,10 +87,9 @@ def unknown_flag(command: Command, option: str) -> str:
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
     """Text after "unknown command 'x'"."""
-    if word in OLLAMA_COMMANDS:
-        return ": models are downloaded at their first use, as in weft run MODEL"
     known = list(commands)
-    hint = did_you_mean(word, known)
+    alias = COMMAND_ALIASES.get(word)
+    hint = f"did you mean {alias}?" if alias else did_you_mean(word, known)
     return f"; {hint}{' commands' if hint else 'commands'}: {', '.join(known)}"
 
 

@@ -157,13 +157,20 @@ def _missing_bytes(blobs: Path, content: str | None, size: int) -> int:
     return max(0, size - partial.stat().st_size) if partial.exists() else size
 
 
+class _NoLocksError(Exception):
+    """The file system has no locks, as Lustre and NFS on some systems."""
+
+
 def _fetch_file(commit: Commit, file: HubFile, token: str | None, folder: str | None, progress: FetchProgress) -> None:
     from huggingface_hub import hf_hub_download
 
     # Older versions of the library show bars of their own.
     shown = "tqdm_class" in inspect.signature(hf_hub_download).parameters
     bar: dict[str, Any] = {"tqdm_class": progress.bar_of(file.name)} if shown else {}
-    is_checked = file.sha256 is not None and _continue_file(commit, file, token, folder, progress, bar)
+    try:
+        is_checked = file.sha256 is not None and _continue_file(commit, file, token, folder, progress, bar)
+    except _NoLocksError:
+        is_checked = False  # the library has another kind of lock
     path = hf_hub_download(commit.repository, file.name, revision=commit.sha, token=token, cache_dir=folder, **bar)
     progress.finish(file.name)
     if not is_checked:
@@ -197,9 +204,11 @@ def _continue_file(
     blob.parent.mkdir(parents=True, exist_ok=True)
     partial = blob.with_name(blob.name + PARTIAL)
     with _locked_file(partial, file, progress) as begun:
-        if blob.exists():
-            return False  # another process has fetched it meanwhile
         at = begun.seek(0, os.SEEK_END)
+        if blob.exists():  # another process has fetched it meanwhile
+            if at == 0:
+                partial.unlink()
+            return False
         if at < file.size:
             file_download.http_get(
                 about.location, begun, resume_size=at, headers=headers, expected_size=file.size, **bar
@@ -227,11 +236,13 @@ def _locked_file(path: Path, file: HubFile, progress: FetchProgress) -> Iterator
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Lock a file; return False if another process has it locked."""
+    """Lock a file; return False if another process has it locked. Raises _NoLocksError."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise _NoLocksError from error
     return True
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from weft.cache import cache_path
+from weft.formats.yaml_text import load_yaml
 from weft.hardware.listeners import Listener, listeners, socket_inodes
 from weft.monitor.check import Check, skipped
 from weft.monitor.processes import SERVERS, Process
 
 KEY_FLAGS = ("--api-key", "--admin-key")
+KEY_FIELDS = ("api-key", "api-key-file", "keys")
 KEY_FILES = ("--api-key-file", "--ssl-keyfile", "--cluster-key-file", "--keys")
 KEY_VARIABLES = ("VLLM_API_KEY", "WEFT_API_KEY")
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -35,9 +39,10 @@ def check_security(processes: Sequence[Process], root: Path = Path("/")) -> Iter
 def check_endpoint(process: Process, listener: Listener, variables: Mapping[str, str]) -> Check:
     """One address on which a server listens, its keys and TLS."""
     where = f"{listener.address}:{listener.port}"
-    has_key = any(flag_values(process.command, flag) for flag in ("--api-key", "--api-key-file", "--keys", "--config"))
+    settings = config_fields(process)
+    has_key = any(flag_values(process.command, f"--{name}") or settings.get(name) for name in KEY_FIELDS)
     has_key = has_key or any(variables.get(name) for name in KEY_VARIABLES)
-    has_tls = bool(flag_values(process.command, "--ssl-certfile"))
+    has_tls = bool(flag_values(process.command, "--ssl-certfile") or settings.get("ssl-certfile"))
     value = f"weft {process.role} ({process.pid}) on {where}, {'a key' if has_key else 'no key'}, "
     value += "TLS" if has_tls else "no TLS"
     name = f"endpoint-{listener.port}"
@@ -83,6 +88,18 @@ def flag_values(words: Sequence[str], flag: str) -> list[str]:
         if name in names:
             values.append(value if equals else "".join(words[number + 1 : number + 2]))
     return values
+
+
+def config_fields(process: Process, root: Path = Path("/")) -> dict[str, object]:
+    """Fields of a server's --config file, with dashes in their names; empty without one that can be read."""
+    fields: dict[str, object] = {}
+    for value in flag_values(process.command, "--config"):
+        with contextlib.suppress(OSError, ValueError):
+            folder = os.readlink(root / "proc" / str(process.pid) / "cwd")
+            content = load_yaml((Path(folder) / value).read_text(encoding="utf-8"))
+            if isinstance(content, dict):
+                fields |= {str(name).replace("_", "-"): field for name, field in content.items()}
+    return fields
 
 
 def process_variables(pid: int, root: Path = Path("/")) -> dict[str, str]:

@@ -256,12 +256,21 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
 
     - bfloat16 for a float32 checkpoint: half the bytes to read per token (dtype float32 keeps them);
     - bfloat16 for a GGUF file, whose types are for storage;
-    - bfloat16 on a CPU for weights that GPTQ or AWQ quantised: the CPU kernels do not multiply them in float16;
+    - bfloat16 on a CPU, or beside one, for weights that GPTQ or AWQ quantised: the CPU kernels do not multiply them in
+      float16;
     - float16 in place of bfloat16 on GPUs that are too old to compute in bfloat16.
     """
     old = [gpu for gpu in host.gpus_of(devices) if gpu.capability < BF16_CAPABILITY]
     if config.dtype == "auto":
-        dtype = _auto_dtype(checkpoint, device_kind(config, host))
+        on_cpu = "cpu" in devices or device_kind(config, host) == "cpu"
+        dtype = _auto_dtype(checkpoint, on_cpu=on_cpu)
+        if on_cpu and old and checkpoint.shape.published is not None:
+            raise ConfigError(
+                f"{old[0].name} (compute capability {format_version(old[0].capability)}) does not compute in bfloat16, "
+                f"and the CPU does not multiply {checkpoint.shape.published.precision} weights in float16; leave the "
+                "CPU out, or load a checkpoint in 16 bits",
+                code="gpu-without-bfloat16",
+            )
         return "float16" if old and dtype == "bfloat16" else dtype
     dtype = DTYPES[config.dtype]
     if old and dtype == "bfloat16":
@@ -273,11 +282,11 @@ def compute_dtype(config: EngineConfig, checkpoint: Checkpoint, host: Host, devi
     return dtype
 
 
-def _auto_dtype(checkpoint: Checkpoint, device: str) -> DType:
-    """The dtype of "auto" on devices that compute in every dtype."""
+def _auto_dtype(checkpoint: Checkpoint, *, on_cpu: bool) -> DType:
+    """The dtype of "auto" on devices that compute in every dtype. `on_cpu`: a CPU is one of them."""
     if checkpoint.format == "gguf" or checkpoint.shape.dtype == "float32":
         return "bfloat16"
-    if checkpoint.shape.published is not None and device == "cpu":
+    if checkpoint.shape.published is not None and on_cpu:
         return "bfloat16"
     return checkpoint.shape.dtype
 

@@ -53,6 +53,7 @@ class DeviceMetrics(PrometheusCollector):
         self._clock = clock
         self._asked_s = float("-inf")
         self._question: asyncio.Future[None] | None = None
+        self._sampling: asyncio.Future[None] | None = None
         self._answers: list[tuple[RunningReplica, Replies]] = []
         self._gpus = GpuWatch([device.name for plan in plans for device in plan.devices])
 
@@ -63,10 +64,10 @@ class DeviceMetrics(PrometheusCollector):
         self._asked_s = self._clock()
         if self._question is None or self._question.done():
             self._question = asyncio.ensure_future(self._ask())
-        waits: list[asyncio.Future[None]] = [self._question]
-        if self._gpus.devices:
-            waits.append(asyncio.ensure_future(asyncio.to_thread(self._gpus.sample)))
-        # Not cancelled after this time: ranks that do not answer now are not asked twice.
+        if self._gpus.devices and (self._sampling is None or self._sampling.done()):
+            self._sampling = asyncio.ensure_future(asyncio.to_thread(self._gpus.sample))
+        waits = [future for future in (self._question, self._sampling) if future is not None]
+        # Not cancelled after this time: neither ranks nor a driver that does not answer now is asked twice.
         await asyncio.wait(waits, timeout=PATIENCE_S)
 
     async def _ask(self) -> None:

@@ -134,7 +134,8 @@ class ModelRunner:
         self.activation_bytes = torch.cuda.max_memory_allocated(self.device) - before
         # Prompts that are read in chunks have a longer context than those of the rehearsal.
         longest = max(max(counts) for counts, _ in steps)
-        self.activation_bytes += self._expanded_bytes(plan.max_model_len) - self._expanded_bytes(longest)
+        further_bytes = self._expanded_bytes(plan.max_model_len) - self._expanded_bytes(longest)
+        self.activation_bytes += max(0, further_bytes)  # fewer heads are expanded at once over a longer context
         if self.captures or self._steps_with_cpu:
             # Graphs have memory of their own: that of the largest, and what the driver takes for each.
             sizes = graph_sizes(rows)
