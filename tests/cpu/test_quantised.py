@@ -23,6 +23,7 @@ from weft.errors import ModelError
 from weft.formats.checkpoint import expected_tensors, resolve
 from weft.formats.schemes import GGUF_SCHEMES, MXFP4_VALUES, SCHEMES, UNIT, scheme_for_types
 from weft.formats.tensor import ENCODINGS
+from weft.hardware.cpu import probe_cpu
 from weft.kernels.native.rounding import NativeRounding
 from weft.kernels.plain import create_plain_kernels
 from weft.plan.fills import rank_fills
@@ -249,6 +250,24 @@ def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: i
             assert (got - want).abs().median() <= (4e-3 if dtype == torch.bfloat16 else 1e-5) * size
             # Rounding x costs no more than that.
             assert (got - plain(x).float()).abs().mean() <= 2e-2 * size
+
+
+@pytest.mark.skipif(
+    bool({"avx512f", "amx_bf16"} & set(probe_cpu().features)), reason="shown for vectors of 256 bits only"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("type", [*(kind for kind in KINDS if not kind.startswith("FP8")), MXFP4, "dense"])
+def test_a_row_has_the_same_bits_beside_others_as_alone(type: str, dtype: torch.dtype) -> None:
+    """Else an answer would depend on other requests, and on the machine that goes on with it."""
+    generator = torch.Generator().manual_seed(2)
+    weight: torch.Tensor | QuantisedWeight = torch.randn(96, 576, generator=generator).to(dtype)
+    if type != "dense":
+        weight = random(type, 96, Span(0, 576), 576, dtype=dtype)
+    product = native(dtype).matrices.matrix(weight, None)
+    x = torch.randn(40, 576, generator=generator).to(dtype)
+    alone = torch.cat([product(row[None]).clone() for row in x])
+    for tokens in (2, 3, 4, 5, 7, 12, 13, 25, 40):
+        assert torch.equal(product(x[:tokens]), alone[:tokens]), tokens
 
 
 @pytest.mark.parametrize("type", KINDS)

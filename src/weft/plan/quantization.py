@@ -75,13 +75,16 @@ def tensor_schemes(
 
 
 def quantised_dtypes(backend: str, devices: Sequence[str]) -> tuple[DType, ...]:
-    """Dtypes of activations in which all of these devices multiply quantised weights."""
-    own = [
-        QUANTISED_DTYPES[
-            "cpu" if name == "cpu" and runs_on_gpus(backend) else kernel_family(backend, on_cpu=name == "cpu")
-        ]
-        for name in dict.fromkeys(devices)
-    ]
+    """Dtypes of activations in which all of these devices multiply quantised weights.
+
+    A CPU beside GPUs keeps its own kernels if the backend is one of GPUs.
+    """
+    beside_gpus = any(name != "cpu" for name in devices) and runs_on_gpus(backend)
+    families = {
+        name: "cpu" if name == "cpu" and beside_gpus else kernel_family(backend, on_cpu=name == "cpu")
+        for name in devices
+    }
+    own = [QUANTISED_DTYPES[family] for family in families.values()]
     return tuple(dtype for dtype in own[0] if all(dtype in dtypes for dtypes in own))
 
 

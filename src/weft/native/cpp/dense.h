@@ -163,10 +163,8 @@ inline Eight add_product(Eight sum, Eight a, Eight b) {
 // prefetched.
 template <int N, int V, class T>
 void dense_strip(const T *panel, const T *x, int64_t cols, float *sums, const char *ahead, int64_t rate) {
-    // Few sums leave registers free: both columns of a pair then have sums of their own, or each product would wait for
-    // the last.
-    constexpr int WAYS = N * V <= 6 ? 2 : 1;
-    Eight sum[WAYS][N][V] = {};
+    // In the order of columns whatever N is, so that a row of x gets the same bits beside others as alone.
+    Eight sum[N][V] = {};
     const T *row[(N + 2) / 3];
     for (int n = 0; n < N; n += 3) row[n / 3] = x + n * cols;
     auto add = [&](int d, auto value_of) __attribute__((always_inline)) {
@@ -177,7 +175,7 @@ void dense_strip(const T *panel, const T *x, int64_t cols, float *sums, const ch
         for (int n = 0; n < N; n++) {
             Eight value = value_of(row[n / 3] + n % 3 * cols);
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) sum[d % WAYS][n][v] = add_product(sum[d % WAYS][n][v], weights[v], value);
+            for (int v = 0; v < V; v++) sum[n][v] = add_product(sum[n][v], weights[v], value);
         }
         asm volatile("" ::: "memory");  // or GCC keeps pairs of x for the next column, and no registers for sums
     };
@@ -194,10 +192,7 @@ void dense_strip(const T *panel, const T *x, int64_t cols, float *sums, const ch
 #pragma GCC unroll 6
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-            for (int w = 1; w < WAYS; w++) sum[0][n][v] += sum[w][n][v];
-            *reinterpret_cast<Eight *>(sums + n * PANEL + v * 8) = sum[0][n][v];
-        }
+        for (int v = 0; v < V; v++) *reinterpret_cast<Eight *>(sums + n * PANEL + v * 8) = sum[n][v];
 }
 
 // Sums of one tile, [N][PANEL]. `rate` / 256 bytes from `ahead` on, which is read next, are prefetched per column.

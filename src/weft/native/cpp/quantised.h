@@ -431,6 +431,28 @@ struct NestedGroup {
     }
 };
 
+// -ffast-math would order the products of floats otherwise in each tile, and so give a row of x other bits beside others
+// than alone: answers would depend on other requests.
+inline floats in_this_order(floats product) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(product));
+#elif defined(__AVX2__)
+    asm("" : "+x"(product));
+#endif
+    return product;
+}
+
+// sum + a * b, rounded once where the CPU can.
+inline floats multiply_add(floats sum, floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 // What `multiply_block` subtracts from each number of a weight.
 #ifdef WEFT_SHORTS
 template <class C> constexpr float SHIFT = C::BITS == 8 ? 128 : 0;
@@ -472,7 +494,8 @@ template <class C, int N, int H>
                 nested.numbers_at((g + columns.lacking) % NEST, first + h, scale[h][half], lowest[h][half]);
             else
                 panel.numbers_at<C>(g * PER_BLOCK + half, first + h, scale[h][half], lowest[h][half]);
-            if constexpr (SHIFT<C> != 0) lowest[h][half] += SHIFT<C> * scale[h][half];
+            if constexpr (SHIFT<C> != 0)
+                lowest[h][half] = multiply_add(lowest[h][half], scale[h][half], floats{} + SHIFT<C>);
         }
         for (int64_t end = PER_BLOCK == 2 || C::NESTED ? block + 1 : columns.end(g); block < end; block++) {
             if constexpr (N == 1) {
@@ -494,8 +517,10 @@ template <class C, int N, int H>
 #pragma GCC unroll 2
                     for (int half = 0; half < PER_BLOCK; half++) {
                         floats products = __builtin_convertvector(sum[n][half], floats);
-                        total[n][h] += products * (scale[h][half] * number(n, 0));
-                        total[n][h] += lowest[h][half] * number(n, (1 + half) * sums_after);
+                        floats factor = in_this_order(scale[h][half] * number(n, 0));
+                        total[n][h] = multiply_add(total[n][h], products, factor);
+                        total[n][h] =
+                            multiply_add(total[n][h], lowest[h][half], floats{} + number(n, (1 + half) * sums_after));
                     }
             }
             at += BLOCK_BYTES<BITS>;
