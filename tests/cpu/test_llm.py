@@ -325,7 +325,7 @@ def test_arguments_as_python_says_them(folder: Path, caplog: Any) -> None:
         ({"max_model_len": "long"}, "invalid-argument", "`max_model_len`"),
         ({"max_model_len": 0}, "below-minimum", "max_model_len"),
         ({"tensor_split": [1, "x"]}, "invalid-argument", "tensor_split[1]"),
-        ({"distributed_executor_backend": "ray"}, "unknown-choice", "ray"),
+        ({"distributed_executor_backend": "dask"}, "unknown-choice", "dask"),
         ({"dtype": "float8"}, "unknown-choice", "float8"),
     ],
     ids=str,
