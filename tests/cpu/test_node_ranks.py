@@ -176,6 +176,7 @@ def test_a_silent_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("weft.executors.beats.BEAT_S", 0.02)
     monkeypatch.setattr("weft.executors.beats.SILENCE_S", 0.2)
     monkeypatch.setattr("weft.executors.nodes.STACKS_S", 0.0)
+    monkeypatch.setattr("weft.executors.beats.USER_TIMEOUT_MS", 0)  # the system's own, of minutes
     ours, theirs = connected()
     about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
     executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)

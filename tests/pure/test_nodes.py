@@ -224,9 +224,7 @@ def test_the_interface_of_an_address() -> None:
         interface_of("203.0.113.7")
 
 
-@pytest.mark.parametrize(
-    ("chosen", "code"), [("8.8.8.8", "public-address"), ("head.example", "not-an-address")]
-)
+@pytest.mark.parametrize(("chosen", "code"), [("8.8.8.8", "public-address"), ("head.example", "not-an-address")])
 def test_an_address_that_the_environment_chooses(chosen: str, code: str) -> None:
     """--allow-public counts for it as well."""
     settings = at_door(29501, node=1)

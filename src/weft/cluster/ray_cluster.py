@@ -112,7 +112,9 @@ def assemble_on_ray(
         for address in (own, *(seat.node.address for seat in chosen)):
             check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
-    nodes = RayNodes(cluster, own, actors_key(config, environment), float(config.start_timeout), tuple(seat.node for seat in chosen))
+    nodes = RayNodes(
+        cluster, own, actors_key(config, environment), float(config.start_timeout), tuple(seat.node for seat in chosen)
+    )
     return RayAssembly(nodes, chosen)
 
 
