@@ -114,10 +114,9 @@ class Frontend:
 
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
-    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes. `grammars`
-    is the compiler that a core of the same process has. Without a
-    tokenizer, prompts are token ids and answers have no text. All methods raise RequestError, naming the field, for
-    anything that cannot be served.
+    `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
+    `grammars` is the compiler that a core of the same process has. Without a tokenizer, prompts are token ids and
+    answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served.
     """
 
     def __init__(
