@@ -197,7 +197,7 @@ class NodeOptions(Options):
     """Several nodes that run one engine: one command on each."""
 
     nnodes: int | None = option(
-        None, minimum=1, help="number of nodes that run the engine; torchrun's GROUP_WORLD_SIZE counts too"
+        None, minimum=1, help="number of nodes that run the engine; `weft serve` takes torchrun's GROUP_WORLD_SIZE too"
     )
     node_rank: int | None = option(
         None, minimum=0, help="number of this node; node 0, the head, answers requests (GROUP_RANK counts too)"

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from weft.client.replica_thread import ReplicaThread
     from weft.config import EngineConfig
     from weft.planner.forecast import Forecast
+    from weft.structured.compiler import GrammarCompiler
 
 
 class LLM:
@@ -71,11 +72,13 @@ class LLM:
         host = probe_host()
         assembly = assemble(self.config, checkpoint, host)
         planned = plan_engines(self.config, checkpoint, host, assembly)
-        self._engine = start_replicas(planned, self.config, assembly)
+        # Shared with the engine if that runs in this process: a vocabulary is prepared once.
+        grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
+        self._engine = start_replicas(planned, self.config, assembly, grammars)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._frontend = Frontend.for_engine(
-            self.config, checkpoint, text_tools, max_model_len=self._engine.plan.max_model_len
+            self.config, checkpoint, text_tools, self._engine.plan.max_model_len, grammars
         )
 
     @property
@@ -379,14 +382,15 @@ class AnswerStream(Generator[RequestOutput, None, None]):
 
 
 def start_replicas(
-    planned: Sequence[ReplicaPlan], config: EngineConfig, assembly: AnyAssembly | None
+    planned: Sequence[ReplicaPlan], config: EngineConfig, assembly: AnyAssembly | None, grammars: GrammarCompiler
 ) -> LocalEngine | ReplicaThread:
     """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError.
 
-    `assembly` are the nodes that hold ranks of the one engine, if there are several.
+    `assembly` are the nodes that hold ranks of the one engine, if there are several. One engine computes its masks by
+    `grammars`, several have compilers of their own.
     """
     if len(planned) == 1:
-        return LocalEngine(config, planned[0], assembly)
+        return LocalEngine(config, planned[0], assembly, grammars)
     from weft.client.replica_thread import ReplicaThread  # imports asyncio, which one engine does not need
 
     return ReplicaThread(planned, config)

@@ -17,7 +17,7 @@ from tests.cpu.families import family
 from weft.core.commands import RankReport, RankStats
 from weft.errors import Cause, EngineError
 from weft.executors.framing import Channel
-from weft.executors.node_messages import NodeSocket, OtherNodes, ToNode
+from weft.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
 from weft.executors.node_ranks import NodeRanks
 from weft.executors.nodes import NodesExecutor
 from weft.plan.plan import Plan, RankDevice
@@ -30,14 +30,18 @@ def over_nodes(plan: Plan, *nodes: int) -> Plan:
     return msgspec.structs.replace(plan, devices=tuple(RankDevice(node, "cpu", 0) for node in nodes))
 
 
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        return listener.accept()[0], theirs
+
+
 class Cluster:
     """A head with one other node, which is a thread of this process."""
 
     def __init__(self) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-        listener.close()
+        ours, self.theirs = connected()
         about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
         self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
         self.channel: Channel[ToNode] = Channel(self.theirs, ToNode)
@@ -146,11 +150,13 @@ def test_a_side_that_is_silent(
     cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
     if side == "node":
         monkeypatch.setattr(cluster.ranks, "_send", lambda message: None)
+        monkeypatch.setattr(cluster.channel, "offer", lambda message, sending: None)
         cause = cluster.executor.failure.result(WAIT_S)
         assert (cause.rank, cause.code) == (1, "node-silent") and "rank 1 in step" in cause.cause
     else:
         for link in cluster.executor._links:
             monkeypatch.setattr(link, "send", lambda message: None)
+            monkeypatch.setattr(link, "offer", lambda message: None)
         assert cluster.end().code == "head-silent"
     time.sleep(0.1)  # the copier of the stacks
     assert "most recent call first" in capfd.readouterr().err
@@ -163,3 +169,26 @@ def test_the_key_is_not_handed_on(create: Callable[[], Cluster], monkeypatch: py
     environments = [member.environ() for member in family()]
     assert environments and all("WEFT_CLUSTER_KEY" not in variables for variables in environments)
     assert os.environ["WEFT_CLUSTER_KEY"] == "k" * 40
+
+
+def test_a_silent_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is stuck in sending to it neither keeps its silence from being noticed, nor stays stuck."""
+    monkeypatch.setattr("weft.executors.beats.BEAT_S", 0.02)
+    monkeypatch.setattr("weft.executors.beats.SILENCE_S", 0.2)
+    monkeypatch.setattr("weft.executors.nodes.STACKS_S", 0.0)
+    monkeypatch.setattr("weft.executors.beats.USER_TIMEOUT_MS", 0)  # the system's own, of minutes
+    ours, theirs = connected()
+    about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
+    executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
+    executor._node_of, executor._phases = [0, 1], ["step", "step"]
+    (link,) = executor._links
+    large = Cause(rank=0, phase="step", code="large", cause="x" * (8 << 20))
+    sender = threading.Thread(target=link.send, args=(RankLost(large),), daemon=True)
+    with theirs:
+        sender.start()
+        theirs.recv(1)  # the thread has begun
+        link.start()
+        assert executor.failure.result(WAIT_S).code == "node-silent"
+        sender.join(WAIT_S)
+        assert not sender.is_alive()
+        link.close()

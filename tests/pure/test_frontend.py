@@ -292,3 +292,14 @@ def test_words_come_from_the_tokenizer() -> None:
     assert front.decode([BOS, 104, 105]) == "<bos>hi"
     with refuses(RequestError, "token-id-out-of-range"):
         front.decode([9999])
+
+
+def test_a_prepared_vocabulary_is_that_of_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server prepares it in a thread: its event loop must not do it."""
+    tools = text_tools()
+    grammars = tools.create_grammars(VOCAB, [END])
+    tools.prepare_vocabulary(grammars)
+    monkeypatch.setattr("weft.structured.compiler.build_vocabulary", None)
+    collect(SamplingParams(structured_outputs={"choice": ["yes", "no"]}), grammars=grammars)
+    nothing = TextTools()  # to prepare
+    nothing.prepare_vocabulary(nothing.create_grammars(VOCAB, [END]))

@@ -6,7 +6,8 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,14 +16,15 @@ from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import refusals, refuses
 from weft.cluster.assembly import Door, JoinedNode
-from weft.cluster.facts import wrong_interface
-from weft.cluster.messages import Facts, Join, Speed
+from weft.cluster.facts import gather_facts, wrong_interface
+from weft.cluster.messages import Dismissed, Facts, Join, Speed
 from weft.cluster.node import connect_to_head
 from weft.cluster.preflight import failures
-from weft.cluster.settings import NodeSettings, node_settings
+from weft.cluster.ray_cluster import actors_key
+from weft.cluster.settings import NodeSettings, node_settings, served_config
 from weft.cluster.speed import PeerListener, measure_network
 from weft.config import EngineConfig
-from weft.errors import ConfigError, PlanError
+from weft.errors import ConfigError, ModelError, PlanError
 from weft.executors.framing import Channel
 from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, load_key, prove_to_acceptor
 from weft.hardware.addresses import check_private, interface_of, own_address
@@ -42,6 +44,7 @@ TORCHRUN = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1
 def test_settings_come_from_options_and_from_torchrun() -> None:
     assert settings_of() is None
     assert settings_of(nnodes=1, master_addr="10.0.0.1") is None
+    assert settings_of(TORCHRUN, nnodes=1) is None
     settings = settings_of(nnodes=3, node_rank=2, master_addr="10.0.0.1", start_timeout=5)
     assert settings == NodeSettings(
         nodes=3,
@@ -52,11 +55,22 @@ def test_settings_come_from_options_and_from_torchrun() -> None:
         allow_public=False,
         key=KEY.encode(),
     )
-    settings = settings_of(TORCHRUN)
+    settings = settings_of(TORCHRUN, nnodes=2)
     assert settings and (settings.nodes, settings.node, settings.head) == (2, 1, "10.0.0.1:29500")
     # torchrun's own store listens at that port.
-    settings = settings_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, node_rank=0)
+    settings = settings_of(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, nnodes=2, node_rank=0)
     assert settings and (settings.node, settings.port) == (0, 29501)
+
+
+def test_only_the_server_is_one_engine_over_the_processes_of_torchrun() -> None:
+    """A program under torchrun has one engine per process, and needs no key."""
+    assert node_settings(EngineConfig(model="m"), TORCHRUN) is None
+    assert served_config(EngineConfig(model="m"), TORCHRUN).nnodes == 2
+    assert served_config(EngineConfig(model="m", nnodes=1), TORCHRUN).nnodes == 1
+    for environment in ({}, {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}):
+        assert served_config(EngineConfig(model="m"), environment).nnodes is None
+    with refuses(ConfigError, "bad-torchrun-variable", "GROUP_WORLD_SIZE", "two"):
+        served_config(EngineConfig(model="m"), {"GROUP_WORLD_SIZE": "two"})
 
 
 def test_options_that_do_not_fit_together(golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +96,7 @@ def test_options_that_do_not_fit_together(golden: Golden, tmp_path: Path, monkey
         (pair | {"master_addr": "8.8.8.8"}, {}),
         (pair | {"master_addr": "no such host"}, {}),
         (pair | {"master_port": 70000}, {}),
-        ({}, TORCHRUN | {"GROUP_RANK": "one"}),
+        ({"nnodes": 2}, TORCHRUN | {"GROUP_RANK": "one"}),
     ]
 
     def settings_of_case(case: tuple[dict[str, Any], dict[str, str]]) -> object:
@@ -149,6 +163,31 @@ def test_a_connector_without_the_key_is_refused(send_back: bool) -> None:
     assert outcomes == [WrongKeyError if send_back else NotWeftError]
 
 
+class Drip:
+    """A socket whose other side sends a byte per call, each after a second of `clock`."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+        self.limits: list[float] = []
+
+    def settimeout(self, seconds: float) -> None:
+        self.limits.append(seconds)
+
+    def recv(self, size: int) -> bytes:
+        self.clock[0] += 1
+        return b"w"
+
+
+def test_the_limit_is_of_the_whole_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("weft.executors.keys.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    slow = Drip(clock)
+    with pytest.raises(NotWeftError, match="longer than 5 s"):
+        check_connector(cast(socket.socket, slow), b"a" * 32)
+    assert clock == [105.0]
+    assert slow.limits == sorted(slow.limits, reverse=True) and slow.limits[-1] == 1
+
+
 # --- addresses ---
 
 
@@ -166,12 +205,35 @@ def test_public_addresses(address: str) -> None:
         check_private(address, allow_public=False)
 
 
+def test_the_key_of_actors_on_ray(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.key"
+    file.write_text(KEY)
+    file.chmod(0o600)
+    plain, from_file = EngineConfig(model="m"), EngineConfig(model="m", cluster_key_file=str(file))
+    assert actors_key(from_file, {}) == actors_key(plain, {"WEFT_CLUSTER_KEY": KEY}) == KEY.encode()
+    assert actors_key(plain, {}) != actors_key(plain, {})
+    with refuses(ConfigError, "short-cluster-key", "WEFT_CLUSTER_KEY"):
+        actors_key(plain, {"WEFT_CLUSTER_KEY": "few"})
+
+
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert own_address("127.0.0.1", 1, {}) == "127.0.0.1"
     assert own_address("127.0.0.1", 1, {"VLLM_HOST_IP": "10.0.0.7"}) == "10.0.0.7"
     with refuses(ConfigError, "address-of-another-machine", "203.0.113.7"):
         interface_of("203.0.113.7")
+
+
+@pytest.mark.parametrize(("chosen", "code"), [("8.8.8.8", "public-address"), ("head.example", "not-an-address")])
+def test_an_address_that_the_environment_chooses(chosen: str, code: str) -> None:
+    """--allow-public counts for it as well."""
+    settings = at_door(29501, node=1)
+    with refuses(ConfigError, code, chosen):
+        gather_facts(settings, host(), "m", ModelError("none", code="none"), {"VLLM_HOST_IP": chosen})
+    # Then it only has to be this machine's.
+    allowed = msgspec.structs.replace(settings, allow_public=True)
+    with refuses(ConfigError, "address-of-another-machine" if code == "public-address" else code, chosen):
+        gather_facts(allowed, host(), "m", ModelError("none", code="none"), {"VLLM_HOST_IP": chosen})
 
 
 def test_variables_that_name_interfaces() -> None:
@@ -285,6 +347,22 @@ def test_nodes_join_in_any_order_and_once() -> None:
         node.dismiss("the end", "the-end")
     for connection in connections:
         connection.close()
+
+
+def test_a_node_with_a_public_address_is_refused() -> None:
+    """It may have come from a private one."""
+    settings = at_door(free_port())
+    admitted: list[JoinedNode] = []
+    with Door(settings) as door:
+        waiting = threading.Thread(target=lambda: admitted.extend(door.wait_for_all()))
+        waiting.start()
+        with join(settings, facts(1, address="8.8.8.8")) as refused:
+            (message,) = Channel[Any](refused, Dismissed)
+        assert "8.8.8.8 is a public address" in message.message
+        with join(settings, facts(1)):
+            waiting.join()
+    assert [node.facts.address for node in admitted] == ["10.0.0.2"]
+    admitted[0].dismiss("the end", "the-end")
 
 
 def test_nodes_that_do_not_come() -> None:

@@ -10,9 +10,9 @@ from weft.cli.flags import engine_config, serve_options
 
 def main(arguments: Namespace) -> int:
     """Serve until a signal ends the process; on another node than the first, run ranks until the head ends."""
-    from weft.cluster.settings import node_settings
+    from weft.cluster.settings import node_settings, served_config
 
-    config = engine_config(arguments)
+    config = served_config(engine_config(arguments), os.environ)
     settings = node_settings(config, os.environ)
     if settings and settings.node:
         from weft.cluster.node import run_node

@@ -269,9 +269,12 @@ class AsyncLLM:
         host = probe_host()
         assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
-        asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)  # done before the engine is
+        grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
+        asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
         engine = await start_engine(planned, self.config, assembly=assembly)
-        frontend = Frontend.for_engine(self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+        frontend = Frontend.for_engine(
+            self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
+        )
         return StartedEngine(engine, frontend)
 
     async def _close(self, start: asyncio.Task[StartedEngine]) -> None:

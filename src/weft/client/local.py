@@ -32,7 +32,6 @@ from weft.plan.memory import capacity_lines, fit_length
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 from weft.structured.compiler import GrammarCompiler
-from weft.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("weft")
 
@@ -44,13 +43,15 @@ class LocalEngine:
 
     `plan` is the executed plan, with the served length. Every rank has `num_blocks` KV blocks and reported one of
     `capacities`. `host` is the machine as probed before the start. `assembly` are the nodes that hold its ranks, if
-    there are several.
+    there are several. `grammars` compiles the requests' grammars; the frontend has the same.
 
     One thread owns the core and steps it. Every method may be called from any thread: the requests of all callers
     share the steps.
     """
 
-    def __init__(self, config: EngineConfig, planned: ReplicaPlan, assembly: AnyAssembly | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, planned: ReplicaPlan, assembly: AnyAssembly | None, grammars: GrammarCompiler
+    ) -> None:
         plan, self.host, _ = planned
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
         self._executor = create_executor(kind, WORKER, assembly.hand_over() if assembly else None)
@@ -58,9 +59,6 @@ class LocalEngine:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks
             self.plan: Plan = msgspec.structs.replace(plan, max_model_len=fit_length(plan, ready.num_blocks))
-            grammars = GrammarCompiler(
-                lambda: load_tokenizer(config.tokenizer or plan.checkpoint), plan.shape.vocab, plan.shape.eos
-            )
             core = EngineCore.from_plan(self.plan, ready.num_blocks, self._executor, config, grammars=grammars)
         except BaseException:
             self._executor.close()

@@ -159,6 +159,15 @@ def assemble(
 AnyAssembly = Assembly | RayAssembly
 
 
+def _address_problem(address: str, allow_public: bool) -> str:
+    """Problem with the address that a node has chosen; "" if there is none."""
+    try:
+        check_private(address, allow_public)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def fetch_command(config: EngineConfig) -> str:
     """Command that fetches the model on another node."""
     if os.path.exists(config.model):
@@ -244,7 +253,7 @@ class Door:
 
     def _admit(self, node: JoinedNode, joined: dict[int, JoinedNode]) -> None:
         facts, settings = node.facts, self._settings
-        reason = ""
+        reason = _address_problem(facts.address, settings.allow_public)
         if facts.nodes != settings.nodes:
             reason = f"it has --nnodes {facts.nodes}, and node 0 has {settings.nodes}"
         elif not 0 < facts.node < settings.nodes:

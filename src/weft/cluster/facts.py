@@ -15,7 +15,7 @@ from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.errors import WeftError
 from weft.formats.checkpoint import Checkpoint
-from weft.hardware.addresses import interface_of, own_address, own_interfaces
+from weft.hardware.addresses import check_private, interface_of, own_address, own_interfaces
 from weft.hardware.host import Host
 
 HEADER_BYTES = 4 << 20  # of each file that are compared, at most: headers and the first tensors
@@ -28,9 +28,11 @@ def gather_facts(
 ) -> Facts:
     """Gather this node's facts; `checkpoint` may be the error of a model that is missing here.
 
-    Raises ConfigError if the address is none of this machine's, or if there is no route to the head.
+    Raises ConfigError if the address is public without `allow_public` or none of this machine's, or if there is no
+    route to the head.
     """
     address = own_address(settings.address, settings.port, environment) if settings.node else settings.address
+    check_private(address, settings.allow_public)
     interfaces = own_interfaces()
     missing = isinstance(checkpoint, WeftError)
     return Facts(

@@ -17,7 +17,7 @@ from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, WeftError
-from weft.executors.keys import VARIABLE
+from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
 from weft.formats.checkpoint import Checkpoint, resolve
 from weft.hardware.addresses import check_private
@@ -112,9 +112,20 @@ def assemble_on_ray(
         for address in (own, *(seat.node.address for seat in chosen)):
             check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
-    key = (environment.get(VARIABLE) or secrets.token_hex(32)).encode()
-    nodes = RayNodes(cluster, own, key, float(config.start_timeout), tuple(seat.node for seat in chosen))
+    nodes = RayNodes(
+        cluster, own, actors_key(config, environment), float(config.start_timeout), tuple(seat.node for seat in chosen)
+    )
     return RayAssembly(nodes, chosen)
+
+
+def actors_key(config: EngineConfig, environment: Mapping[str, str]) -> bytes:
+    """Key by which the actors prove themselves: the user's, else a new one, which Ray brings to them.
+
+    Raises ConfigError for a key that is short, or whose file others may read.
+    """
+    if config.cluster_key_file is not None or environment.get(VARIABLE, "").strip():
+        return load_key(config.cluster_key_file, environment, config.nnodes or 1)
+    return secrets.token_hex(32).encode()
 
 
 def connect(environment: Mapping[str, str], *, may_start: bool = True) -> Any:

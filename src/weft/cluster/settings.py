@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from collections.abc import Mapping
 
@@ -32,19 +33,30 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
 
-def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeSettings | None:
-    """Return the settings of this node; None if one node runs the whole engine.
+def served_config(config: EngineConfig, environment: Mapping[str, str]) -> EngineConfig:
+    """Return the config of `weft serve`, with torchrun's GROUP_WORLD_SIZE as the number of nodes if none is given.
 
-    torchrun's GROUP_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT count where the options are left out. Raises
+    An `LLM` in a program under torchrun is an engine of its own process, so only the server asks. Raises ConfigError.
+    """
+    if config.nnodes is not None or config.executor == "ray":
+        return config
+    nodes = _number(environment, "GROUP_WORLD_SIZE") or 1
+    return config if nodes == 1 else dataclasses.replace(config, nnodes=nodes)
+
+
+def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeSettings | None:
+    """Return the settings of this node; None if one node runs the whole engine, without a look at the environment.
+
+    Of several nodes, torchrun's GROUP_RANK, MASTER_ADDR and MASTER_PORT count where the options are left out. Raises
     ConfigError for options that are missing, or that do not fit together.
     """
-    nodes = config.nnodes or _number(environment, "GROUP_WORLD_SIZE") or 1
-    node = config.node_rank if config.node_rank is not None else _node_of_torchrun(config, environment)
+    nodes = config.nnodes or 1
     if nodes == 1:
-        if config.headless or node:
-            flag = "--headless" if config.headless else f"--node-rank {node}"
+        if config.headless or config.node_rank:
+            flag = "--headless" if config.headless else f"--node-rank {config.node_rank}"
             raise ConfigError(f"{flag} needs --nnodes, the number of nodes", code="node-without-nnodes")
         return None
+    node = config.node_rank if config.node_rank is not None else _number(environment, "GROUP_RANK") or 0
     if node >= nodes:
         raise ConfigError(
             f"--node-rank is {node}; the {nodes} nodes have the numbers 0 to {nodes - 1}", code="node-beyond-nnodes"
@@ -63,10 +75,6 @@ def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeS
         allow_public=config.allow_public,
         key=load_key(config.cluster_key_file, environment, nodes),
     )
-
-
-def _node_of_torchrun(config: EngineConfig, environment: Mapping[str, str]) -> int:
-    return _number(environment, "GROUP_RANK") or 0 if _number(environment, "GROUP_WORLD_SIZE") or config.nnodes else 0
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

@@ -150,7 +150,7 @@ class GroupedScheduler:
 
     def stats(self) -> Stats:
         """The sums over all groups. A step of all groups is one step, of the tokens of all of them."""
-        return sum_stats([group.stats() for group in self.groups], self._counters)
+        return sum_groups([group.stats() for group in self.groups], self._counters)
 
 
 def empty_plan() -> StepPlan:
@@ -158,7 +158,7 @@ def empty_plan() -> StepPlan:
     return StepPlan(-1, [], [], [], [], [], [], [], [], [])
 
 
-def sum_stats(parts: Sequence[Stats], steps: Stats) -> Stats:
+def sum_groups(parts: Sequence[Stats], steps: Stats) -> Stats:
     """The sums of the groups' gauges and counters, with the numbers and sizes of steps from `steps`."""
     total = Stats(steps=steps.steps, step_sizes=list(steps.step_sizes))
     for part in parts:

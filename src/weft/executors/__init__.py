@@ -10,9 +10,10 @@ from weft.executors.ray_nodes import RayNodes
 
 
 def create_executor(kind: str, worker: str = WORKER, others: OtherNodes | RayNodes | None = None) -> Executor:
-    """Create an executor that has not started. `kind` is "inline" or "processes".
+    """Create an executor that has not started. `kind` is "inline" or "processes"; nodes of Ray need no kind.
 
-    `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one.
+    `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one, or the
+    nodes of a Ray cluster, whose actors are the ranks then. Raises ConfigError for an unknown kind.
     """
     match kind:
         case _ if isinstance(others, RayNodes):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +90,28 @@ class Channel(Generic[M]):
 
     def send_frame(self, frame: bytes) -> None:
         self.socket.sendall(frame)
+
+    def offer(self, message: msgspec.Struct, sending: threading.Lock) -> None:
+        """Send a short message unless that means to wait: while another thread has the lock, or the buffer is full.
+
+        Without effect if the other end is gone.
+        """
+        if not sending.acquire(blocking=False):
+            return
+        try:
+            if self._has_room():
+                self.send(message)
+        except OSError:
+            return
+        finally:
+            sending.release()
+
+    def _has_room(self) -> bool:
+        if self.socket.fileno() < 0:
+            return False
+        room = select.poll()
+        room.register(self.socket, select.POLLOUT)
+        return bool(room.poll(0))
 
     def __iter__(self) -> Iterator[M]:
         while data := self._receive():

@@ -11,6 +11,7 @@ import hmac
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,11 +80,12 @@ def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
 
     Raises WrongKeyError if the other side has another key, and NotWeftError for anything else than a handshake.
     """
+    deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
     try:
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(MAGIC + ours)
-        answer = _receive(connection, len(MAGIC) + NONCE_BYTES + PROOF_BYTES)
+        answer = _receive(connection, deadline, len(MAGIC) + NONCE_BYTES + PROOF_BYTES)
         magic, theirs, proof = answer[: len(MAGIC)], answer[len(MAGIC) : -PROOF_BYTES], answer[-PROOF_BYTES:]
         if magic != MAGIC:
             raise NotWeftError("it does not speak Weft's protocol")
@@ -91,7 +93,7 @@ def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
             connection.sendall(bytes(PROOF_BYTES))  # so that the other side can tell its user
             raise WrongKeyError
         connection.sendall(_proof(key, b"connector", ours, theirs))
-        if _receive(connection, 1) != ACCEPTED:
+        if _receive(connection, deadline, 1) != ACCEPTED:
             raise WrongKeyError
     except OSError as error:
         raise NotWeftError(error_reason(error)) from None
@@ -100,14 +102,16 @@ def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
 
 def check_connector(connection: socket.socket, key: bytes) -> None:
     """Do the handshake on the side that was connected to. Raises as `prove_to_acceptor`."""
+    deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
     try:
-        opening = _receive(connection, len(MAGIC) + NONCE_BYTES)
+        opening = _receive(connection, deadline, len(MAGIC) + NONCE_BYTES)
         if not opening.startswith(MAGIC):
             raise NotWeftError("it does not speak Weft's protocol")
         theirs, ours = opening[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs, ours))
-        if not hmac.compare_digest(_receive(connection, PROOF_BYTES), _proof(key, b"connector", theirs, ours)):
+        proof = _receive(connection, deadline, PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(key, b"connector", theirs, ours)):
             connection.sendall(REFUSED)
             raise WrongKeyError
         connection.sendall(ACCEPTED)
@@ -120,10 +124,14 @@ def _proof(key: bytes, side: bytes, connector: bytes, acceptor: bytes) -> bytes:
     return hmac.digest(key, b"weft cluster " + side + b"\0" + connector + acceptor, "sha256")
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes."""
+def _receive(connection: socket.socket, deadline: float, size: int) -> bytes:
+    """Receive exactly `size` bytes before the deadline of time.monotonic(), in whatever pieces they come."""
     data = b""
     while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise NotWeftError(f"the handshake takes longer than {HANDSHAKE_S:g} s")
+        connection.settimeout(left)
         more = connection.recv(size - len(data))
         if not more:
             raise NotWeftError("it closed the connection")

@@ -125,7 +125,9 @@ class NodeRanks:
 
     def _beat(self) -> None:
         phases = self._processes.phases
-        self._send(Beat([RankState(rank, phase, self._steps[rank]) for rank, phase in phases.items()]))
+        states = [RankState(rank, phase, self._steps[rank]) for rank, phase in phases.items()]
+        # Never waiting for a head that takes nothing: its silence has to be noticed meanwhile.
+        self._channel.offer(Beat(states), self._sending)
 
     def _head_silent(self) -> None:
         self._processes.print_stacks()

@@ -57,7 +57,7 @@ class NodeLink:
         self._executor = executor
         self._sending = threading.Lock()
         self.ended = False
-        self.watch = Watch(lambda: self.send(Ping()), lambda: executor.node_silent(self), str(about.node))
+        self.watch = Watch(lambda: self.offer(Ping()), lambda: executor.node_silent(self), str(about.node))
         self._listener = threading.Thread(target=self._listen, name=f"weft-node-{about.node}", daemon=True)
 
     def start(self) -> None:
@@ -69,6 +69,10 @@ class NodeLink:
         frame = encode_frame(message)
         with self._sending, contextlib.suppress(OSError):
             self._channel.send_frame(frame)
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Send a short message if that takes no waiting: not while another is being sent, or the buffer is full."""
+        self._channel.offer(message, self._sending)
 
     def hang_up(self) -> None:
         """End the connection, without waiting."""
@@ -151,7 +155,7 @@ class NodesExecutor(ProcessExecutor):
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         """Handle the end of a node's connection."""
-        self._fail_node(link, "node-lost", f"{link.about.label} is gone: {reason}", LOST)
+        self._fail(self._cause_of_node(link, "node-lost", f"{link.about.label} is gone: {reason}", LOST))
 
     def node_silent(self, link: NodeLink) -> None:
         """Handle a node that sends nothing: print the stacks of the other ranks, and fail."""
@@ -161,15 +165,20 @@ class NodesExecutor(ProcessExecutor):
         )
         for other in self._links:
             if other is not link:
-                other.send(PrintStacks())
+                other.offer(PrintStacks())
         self._processes.print_stacks()
         time.sleep(STACKS_S)
         heard = f"; last heard of: {states}" if states else ""
-        self._fail_node(link, "node-silent", f"{link.about.label} has been silent for {SILENCE_S:g} s{heard}", SILENT)
+        silence = f"{link.about.label} has been silent for {SILENCE_S:g} s{heard}"
+        cause = self._cause_of_node(link, "node-silent", silence, SILENT)
+        # First, as a thread may be waiting for it to take a message, and would keep the others from hearing of the end.
+        link.offer(EndRanks(cause))
+        link.hang_up()
+        self._fail(cause)
 
-    def _fail_node(self, link: NodeLink, code: str, cause: str, hint: str) -> None:
+    def _cause_of_node(self, link: NodeLink, code: str, cause: str, hint: str) -> Cause:
         rank = self._node_of.index(link.about.node)
-        self._fail(Cause(rank=rank, phase=self._phases[rank], code=code, cause=cause, hint=hint))
+        return Cause(rank=rank, phase=self._phases[rank], code=code, cause=cause, hint=hint)
 
     def _kill(self) -> None:
         super()._kill()

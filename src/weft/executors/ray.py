@@ -170,7 +170,8 @@ class RayExecutor(RankExecutor):
                 except (NotWeftError, WrongKeyError, FrameError) as error:
                     log.warning("a connection is refused: %s", error)
                     connection.close()
-                continue
+                if time.monotonic() <= deadline:
+                    continue
             missing = next(rank for rank in range(count) if rank not in self._attached)
             ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
             if ended or time.monotonic() > deadline:

@@ -31,8 +31,13 @@ ENTRY_BYTES, MOST_ENTRIES = 40, 1024  # of struct ifreq
 
 
 def check_private(address: str, allow_public: bool) -> None:
-    """Raise ConfigError for an address outside the private, link-local and loopback ranges."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
+    """Raise ConfigError for an address outside the private, link-local and loopback ranges, and for a name."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        raise ConfigError(
+            f"{address!r} is no IP address; give VLLM_HOST_IP as numbers, such as 10.0.0.1", code="not-an-address"
+        ) from None
     if not allow_public and not any(parsed in block for block in PRIVATE if block.version == parsed.version):
         raise ConfigError(
             f"{address} is a public address, and the tensors between nodes are neither encrypted nor checked; connect "

@@ -84,7 +84,8 @@ async def _serve(
     speeds = None if options.disable_log_stats or assembly else _machine_speeds(planned[0].plan, host)
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
-    asyncio.get_running_loop().run_in_executor(None, text_tools.measure_vocabulary)
+    grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
+    asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)
@@ -98,7 +99,9 @@ async def _serve(
                 log.info(line)
             if expected:
                 log.info(_compare_start(expected[replica.number], replica.ready))
-        frontend = Frontend.for_engine(config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len)
+        frontend = Frontend.for_engine(
+            config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
+        )
         ready = "the engine is" if len(planned) == 1 else f"{len(planned)} replicas are"
         log.info("%s ready (%.2f s)", ready, time.monotonic() - starting)
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs

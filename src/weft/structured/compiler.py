@@ -50,7 +50,8 @@ class GuidedMatcher:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary: `load` returns its tokenizer, `vocab` is the number of embedding rows.
 
-    It implements `core.grammar.Grammars`. The vocabulary is prepared for the first grammar, in that one's thread.
+    It implements `core.grammar.Grammars`. Unless `prepare` has been called, the vocabulary is prepared
+    for the first grammar, in that one's thread.
     """
 
     def __init__(self, load: Callable[[], Tokenizer], vocab: int, eos: Sequence[int]) -> None:
@@ -76,6 +77,11 @@ class GrammarCompiler:
         """The vocabulary in the library's form."""
         tokenizer = self._load()
         return build_vocabulary(tokenizer, self._vocab, sorted({*self._eos, *tokenizer.end_ids}))
+
+    def prepare(self) -> None:
+        """Prepare the vocabulary now, rather than for the first grammar, which waits if it comes meanwhile."""
+        with self._lock:
+            self.vocabulary  # noqa: B018  # cached
 
     def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
         return self._threads.submit(self._matcher, grammar, list(answered))

@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-JSON_TYPES = {"integer", "number", "boolean", "object", "array", "null"}
-
 
 class ToolSchemas:
     """The parameters of each tool, for formats whose arguments are plain text: only the schema tells 5 from "5"."""
