@@ -75,6 +75,8 @@ class FakeEngine:
         return {callers_id(id) for id in self.requests}
 
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        if not self.alive:
+            raise EngineError(CAUSE)
         for request in requests:
             if not request.prompt:
                 raise OverflowError
@@ -133,6 +135,7 @@ class FakeEngine:
 
     def abandon(self) -> None:
         self.closed = True
+        self.gate.set()
 
     async def close(self) -> None:
         self.closed = True
