@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.pure.ranks import Ranks, expected
 from tests.pure.scheduling import layout
@@ -24,6 +26,7 @@ from weft.core.commands import (
     Wake,
 )
 from weft.core.engine import EngineCore
+from weft.core.grammar import Matcher
 from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
@@ -88,6 +91,38 @@ def step(engine: EngineCore) -> list[Output]:
     """Submit what can be, and what the oldest step in flight brings."""
     engine.pump()
     return engine.finish_oldest() if engine.pending else []
+
+
+class HeldGrammars:
+    """Grammars that are compiled when the test says so."""
+
+    def __init__(self) -> None:
+        self.compiling: list[Future[Matcher]] = []
+
+    def compile(self, grammar: str, answered: Sequence[int]) -> Future[Matcher]:
+        self.compiling.append(Future())
+        return self.compiling[-1]
+
+    def masks(self, rows: Sequence[tuple[Matcher, Sequence[int]]]) -> list[bytes]:
+        raise NotImplementedError
+
+
+def test_a_grammar_of_an_aborted_request_is_not_that_of_a_later_one() -> None:
+    grammars = HeldGrammars()
+    engine, executor = core(grammars=grammars)
+    engine._grammars = grammars
+    asked = replace(request("a", [1], max_tokens=2), grammar="root ::= 'x'")
+    engine.add(asked)
+    engine.abort(["a"])
+    engine.add(asked)
+    before, after = grammars.compiling
+    before.set_exception(RequestError("no such rule", code="bad-grammar"))
+    engine.pump()
+    assert engine.take_uncompiled() == [] and not executor.submitted
+    assert engine.stats().waiting == 1
+    after.set_exception(RequestError("no such root", code="other-grammar"))
+    engine.pump()
+    assert [output.error.code for output in engine.take_uncompiled() if output.error] == ["other-grammar"]
 
 
 def busy(engine: EngineCore) -> bool:

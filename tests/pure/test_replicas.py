@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.pure.machines import host
 from tests.pure.worlds import PLAN, READY
@@ -35,6 +37,8 @@ class FakeEngine:
 
     started: list[FakeEngine]
     broken_starts = 0
+    start_error: Exception = EngineError(CAUSE)
+    lengths: list[int]  # max_model_len of the next to start
 
     def __init__(self, plan: Plan, config: EngineConfig) -> None:
         self.plan, self.ready, self.config = plan, READY, config
@@ -45,6 +49,10 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
+        self.calling = False
+        self.gate = asyncio.Event()  # commands wait for it
+        self.gate.set()
+        self.refusal: RequestError | None = None
         self._death = asyncio.Event()
 
     @classmethod
@@ -52,8 +60,8 @@ class FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:
             FakeEngine.broken_starts -= 1
-            raise EngineError(CAUSE)
-        engine = cls(plan, config)
+            raise cls.start_error
+        engine = cls(replace(plan, max_model_len=cls.lengths.pop(0)) if cls.lengths else plan, config)
         cls.started.append(engine)
         return engine
 
@@ -61,7 +69,14 @@ class FakeEngine:
     def alive(self) -> bool:
         return self.failure is None and not self.closed
 
+    @property
+    def ids(self) -> set[str]:
+        """The callers' ids of the requests."""
+        return {callers_id(id) for id in self.requests}
+
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        if not self.alive:
+            raise EngineError(CAUSE)
         for request in requests:
             if not request.prompt:
                 raise OverflowError
@@ -78,9 +93,14 @@ class FakeEngine:
             sink.drop_request(id)
 
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
+        self.calling = True
         await asyncio.sleep(0)
+        await self.gate.wait()
+        self.calling = False
         if isinstance(command, Sleep) and command.level > 2:
             raise RequestError("no such level", code="unknown-sleep-level")
+        if self.refusal:
+            raise self.refusal
         if self.failure:
             raise self.failure
         self.called.append(command)
@@ -115,6 +135,7 @@ class FakeEngine:
 
     def abandon(self) -> None:
         self.closed = True
+        self.gate.set()
 
     async def close(self) -> None:
         self.closed = True
@@ -123,12 +144,18 @@ class FakeEngine:
         self.sinks.clear()
 
 
+def callers_id(id: str) -> str:
+    """The id that a caller gave, of that which an engine has."""
+    return id.rpartition("@")[0]
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "AsyncEngine", FakeEngine)
     monkeypatch.setattr(replicas, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(replicas, "LONGEST_PAUSE_S", 0.0)
-    FakeEngine.started, FakeEngine.broken_starts = [], 0
+    monkeypatch.setattr(FakeEngine, "start_error", EngineError(CAUSE))
+    FakeEngine.started, FakeEngine.broken_starts, FakeEngine.lengths = [], 0, []
 
 
 @asynccontextmanager
@@ -184,7 +211,7 @@ async def test_requests_go_on_where_an_engine_lives() -> None:
         assert len(second.requests) == 8
         begun = [request for request in second.requests.values() if request.answered]
         assert [list(request.answered) for request in begun] == [
-            [10 * int(r.id) + 1, 10 * int(r.id) + 2] for r in begun
+            [10 * int(callers_id(r.id)) + k for k in (1, 2)] for r in begun
         ]
         assert len(begun) == 4
         answers = await stepped(*streams)
@@ -311,16 +338,169 @@ async def test_an_engine_that_is_back_follows_the_others() -> None:
         assert [replica.first_rank for replica in engine.replicas] == [0, 2]
 
 
+async def test_an_engine_joins_while_no_command_runs() -> None:
+    async with running(1, 1) as engine:
+        first, second = FakeEngine.started
+        second.gate.clear()
+        swap = SwapWeights("/other", "safetensors")
+        caller = asyncio.create_task(engine.call(swap))
+        await until(lambda: first.called == [swap])
+        first.fail()
+        await until(lambda: len(FakeEngine.started) == 3)
+        later = asyncio.create_task(engine.call(Sleep(1)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(engine.replicas) == 1  # not yet with the old weights
+        caller.cancel()  # which does not undo the command
+        second.gate.set()
+        await later
+        await until(lambda: len(engine.replicas) == 2)
+        assert FakeEngine.started[2].called[0] == swap
+        assert FakeEngine.started[2].called[-1] == Sleep(1) == second.called[-1]
+        assert second.called == [swap, Sleep(1)]
+
+
+async def test_weights_of_one_path_are_swapped_in_again_by_an_engine_that_starts() -> None:
+    async with running(1, 1) as engine:
+        swap = SwapWeights("/other", "safetensors")
+        await engine.call(swap)
+        FakeEngine.started[0].fail()
+        await until(lambda: len(FakeEngine.started) == 3)
+        third, second = FakeEngine.started[2], FakeEngine.started[1]
+        third.gate.clear()
+        await until(lambda: third.calling)
+        await engine.call(swap)
+        third.gate.set()
+        await until(lambda: len(engine.replicas) == 2)
+        assert third.called == second.called == [swap, swap]
+
+
+async def test_one_that_refuses_a_change_of_the_others_starts_again_and_follows() -> None:
+    async with running(1, 1) as engine:
+        first, second = FakeEngine.started
+        first.refusal = RequestError("no such file", code="checkpoint-missing")
+        swap = SwapWeights("/other", "safetensors")
+        with refuses(RequestError, "checkpoint-missing"):
+            await engine.call(swap)
+        assert second.called == [swap]
+        assert first.failure and first.failure.code == "replica-left-behind"
+        await until(lambda: len(FakeEngine.started) == 3 and len(engine.replicas) == 2)
+        assert FakeEngine.started[2].called == [swap]
+        # Commands that change nothing leave the engine that refuses them where it is.
+        second.refusal = first.refusal
+        with refuses(RequestError, "checkpoint-missing"):
+            await engine.call(ResetPrefixCache())
+        assert second.alive
+
+
+async def test_errors_of_the_system_are_failed_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(1, 1) as engine:
+        monkeypatch.setattr(FakeEngine, "start_error", OSError(24, "Too many open files"))
+        FakeEngine.broken_starts = 2
+        FakeEngine.started[0].fail()
+        await until(lambda: len(FakeEngine.started) == 3 and len(engine.replicas) == 2)
+        assert FakeEngine.broken_starts == 0
+        for one in FakeEngine.started[1:]:
+            one.fail()
+        FakeEngine.broken_starts = 2 * GIVE_UP + 5
+        async with asyncio.timeout(WAIT_S):
+            await engine.died()
+        assert engine.failure and "Too many open files" in str(engine.failure)
+
+
+async def test_a_death_right_after_the_start_and_an_engine_that_does_not_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(1, 1) as engine:
+        stream = engine.submit([ask("0"), ask("1"), ask("2")])
+        first, second = FakeEngine.started
+        start, close = FakeEngine.start, FakeEngine.close
+
+        async def dies(plan: Plan, config: EngineConfig, worker: str) -> FakeEngine:
+            monkeypatch.setattr(FakeEngine, "start", start)
+            made = await start(plan, config, worker)
+            made.fail()
+            return made
+
+        async def breaks(self: FakeEngine) -> None:
+            await close(self)
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(FakeEngine, "start", dies)
+        monkeypatch.setattr(FakeEngine, "close", breaks)
+        first.fail()
+        await until(lambda: len(FakeEngine.started) == 4 and len(engine.replicas) == 2)
+        monkeypatch.setattr(FakeEngine, "close", close)
+        assert await stepped(stream) == [{id: [2, 3, 4, 5] for id in "012"}]
+        assert second.alive
+
+
+async def test_a_request_that_waits_and_cannot_be_sent_fails_alone() -> None:
+    async with running(1, 1) as engine:
+        for one in list(FakeEngine.started):
+            one.fail()
+        broken, fine = engine.submit([ask("0", length=0)]), engine.submit([ask("1")])
+        failure, answer = await stepped(broken, fine)
+        assert isinstance(failure, EngineError)
+        assert answer == {"1": [2, 3, 4, 5]}
+        await until(lambda: len(FakeEngine.started) == 4 and len(engine.replicas) == 2)
+
+
+async def test_the_end_of_a_task_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(1, 1) as engine:
+
+        def breaks(number: int) -> None:
+            raise ZeroDivisionError("in the router")
+
+        monkeypatch.setattr(engine._router, "forget_replica", breaks)
+        with caplog.at_level(logging.ERROR, "weft"):
+            FakeEngine.started[0].fail()
+            await until(lambda: any(record.exc_info for record in caplog.records))
+        await FakeEngine.started[0].close()
+
+
+async def test_an_engine_that_is_back_serves_no_shorter_requests() -> None:
+    async with running(1, 1) as engine:
+        FakeEngine.lengths = [PLAN.max_model_len - 1]
+        FakeEngine.started[0].fail()
+        await until(lambda: len(FakeEngine.started) == 4 and len(engine.replicas) == 2)
+        third, fourth = FakeEngine.started[2:]
+        assert third.closed and fourth.plan.max_model_len == PLAN.max_model_len
+        with refuses(EngineError, "replica-too-short", PLAN.max_model_len - 1, PLAN.max_model_len):
+            raise engine._last_death or AssertionError
+
+
+async def test_a_request_that_comes_back_to_an_engine_is_a_new_one_there() -> None:
+    async with running(1, 1) as engine:
+        streams = [engine.submit([ask(str(n), first=n)]) for n in range(8)]
+        first, second = FakeEngine.started
+        first.fail()
+        before = {callers_id(id): id for id in second.requests}
+        await until(lambda: len(FakeEngine.started) == 3 and bool(FakeEngine.started[2].requests))
+        FakeEngine.started[2].fail()
+        after = {callers_id(id): id for id in second.requests}
+        assert before.keys() == after.keys()
+        assert sum(before[id] != after[id] for id in before) == 4
+        assert await stepped(*streams) == [{str(n): [n + k + 1 for k in range(4)]} for n in range(8)]
+
+
+async def test_ids_of_open_requests_are_refused() -> None:
+    async with running(1, 1) as engine:
+        stream = engine.submit([ask("0")])
+        with refuses(RequestError, "duplicate-request-id", "'0'"):
+            engine.submit([ask("0")])
+        assert await stepped(stream) == [{"0": [2, 3, 4, 5]}]
+        assert await stepped(engine.submit([ask("0")])) == [{"0": [2, 3, 4, 5]}]
+
+
 async def test_waiting_requests_move_to_an_engine_that_is_back() -> None:
     async with running(1, 1) as engine:
         first, second = FakeEngine.started
         streams = [engine.submit([ask(str(n), first=n)]) for n in range(8)]
         second.step()  # these have begun, and stay
-        begun = set(second.requests)
+        begun = second.ids
         first.fail()
         await until(lambda: len(FakeEngine.started) == 3 and bool(FakeEngine.started[2].requests))
-        assert begun <= second.requests.keys()
-        assert second.requests.keys().isdisjoint(FakeEngine.started[2].requests)
+        assert begun <= second.ids
+        assert second.ids.isdisjoint(FakeEngine.started[2].ids)
         assert await stepped(*streams) == [{str(n): [n + k + 1 for k in range(4)]} for n in range(8)]
 
 
@@ -335,6 +515,22 @@ async def test_an_engine_that_stalls_is_taken_for_dead(monkeypatch: pytest.Monke
         # One with nothing to do stalls as little as one that sleeps.
         await asyncio.sleep(0.1)
         assert len(FakeEngine.started) == 3
+
+
+async def test_an_engine_that_executes_a_command_does_not_stall() -> None:
+    async with running(1, 1) as engine:
+        stream = engine.submit([ask("0"), ask("1")])
+        first = FakeEngine.started[0]
+        first.gate.clear()
+        caller = asyncio.create_task(engine.call(ResetPrefixCache()))
+        await until(lambda: first.calling)
+        replica = engine._replicas[0]
+        now = replica.moved_s
+        assert replica.stalled_s(now + 100) == 0
+        first.gate.set()
+        await caller
+        assert replica.stalled_s(now + 150) == 50
+        await stream.aclose()
 
 
 async def test_callers_are_told_of_the_end() -> None:
@@ -384,8 +580,10 @@ def test_nothing_is_remembered_of_other_identities_or_without_caches() -> None:
 async def test_errors_other_than_deaths_reach_their_caller() -> None:
     async with running(1, 1) as engine:
         stream = engine.submit([ask("0"), ask("1")])
-        one = next(one for one in FakeEngine.started if "0" in one.requests)
-        one.sinks["0"].put(RequestError("too long", code="prompt-too-long"))
+        one = next(one for one in FakeEngine.started if "0" in one.ids)
+        next(sink for id, sink in one.sinks.items() if callers_id(id) == "0").put(
+            RequestError("too long", code="prompt-too-long")
+        )
         with refuses(RequestError, "prompt-too-long"):
             await collect(stream)
         assert not any(one.requests for one in FakeEngine.started)

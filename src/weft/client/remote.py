@@ -119,6 +119,11 @@ class AsyncEngine:
         return self.failure is None and not self._closed
 
     @property
+    def calling(self) -> bool:
+        """True while a command is on its way, in whose time no step need finish."""
+        return bool(self._calls)
+
+    @property
     def outage(self) -> str:
         """The reason why no request can run now; "" if requests can."""
         return str(self.failure or "")
@@ -217,10 +222,11 @@ class AsyncEngine:
             case StepOutputs(outputs, stats):
                 self.stats = stats
                 for output in outputs:
-                    if stream := self._streams.get(output.id):
+                    id = output.id  # the sink may give the output its caller's id
+                    if stream := self._streams.get(id):
                         stream.put(output)
                         if output.finish_reason is not None:
-                            self._streams.pop(output.id).close_request(output.id)
+                            self._streams.pop(id).close_request(id)
             case RequestRefused(id, text, code, full, param):
                 if stream := self._streams.get(id):
                     stream.put(QueueFullError(text, code=code) if full else RequestError(text, param=param, code=code))

@@ -44,7 +44,7 @@ class ReplicaThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-replicas", daemon=True)
         self._thread.start()
-        self._closing = threading.Lock()
+        self._closing = threading.Lock()  # held to give the loop work, and while it ends: then it gets none
         self._ended = False
         self._most = sum(one.plan.max_running for one in planned) * AHEAD
         try:
@@ -77,10 +77,11 @@ class ReplicaThread:
 
         A replica gets AHEAD times as many as it can run at once, and the others as these end. Raises EngineError.
         """
-        if self._ended:
-            raise EngineError(CLOSED)
-        submission = ReplicaSubmission(self._engine, self._loop, requests, self._most)
-        self._loop.call_soon_threadsafe(submission.feed)
+        with self._closing:
+            if self._ended:
+                raise EngineError(CLOSED)
+            submission = ReplicaSubmission(self._engine, self._loop, requests, self._most)
+            self._loop.call_soon_threadsafe(submission.feed)
         return submission
 
     def stats(self) -> Stats:
@@ -104,15 +105,20 @@ class ReplicaThread:
             if self._ended:
                 return
             self._ended = True
-            asyncio.run_coroutine_threadsafe(self._engine.close(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._end_engine(), self._loop).result()
             self._stop_loop()
+
+    async def _end_engine(self) -> None:
+        await self._engine.close()
+        await _end_tasks()  # whose callers wait for the result in other threads
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop, and wait for its result; Ctrl-C cancels it."""
-        if self._ended:
-            work.close()
-            raise EngineError(CLOSED)
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._closing:
+            if self._ended:
+                work.close()
+                raise EngineError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -128,7 +134,7 @@ class ReplicaThread:
 
 
 async def _end_tasks() -> None:
-    """Wait until the tasks that have been cancelled have ended: those that start engines."""
+    """Wait until all other tasks have ended: those of engines that have been closed, or whose start was cancelled."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
 

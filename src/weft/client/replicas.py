@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,14 +18,19 @@ from weft.client.running import RunningReplica
 from weft.cluster.assembly import AnyAssembly
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
-from weft.core.request import Output, Request, Stats, counters_only, sum_stats
+from weft.core.request import Output, Request, Stats, counters_only, duplicate_id_error, sum_stats
 from weft.core.token_ids import TokenIds
-from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
+from weft.errors import CORE, Cause, EngineError, QueueFullError, WeftError
+from weft.executors.causes import cause_of
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.planner.replicas import ReplicaPlan
 
 log = logging.getLogger("weft")
+
+# The last commands that changed the weights and put the engines to sleep, as objects of their own: the same files
+# may be swapped in twice, with other content.
+State = tuple[SwapWeights | None, Sleep | None]
 
 MOVES = 3  # engines that a request may lose before it fails: it may be what kills them
 WAIT_S = 30.0  # for a replica, while none runs
@@ -90,9 +95,9 @@ class Replica:
         return pause
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without a finished step, 0 for a replica that has nothing to do."""
+        """Seconds without a finished step, 0 for a replica that has nothing to do or executes a command."""
         engine = self.engine
-        if engine is None or not self.open or engine.stats.sleep_level:
+        if engine is None or not self.open or engine.calling or engine.stats.sleep_level:
             self.moved_s = now
             return 0.0
         if engine.stats.steps != self._steps:
@@ -101,11 +106,16 @@ class Replica:
 
 
 class RoutedRequest:
-    """A request, and the sink of what its replica sends. `tokens` are those of its answer so far."""
+    """A request, and the sink of what its replica sends. `tokens` are those of its answer so far.
+
+    `engine_id` is its id in the engine. Each hand-over has a new one: an engine to which the request comes back may
+    still send outputs of the time before.
+    """
 
     def __init__(self, owner: ReplicaSet, request: Request, sink: OutputSink) -> None:
         self.request, self.sink = request, sink
         self.tokens: list[int] = []
+        self.engine_id = ""
         self.replica: Replica | None = None  # None while it waits for one
         self.losses = 0  # engines that died with it
         self.work = work_of(request)
@@ -125,16 +135,17 @@ class RoutedRequest:
             return
         if isinstance(item, Output):
             self.tokens += item.tokens
+            item.id = self.request.id
             item.replica = self.replica.number if self.replica else 0
         self.sink.put(item)
 
     def close_request(self, id: str) -> None:
         self._owner.forget_request(self)
-        self.sink.close_request(id)
+        self.sink.close_request(self.request.id)
 
     def drop_request(self, id: str) -> None:
         self._owner.forget_request(self)
-        self.sink.drop_request(id)
+        self.sink.drop_request(self.request.id)
 
 
 class ReplicaSet:
@@ -163,7 +174,10 @@ class ReplicaSet:
         self._open: dict[str, RoutedRequest] = {}
         self._waiting: list[RoutedRequest] = []  # for a replica
         self._last_death: EngineError | None = None
-        self._state: tuple[SwapWeights | None, Sleep | None] = (None, None)  # that commands have brought about
+        self._state: State = (None, None)
+        self._turn = asyncio.Lock()  # held while a command runs or an engine joins
+        self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
+        self._hand_overs = count()
         self._closed = False
         self._died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -201,30 +215,39 @@ class ReplicaSet:
         if self._stall_s is not None:
             self._run(self._watch_stalls(self._stall_s))
 
-    async def _start_engine(self, replica: Replica) -> None:
+    async def _start_engine(self, replica: Replica, shortest: int = 0) -> None:
+        """Start the engine of a replica, which must serve requests of `shortest` tokens."""
         engine = await AsyncEngine.start(replica.plan, self._engine_config, self._worker)
         try:
-            state: tuple[SwapWeights | None, Sleep | None] = (None, None)
-            while state != self._state:
-                state = await self._follow_state(engine, state)
+            if engine.plan.max_model_len < shortest:
+                raise _too_short(engine.plan.max_model_len, shortest)
+            await self._join(replica, engine)
         except BaseException:
             await engine.close()
             raise
-        replica.engine, replica.failed_starts, replica.started_s = engine, 0, time.monotonic()
 
-    async def _follow_state(
-        self, engine: AsyncEngine, state: tuple[SwapWeights | None, Sleep | None]
-    ) -> tuple[SwapWeights | None, Sleep | None]:
-        """Bring a new engine from `state` to that of the others."""
-        weights, sleep = self._state
-        if weights is not None and weights != state[0]:
+    async def _join(self, replica: Replica, engine: AsyncEngine) -> None:
+        """Give a replica its new engine, once this has followed all commands and while none runs."""
+        state: State = (None, None)
+        while True:
+            state = await self._follow_state(engine, state)
+            async with self._turn:
+                if state is self._state:
+                    replica.engine, replica.failed_starts, replica.started_s = engine, 0, time.monotonic()
+                    return
+
+    async def _follow_state(self, engine: AsyncEngine, state: State) -> State:
+        """Bring a new engine from `state` to that of the others, and return this."""
+        current = self._state
+        weights, sleep = current
+        if weights is not None and weights is not state[0]:
             await engine.call(weights)
-        if sleep != state[1]:
+        if sleep is not state[1]:
             if state[1] is not None:
                 await engine.call(Wake())
             if sleep is not None:
                 await engine.call(sleep)
-        return weights, sleep
+        return current
 
     # What users of an engine see
 
@@ -269,8 +292,14 @@ class ReplicaSet:
         return stream
 
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none; `sink` gets their outputs. Raises QueueFullError and EngineError."""
+        """Queue requests, all or none; `sink` gets their outputs.
+
+        Raises QueueFullError, EngineError, and RequestError for an id that an open request has.
+        """
         self._raise_failure()
+        for request in requests:
+            if request.id in self._open:
+                raise duplicate_id_error(request.id)
         if len(self._open) + len(requests) > self.capacity:
             raise QueueFullError(
                 f"{len(self._open)} requests run or wait, {len(requests)} more are over the limit of "
@@ -292,43 +321,61 @@ class ReplicaSet:
             if routed is None:
                 continue
             if routed.replica is not None and routed.replica.engine is not None:
-                routed.replica.engine.abort([id])
+                routed.replica.engine.abort([routed.engine_id])
             if id in self._open:  # no engine has it
                 routed.drop_request(id)
 
     async def call(self, command: Command | ResetPrefixCache) -> Replies:
         """Have the ranks of all replicas execute a command; return their replies, replica by replica.
 
-        An engine that starts meanwhile follows the commands that it has missed. Raises RequestError and EngineError.
+        An engine that starts meanwhile follows the commands that it has missed. A caller that is cancelled does not
+        stop the command. Raises EngineError, and RequestError if a replica refuses the command; one that refuses a
+        change that others have made starts again, and follows them.
         """
         return [reply for _, replies in await self.call_each(command) for reply in replies]
 
     async def call_each(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
         """Like `call`, with the engines that reply; one that dies meanwhile is left out."""
         self._raise_failure()
-        running = self.replicas
-        calls = [replica.engine.call(command) for replica in self._replicas if replica.engine is not None]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        answers = []
-        for replica, result in zip(running, results, strict=True):
-            if not isinstance(result, BaseException):
-                answers.append((replica, result))
-            elif not isinstance(result, EngineError):
-                raise result
+        call = asyncio.create_task(self._call_in_turn(command))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await asyncio.shield(call)
+
+    async def _call_in_turn(self, command: Command | ResetPrefixCache) -> list[tuple[RunningReplica, Replies]]:
+        async with self._turn:
+            self._raise_failure()
+            running = self.replicas
+            engines = [replica.engine for replica in self._replicas if replica.engine is not None]
+            results = await asyncio.gather(*(engine.call(command) for engine in engines), return_exceptions=True)
+            answers, refusals = [], []
+            for engine, replica, result in zip(engines, running, results, strict=True):
+                if not isinstance(result, BaseException):
+                    answers.append((replica, result))
+                elif not isinstance(result, EngineError):
+                    refusals.append((engine, result))
+            if answers and self._note_state(command):
+                for engine, refusal in refusals:
+                    engine.fail(_left_behind(refusal))
+        if refusals:
+            raise refusals[0][1]
         if not answers:
             raise self._last_death or EngineError(CLOSED)
-        self._note_state(command)
         return answers
 
-    def _note_state(self, command: Command | ResetPrefixCache) -> None:
+    def _note_state(self, command: Command | ResetPrefixCache) -> bool:
+        """Note what new engines have to follow; return True if that has changed."""
         weights, sleep = self._state
         match command:
             case SwapWeights():
-                self._state = (command, sleep)
+                self._state = (replace(command), sleep)
             case Sleep():
-                self._state = (weights, command)
+                self._state = (weights, replace(command))
             case Wake():
                 self._state = (weights, None)
+            case _:
+                return False
+        return True
 
     def abandon(self) -> None:
         """Fail all callers, and start no engine again. The processes go on until `close`."""
@@ -347,6 +394,7 @@ class ReplicaSet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         engines = {replica.engine for replica in self._replicas if replica.engine is not None}
         await asyncio.gather(*(engine.close() for engine in engines | self._dying))
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     # Requests on their way
 
@@ -356,7 +404,7 @@ class ReplicaSet:
         routed.losses += 1
         self._last_death = error
         if self.alive and routed.losses <= MOVES:
-            self._place([routed])
+            self._place_again([routed])
         else:
             self._fail_request(routed, error)
 
@@ -378,11 +426,20 @@ class ReplicaSet:
         if self._open:
             self._busy.set()
 
-    @staticmethod
-    def _give(routed: RoutedRequest, replica: Replica) -> None:
+    def _place_again(self, requests: Iterable[RoutedRequest]) -> None:
+        """Like `_place`, for requests whose callers can no longer be told by an exception."""
+        for routed in requests:
+            try:
+                self._place([routed])
+            except Exception as error:  # such as a request that cannot be sent
+                self._fail_request(routed, EngineError(cause_of(error, CORE, "step")))
+
+    def _give(self, routed: RoutedRequest, replica: Replica) -> None:
         """Give a request to a replica that has an engine."""
         assert replica.engine is not None
-        replica.engine.send_requests([routed.rest], routed)
+        id = f"{routed.request.id}@{next(self._hand_overs)}"
+        replica.engine.send_requests([replace(routed.rest, id=id)], routed)
+        routed.engine_id = id
         if not replica.open:
             replica.moved_s = time.monotonic()
         routed.replica = replica
@@ -391,12 +448,14 @@ class ReplicaSet:
 
     def _relieve_others(self, replica: Replica) -> None:
         """Give a replica that has just started the last requests of the others that have no token yet."""
+        if not replica.alive:
+            return
         for routed in reversed(list(self._open.values())):
             other = routed.replica
             if other is None or other is replica or other.engine is None or not other.alive or routed.tokens:
                 continue
             if (other.load - routed.work) / other.weight >= (replica.load + routed.work) / replica.weight:
-                other.engine.withdraw([routed.request.id])
+                other.engine.withdraw([routed.engine_id])
                 self._leave(routed)
                 self._give(routed, replica)
 
@@ -429,7 +488,12 @@ class ReplicaSet:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
+
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task that keeps the replicas running has failed", exc_info=error)
 
     async def _keep_running(self, replica: Replica) -> None:
         """Start the engine of a replica again whenever it has died."""
@@ -440,29 +504,35 @@ class ReplicaSet:
             self._router.forget_replica(replica.number)
             log.error("%s died, and starts again: %s", replica.name, engine.failure)
             began = time.monotonic()
-            self._dying.add(engine)
-            await engine.close()
-            self._dying.discard(engine)
+            await self._bury(engine, replica)
             await self._restart(replica)
             if replica.engine is None:
                 return
             log.info("%s is back (%.1f s)", replica.name, time.monotonic() - began)
             waiting, self._waiting = self._waiting, []
-            self._place(waiting)
+            self._place_again(waiting)
             self._relieve_others(replica)
+
+    async def _bury(self, engine: AsyncEngine, replica: Replica) -> None:
+        """End the processes of an engine that has died. If that fails, its replica starts nevertheless."""
+        self._dying.add(engine)
+        try:
+            await engine.close()
+        except Exception as error:
+            log.error("the engine of %s has not ended as it should: %s", replica.name, error)
+        self._dying.discard(engine)
 
     async def _restart(self, replica: Replica) -> None:
         """Start an engine until that succeeds, or until every replica has failed too often."""
         while self.alive:
             await asyncio.sleep(replica.next_pause_s(time.monotonic()))
             try:
-                await self._start_engine(replica)
+                await self._start_engine(replica, self.plan.max_model_len)
                 return
-            except (EngineError, RequestError) as error:
+            except Exception as error:  # such as an OSError, if there are no more descriptors or processes
                 replica.failed_starts += 1
-                log.error("%s does not start: %s", replica.name, error)
-                cause = Cause(rank=CORE, phase="start", code=error.code, cause=str(error))
-                self._last_death = error if isinstance(error, EngineError) else EngineError(cause)
+                self._last_death = EngineError(cause_of(error, CORE, "start"))
+                log.error("%s does not start: %s", replica.name, self._last_death)
             if all(one.failed_starts >= GIVE_UP for one in self._replicas):
                 self._give_up(self._last_death)
 
@@ -489,6 +559,19 @@ class ReplicaSet:
             raise EngineError(self.failure.cause)
         if self._closed:
             raise EngineError(CLOSED)
+
+
+def _left_behind(refusal: BaseException) -> Cause:
+    """The cause with which an engine ends that has refused a change that others have made."""
+    text = f"refuses what other replicas have done: {refusal}"
+    return Cause(rank=CORE, phase="step", code="replica-left-behind", cause=text)
+
+
+def _too_short(length: int, shortest: int) -> EngineError:
+    """The error of an engine that serves shorter requests than the replicas have served so far."""
+    text = f"its memory is enough for requests of {length} tokens, but the replicas serve {shortest}"
+    hint = "end what else uses its memory, or start the server with a lower --max-model-len"
+    return EngineError(Cause(rank=CORE, phase="start", code="replica-too-short", cause=text, hint=hint))
 
 
 def _with_queue(config: EngineConfig, capacity: int) -> EngineConfig:

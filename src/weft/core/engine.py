@@ -109,6 +109,10 @@ class EngineCore:
         self.scheduler.abort(ids)
         for id in ids:
             self._scheduled_s.pop(id, None)
+        # A later request may have one of these ids, and its own grammar.
+        gone = set(ids)
+        self._compiling = {future: id for future, id in self._compiling.items() if id not in gone}
+        self._uncompiled = [output for output in self._uncompiled if output.id not in gone]
 
     def call(self, command: Command | ResetPrefixCache) -> Future[Replies]:
         """Have all ranks execute a command between two steps; see `CommandQueue`. Raises RequestError, EngineError."""
