@@ -16,7 +16,7 @@ import pytest
 
 from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
-from tests.pure.worlds import HELLO, FakeEngine, World, endless, refused
+from tests.pure.worlds import HELLO, FakeEngine, World, dying, endless, refused
 from weft.core.request import Output, Request
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
@@ -150,6 +150,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
     [
         (b"", "empty_file", None),
         (b"{", "invalid_json_line", 1),
+        (jsonl([line("a"), line("b", more="x" * 20_000)]), "invalid_json_line", 2),
+        (jsonl([line("a", more=[[]] * 100_000), line("b")]), "invalid_json_line", 1),
         (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
         (jsonl([line("a", url="/v1/completions")]), "invalid_url", 1),
         (jsonl([line("a") | {"method": "GET"}]), "invalid_method", 1),
@@ -159,7 +161,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_batch_fails_with_the_line(
     tmp_path: Path, content: bytes, code: str, at: int | None
 ) -> None:
-    world = World(storage_directory=str(tmp_path))
+    limit = 20_000 if at == 2 else 0  # a body's
+    world = World(storage_directory=str(tmp_path), **({"max_body_bytes": limit} if limit else {}))
     async with client(world) as api:
         file = await api.files.create(file=("in.jsonl", content), purpose="batch")
         id = (await api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")).id
@@ -221,6 +224,66 @@ async def test_a_batch_expires(tmp_path: Path) -> None:
         assert batch.status == "expired" and batch.expired_at
         (error,) = await rows_of(api, batch.error_file_id)
         assert error["error"]["code"] == "batch_expired" and error["response"] is None
+
+
+async def test_a_batch_of_another_model_expires_too(tmp_path: Path) -> None:
+    first = World(FakeEngine(endless), storage_directory=str(tmp_path))
+    async with client(first) as api:
+        id = await begin(api, [line("a")])
+        await ended(api, id, "in_progress")
+    store = Store(tmp_path)
+    store.change_batch(id, lambda row: setattr(row, "expires_at", 1))
+    store.close()
+    other = World(storage_directory=str(tmp_path), served_model_name=("other",))
+    async with client(other) as api:
+        batch = await ended(api, id)
+        assert batch.status == "expired" and not other.engine.requests
+        assert [row["custom_id"] for row in await rows_of(api, batch.error_file_id)] == ["a"]
+
+
+async def test_a_line_that_only_an_earlier_server_read_is_an_error(tmp_path: Path) -> None:
+    async with client(World(FakeEngine(endless), storage_directory=str(tmp_path))) as api:
+        id = await begin(api, [line("a"), line("b", more="x" * 20_000)])
+        await ended(api, id, "in_progress")
+    async with client(World(storage_directory=str(tmp_path), max_body_bytes=10_000)) as api:
+        batch = await ended(api, id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (error,) = await rows_of(api, batch.error_file_id)
+        assert error["error"]["code"] == "invalid_json_line"
+
+
+async def test_lines_wait_while_engines_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
+    monkeypatch.setattr(FakeEngine, "outage", "no replica runs: they start")
+    world = World(FakeEngine(dying), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        id = await begin(api, [line("a")])
+        while len(world.engine.requests) < 3:
+            await asyncio.sleep(0.01)
+        world.engine.script = HELLO
+        batch = await ended(api, id)
+        assert (batch.request_counts.completed, batch.error_file_id) == (1, None)
+
+
+def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.new_content() as content:
+        content.write(jsonl([line("a")]))
+        file = store.add_file("", content, "in.jsonl", "batch")
+    fields: dict[str, Any] = {"endpoint": URL, "completion_window": "1h", "created_at": 0, "expires_at": 2**40}
+    assert store.add_batch("", BatchObject(id="batch_1", input_file_id=file.id, **fields))
+    assert not store.delete_file(file.id) and store.content(file.id).exists()
+    store.change_batch("batch_1", lambda row: setattr(row, "status", "completed"))
+    assert store.delete_file(file.id) and not store.content(file.id).exists()
+    assert not store.add_batch("", BatchObject(id="batch_2", input_file_id=file.id, **fields))
+    assert not store.unfinished()
+    store.close()
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "9" * 4400, "10001"])
+async def test_limits_of_lists_that_are_none(tmp_path: Path, limit: str) -> None:
+    world = World(storage_directory=str(tmp_path))
+    refused(await world.client.get("/v1/files", params={"limit": limit}), 400, param="limit")
 
 
 async def test_other_clients_requests_find_a_place(tmp_path: Path) -> None:

@@ -46,17 +46,25 @@ def comes_from_here(scope: Scope) -> bool:
     headers, peer = Headers(scope=scope), scope.get("client")
     if "x-forwarded-for" in headers or "forwarded" in headers:
         return False
-    if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+    if "origin" in headers and not _is_of_host(headers["origin"], headers.get("host", "")):
         return False
     if not peer:
         return True  # a Unix socket
     return _names_address(headers.get("host", "")) and ip_address(peer[0]).is_loopback
 
 
+def _is_of_host(origin: str, host: str) -> bool:
+    """Return True for the Origin of a page that this server itself sends."""
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:
+        return False
+
+
 def _names_address(host: str) -> bool:
     """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
-    name = urlsplit(f"//{host}").hostname or ""
     try:
+        name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ip_address(name))
     except ValueError:
         return False

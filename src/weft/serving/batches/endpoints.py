@@ -111,9 +111,8 @@ async def delete_file(request: Request) -> Response:
     """DELETE /v1/files/ID, unless an unfinished batch reads it."""
     file = await _find_file(request, request.path_params["id"])
     keeper = _keeper(request)
-    if await keeper.call(lambda store: store.is_read(file.id)):
+    if not await keeper.call(lambda store: store.delete_file(file.id)):
         raise HttpError(409, f"a batch that is not finished reads {file.id}; cancel it first", code="file-in-use")
-    await keeper.call(lambda store: store.delete_file(file.id))
     return JsonResponse(DeletedFile(id=file.id))
 
 
@@ -121,8 +120,12 @@ async def _find_file(request: Request, id: str) -> FileObject:
     owner = _owner(request)
     file = await _keeper(request).call(lambda store: store.file(owner, id))
     if file is None:
-        raise HttpError(404, f"there is no file {id!r:.100}", code="file-not-found", param="file_id")
+        raise _no_file(id)
     return file
+
+
+def _no_file(id: str) -> HttpError:
+    return HttpError(404, f"there is no file {id!r:.100}", code="file-not-found", param="file_id")
 
 
 async def create_batch(request: Request) -> Response:
@@ -146,7 +149,8 @@ async def create_batch(request: Request) -> Response:
         expires_at=now + _window_s(body.completion_window),
         metadata=body.metadata,
     )
-    await keeper.call(lambda store: store.add_batch(owner, batch))
+    if not await keeper.call(lambda store: store.add_batch(owner, batch)):
+        raise _no_file(file.id)
     keeper.start()
     return JsonResponse(batch)
 
@@ -217,7 +221,7 @@ async def _find_batch(request: Request) -> BatchObject:
 def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row], bool]:
     """The rows after `after`, at most `limit`, and True if there are more. Raises RequestError."""
     text = request.query_params.get("limit", str(default))
-    if not text.isdecimal() or not 1 <= int(text[:6]) <= MOST_ROWS:
+    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MOST_ROWS:
         raise RequestError(
             f"limit is {text!r:.60}; it must be a number from 1 to {MOST_ROWS}", param="limit", code="invalid-limit"
         )

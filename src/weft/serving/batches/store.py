@@ -95,11 +95,15 @@ class Store:
         rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
         return [FILE.decode(row[0]) for row in rows]
 
-    def delete_file(self, id: str) -> None:
-        """Delete a file that no unfinished batch reads."""
+    def delete_file(self, id: str) -> bool:
+        """Delete a file; return False, and keep it, if an unfinished batch reads it."""
         with self._rows:
+            self._rows.execute("BEGIN IMMEDIATE")
+            if self.is_read(id):
+                return False
             self._rows.execute("DELETE FROM files WHERE id = ?", (id,))
         self.content(id).unlink(missing_ok=True)
+        return True
 
     def is_read(self, id: str) -> bool:
         """Return True if an unfinished batch reads a file."""
@@ -108,10 +112,15 @@ class Store:
 
     # Batches
 
-    def add_batch(self, owner: str, batch: BatchObject) -> None:
+    def add_batch(self, owner: str, batch: BatchObject) -> bool:
+        """Keep a new batch; return False if its input file is not there any more."""
         values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch))
         with self._rows:
+            self._rows.execute("BEGIN IMMEDIATE")
+            if self.file(owner, batch.input_file_id) is None:
+                return False
             self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+        return True
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
         """Let `change` alter a batch, while nobody else does; return it as it is then."""
