@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
@@ -278,6 +279,16 @@ def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
     assert not store.add_batch("", BatchObject(id="batch_2", input_file_id=file.id, **fields))
     assert not store.unfinished()
     store.close()
+
+
+def test_uploads_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    old, new = (tmp_path / "contents" / name for name in ("part-1.part", "part-2.part"))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    Store(tmp_path).close()
+    assert not old.exists() and new.exists()
 
 
 @pytest.mark.parametrize("limit", ["0", "x", "9" * 4400, "10001"])

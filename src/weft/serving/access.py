@@ -25,9 +25,14 @@ def check_admin_key(request: Request) -> None:
 
 
 def check_owner(request: Request) -> None:
-    """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine."""
+    """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine.
+
+    Nobody may without the key if --api-key, --root-path or --uds is set: such a server may stand behind a proxy on this
+    machine that adds no header, and the requests of its clients look like this machine's.
+    """
     service: Service = request.app.state.service
-    if service.options.admin_key:
+    options = service.options
+    if options.admin_key or options.api_key or options.root_path or options.uds is not None:
         check_admin_key(request)
     elif not comes_from_here(request.scope):
         raise HttpError(
@@ -38,10 +43,11 @@ def check_owner(request: Request) -> None:
 
 
 def comes_from_here(scope: Scope) -> bool:
-    """Return True for a request of a process of this machine.
+    """Return True for a request that seems to come from a process of this machine.
 
-    Not one through a proxy on it, whose clients are anywhere, nor one of another server's page in a browser, which may
-    also send under a name that leads here.
+    Not one through a proxy that names its client in a header, nor one of another server's page in a browser, which may
+    also send under a name that leads here. A proxy on this machine that adds no header and sends an address as Host is
+    not told apart.
     """
     headers, peer = Headers(scope=scope), scope.get("client")
     if "x-forwarded-for" in headers or "forwarded" in headers:
@@ -49,7 +55,7 @@ def comes_from_here(scope: Scope) -> bool:
     if "origin" in headers and not _is_of_host(headers["origin"], headers.get("host", "")):
         return False
     if not peer:
-        return True  # a Unix socket
+        return True  # not over TCP
     return _names_address(headers.get("host", "")) and ip_address(peer[0]).is_loopback
 
 

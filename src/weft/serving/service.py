@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -127,6 +128,13 @@ class Service:
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
         self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Absolute paths of what the engine has read: of the model, and of the one that drafts."""
+        draft = self.plan.speculation.draft if self.plan.speculation else None
+        paths = [self.plan.checkpoint, draft.checkpoint if draft else ""]
+        return tuple(os.path.abspath(path) for path in paths if path)
 
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.

@@ -22,6 +22,7 @@ from weft.errors import ConfigError, error_reason
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 
 BUSY_S = 30.0  # to wait for another server's transaction
+PART_S = 24 * 3600.0  # after which an upload without a name is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);
@@ -49,11 +50,19 @@ class Store:
             self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
             self._rows.execute("PRAGMA journal_mode = WAL")
             self._rows.executescript(SCHEMA)
+            self._remove_parts()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"cannot keep files in {folder}: {error_reason(error)}; give another --storage-directory",
                 code="cannot-open-storage",
             ) from error
+
+    def _remove_parts(self) -> None:
+        """Remove uploads that killed servers have left; younger ones may be another server's."""
+        for path in (self.folder / "contents").glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - PART_S:
+                    path.unlink()
 
     def close(self) -> None:
         self._rows.close()
