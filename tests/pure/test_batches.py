@@ -281,6 +281,36 @@ def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
     store.close()
 
 
+async def test_a_full_store_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.endpoints.MOST_STORED", 5)
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        first = await api.files.create(file=("f", b"12345"), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="delete some") as caught:
+            await api.files.create(file=("f", b"x"), purpose="batch")
+        assert caught.value.status_code == 413
+        await api.files.delete(first.id)
+        await api.files.create(file=("f", b"x"), purpose="batch")
+
+
+@pytest.mark.parametrize(
+    ("options", "origin", "status"),
+    [
+        ({}, "http://elsewhere", 403),
+        ({}, "http://[", 403),
+        ({"allowed_origins": ("http://elsewhere",)}, "http://elsewhere", 400),
+        ({}, None, 400),
+    ],
+    ids=str,
+)
+async def test_pages_of_other_servers_upload_nothing(
+    tmp_path: Path, options: dict[str, Any], origin: str | None, status: int
+) -> None:
+    world = World(storage_directory=str(tmp_path), **options)
+    headers = {"Origin": origin} if origin else {}
+    answer = await world.client.post("/v1/files", content=b"", headers=headers)
+    assert answer.status_code == status
+
+
 def test_uploads_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
     Store(tmp_path).close()
     old, new = (tmp_path / "contents" / name for name in ("part-1.part", "part-2.part"))

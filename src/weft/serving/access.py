@@ -42,6 +42,18 @@ def check_owner(request: Request) -> None:
         )
 
 
+def check_page(request: Request) -> None:
+    """Raise HttpError 403 for a request of another server's page in a browser, if no API key keeps it away."""
+    service: Service = request.app.state.service
+    options, origin = service.options, request.headers.get("origin")
+    if origin is None or options.api_key or {"*", origin} & set(options.allowed_origins):
+        return
+    if not _is_of_host(origin, request.headers.get("host", "")):
+        raise HttpError(
+            403, f"pages of {origin!r:.200} may not do this; --allowed-origins allows it", code="foreign-origin"
+        )
+
+
 def comes_from_here(scope: Scope) -> bool:
     """Return True for a request that seems to come from a process of this machine.
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from weft.errors import RequestError
+from weft.serving.access import check_page
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import UNFINISHED, new_id
 from weft.serving.batches.types import (
@@ -33,6 +34,7 @@ Row = TypeVar("Row", FileObject, BatchObject)
 
 PURPOSE = "batch"
 MOST_WINDOW_H = 24 * 30
+MOST_STORED = 20 * 2**30  # bytes of all files, above which none is taken
 MOST_ROWS = 10_000  # of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
 
@@ -52,8 +54,11 @@ def _owner(request: Request) -> str:
 
 async def upload_file(request: Request) -> Response:
     """POST /v1/files: keep a file of requests."""
+    check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
+    if await keeper.call(lambda store: store.used_bytes()) >= MOST_STORED:
+        raise HttpError(413, f"the files here come to {MOST_STORED:,} bytes; delete some first", code="storage-full")
     store = await keeper.call(lambda store: store)
     with store.new_content() as body:
         await receive_body(request, body)

@@ -104,6 +104,11 @@ class Store:
         rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
         return [FILE.decode(row[0]) for row in rows]
 
+    def used_bytes(self) -> int:
+        """Bytes of all files, of all owners."""
+        query = "SELECT coalesce(sum(json_extract(CAST(row AS TEXT), '$.bytes')), 0) FROM files"
+        return int(self._rows.execute(query).fetchone()[0])
+
     def delete_file(self, id: str) -> bool:
         """Delete a file; return False, and keep it, if an unfinished batch reads it."""
         with self._rows:
