@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.pure.letters import END, output
-from tests.pure.worlds import FakeEngine, Wire, World, saying
+from tests.pure.worlds import FakeEngine, Wire, World, in_pieces, saying
 from weft.core.request import Output, Request
 
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}]}
@@ -128,6 +128,13 @@ async def test_tools() -> None:
     assert json.loads("".join(parts)) == {"a": 1} and len(parts) > 1
 
 
+async def test_text_that_comes_with_the_end_of_a_call_stands_behind_it() -> None:
+    world = World(FakeEngine(in_pieces(CALL[:-16], CALL[-16:] + "\nDone")), **OPTIONS)
+    _, made = await streamed(world, tools=[TOOL])
+    call, text = made.content
+    assert call.input == {"a": 1} and (text.type, text.text.strip()) == ("text", "Done")
+
+
 async def test_results_of_tools_go_back() -> None:
     world = World(**OPTIONS)
     use = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
@@ -206,6 +213,7 @@ async def test_tokens_are_counted_as_the_prompt_has_them() -> None:
         {"messages": [{"role": "robot", "content": "hi"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{}]}]}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}},
         {"tool_choice": {"type": "some"}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
@@ -16,7 +17,7 @@ import pytest
 
 from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
-from tests.pure.worlds import HELLO, FakeEngine, World, endless, refused
+from tests.pure.worlds import HELLO, FakeEngine, World, dying, endless, refused
 from weft.core.request import Output, Request
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
@@ -150,6 +151,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
     [
         (b"", "empty_file", None),
         (b"{", "invalid_json_line", 1),
+        (jsonl([line("a"), line("b", more="x" * 20_000)]), "invalid_json_line", 2),
+        (jsonl([line("a", more=[[]] * 100_000), line("b")]), "invalid_json_line", 1),
         (jsonl([line("a"), line("a")]), "duplicate_custom_id", 2),
         (jsonl([line("a", url="/v1/completions")]), "invalid_url", 1),
         (jsonl([line("a") | {"method": "GET"}]), "invalid_method", 1),
@@ -159,7 +162,8 @@ async def test_lines_that_fail_are_told_apart(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_batch_fails_with_the_line(
     tmp_path: Path, content: bytes, code: str, at: int | None
 ) -> None:
-    world = World(storage_directory=str(tmp_path))
+    limit = 20_000 if at == 2 else 0  # a body's
+    world = World(storage_directory=str(tmp_path), **({"max_body_bytes": limit} if limit else {}))
     async with client(world) as api:
         file = await api.files.create(file=("in.jsonl", content), purpose="batch")
         id = (await api.batches.create(input_file_id=file.id, endpoint=URL, completion_window="24h")).id
@@ -221,6 +225,106 @@ async def test_a_batch_expires(tmp_path: Path) -> None:
         assert batch.status == "expired" and batch.expired_at
         (error,) = await rows_of(api, batch.error_file_id)
         assert error["error"]["code"] == "batch_expired" and error["response"] is None
+
+
+async def test_a_batch_of_another_model_expires_too(tmp_path: Path) -> None:
+    first = World(FakeEngine(endless), storage_directory=str(tmp_path))
+    async with client(first) as api:
+        id = await begin(api, [line("a")])
+        await ended(api, id, "in_progress")
+    store = Store(tmp_path)
+    store.change_batch(id, lambda row: setattr(row, "expires_at", 1))
+    store.close()
+    other = World(storage_directory=str(tmp_path), served_model_name=("other",))
+    async with client(other) as api:
+        batch = await ended(api, id)
+        assert batch.status == "expired" and not other.engine.requests
+        assert [row["custom_id"] for row in await rows_of(api, batch.error_file_id)] == ["a"]
+
+
+async def test_a_line_that_only_an_earlier_server_read_is_an_error(tmp_path: Path) -> None:
+    async with client(World(FakeEngine(endless), storage_directory=str(tmp_path))) as api:
+        id = await begin(api, [line("a"), line("b", more="x" * 20_000)])
+        await ended(api, id, "in_progress")
+    async with client(World(storage_directory=str(tmp_path), max_body_bytes=10_000)) as api:
+        batch = await ended(api, id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (error,) = await rows_of(api, batch.error_file_id)
+        assert error["error"]["code"] == "invalid_json_line"
+
+
+async def test_lines_wait_while_engines_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.answers.RETRY_S", 0.01)
+    monkeypatch.setattr(FakeEngine, "outage", "no replica runs: they start")
+    world = World(FakeEngine(dying), storage_directory=str(tmp_path))
+    async with client(world) as api:
+        id = await begin(api, [line("a")])
+        while len(world.engine.requests) < 3:
+            await asyncio.sleep(0.01)
+        world.engine.script = HELLO
+        batch = await ended(api, id)
+        assert (batch.request_counts.completed, batch.error_file_id) == (1, None)
+
+
+def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.new_content() as content:
+        content.write(jsonl([line("a")]))
+        file = store.add_file("", content, "in.jsonl", "batch")
+    fields: dict[str, Any] = {"endpoint": URL, "completion_window": "1h", "created_at": 0, "expires_at": 2**40}
+    assert store.add_batch("", BatchObject(id="batch_1", input_file_id=file.id, **fields))
+    assert not store.delete_file(file.id) and store.content(file.id).exists()
+    store.change_batch("batch_1", lambda row: setattr(row, "status", "completed"))
+    assert store.delete_file(file.id) and not store.content(file.id).exists()
+    assert not store.add_batch("", BatchObject(id="batch_2", input_file_id=file.id, **fields))
+    assert not store.unfinished()
+    store.close()
+
+
+async def test_a_full_store_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.endpoints.MOST_STORED", 5)
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        first = await api.files.create(file=("f", b"12345"), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="delete some") as caught:
+            await api.files.create(file=("f", b"x"), purpose="batch")
+        assert caught.value.status_code == 413
+        await api.files.delete(first.id)
+        await api.files.create(file=("f", b"x"), purpose="batch")
+
+
+@pytest.mark.parametrize(
+    ("options", "origin", "status"),
+    [
+        ({}, "http://elsewhere", 403),
+        ({}, "http://[", 403),
+        ({"allowed_origins": ("http://elsewhere",)}, "http://elsewhere", 400),
+        ({}, None, 400),
+    ],
+    ids=str,
+)
+async def test_pages_of_other_servers_upload_nothing(
+    tmp_path: Path, options: dict[str, Any], origin: str | None, status: int
+) -> None:
+    world = World(storage_directory=str(tmp_path), **options)
+    headers = {"Origin": origin} if origin else {}
+    answer = await world.client.post("/v1/files", content=b"", headers=headers)
+    assert answer.status_code == status
+
+
+def test_uploads_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    old, new = (tmp_path / "contents" / name for name in ("part-1.part", "part-2.part"))
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    Store(tmp_path).close()
+    assert not old.exists() and new.exists()
+
+
+@pytest.mark.parametrize("limit", ["0", "x", "9" * 4400, "10001"])
+async def test_limits_of_lists_that_are_none(tmp_path: Path, limit: str) -> None:
+    world = World(storage_directory=str(tmp_path))
+    refused(await world.client.get("/v1/files", params={"limit": limit}), 400, param="limit")
 
 
 async def test_other_clients_requests_find_a_place(tmp_path: Path) -> None:

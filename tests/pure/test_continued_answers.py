@@ -22,8 +22,8 @@ def resuming(text: str) -> Any:
     return script
 
 
-def world(**options: Any) -> World:
-    return World(FakeEngine(resuming("hello")), **options)
+def world(said: str = "hello", **options: Any) -> World:
+    return World(FakeEngine(resuming(said)), **options)
 
 
 def choices(seen: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.pure.worlds import CHAT, DEAD, FakeEngine, Wire, World, endless, refused
+from tests.pure.worlds import CHAT, DEAD, FakeEngine, Wire, World, dying, endless, refused
 from weft.core.request import Stats
 from weft.serving.progress import Progress
 
@@ -83,6 +83,13 @@ async def test_before_the_first_byte_a_dead_engine_is_a_500() -> None:
     refused(await world.chat(stream=True), 500, code="engine_dead")
     assert "SIGKILL" in refused(await world.client.get("/health"), 503)
     assert (await world.client.get("/health/live")).status_code == 200
+
+
+async def test_while_engines_start_again_a_client_is_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "outage", "no replica runs: they start")
+    answer = await World(FakeEngine(dying)).chat()
+    assert "they start" in refused(answer, 503, code="engine_restarts")
+    assert int(answer.headers["Retry-After"]) > 0
 
 
 async def test_a_silent_stream_is_kept_alive() -> None:

@@ -122,6 +122,31 @@ async def test_the_client_sees_an_undisturbed_answer(path: str, fields: dict[str
             live.assert_idle()
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def without_call_ids(found: list[Any]) -> list[Any]:
+    for chunk in found:
+        for choice in chunk["choices"] if isinstance(chunk, dict) else ():
+            for call in choice["delta"].get("tool_calls") or ():
+                call.pop("id", None)
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 8, None])
+async def test_reasoning_and_calls_reach_the_client(count: int | None) -> None:
+    options: dict[str, Any] = {"said": f"<think>hm</think>so{CALL}", "reasoning_parser": "qwen3", "max_model_len": 4096}
+    asked = body(PATHS[0], tools=[TOOL])
+    async with upstream() as plain, gateway(plain.url) as live:
+        plain.answer = weft(**options)
+        alone = without_call_ids(chunks(await live.client.post(PATHS[0], json=asked)))
+    deltas = [chunk["choices"][0]["delta"] for chunk in alone if isinstance(chunk, dict)]
+    assert any(delta.get("tool_calls") for delta in deltas) and any(delta.get("reasoning") for delta in deltas)
+    async with replicas(weft(count, **options), weft(count, **options)) as live:
+        assert without_call_ids(chunks(await live.client.post(PATHS[0], json=asked))) == alone
+
+
 async def test_a_seed_of_the_client_stays() -> None:
     async with replicas(weft(3), weft()) as live:
         await live.client.post(PATHS[1], json=body(PATHS[1], seed=5))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import ollama
 import pytest
 from huggingface_hub import constants
@@ -17,7 +18,8 @@ from huggingface_hub import constants
 from tests.pure.hubs import Fault, Hub, running_hub
 from tests.pure.worlds import Wire, World
 from weft import __version__
-from weft.formats import demo
+from weft.formats import demo, local_models
+from weft.serving.run_files import announced
 
 REPOSITORY = "owner/tiny_gguf"
 ADDRESS = f"hf.co/{REPOSITORY}:Q4_K_M"
@@ -195,6 +197,31 @@ async def test_the_served_model_is_not_removed(hub: Hub) -> None:
     assert caught.value.status_code == 409
 
 
+async def test_the_files_that_a_server_reads_are_not_removed(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    world = World()
+    hub.repositories[REPOSITORY]["tiny-Q8_0-00001-of-00002.gguf"] = WEIGHTS[1:]
+    for quantization in ("Q4_K_M", "Q8_0"):
+        await client(world).pull(f"hf.co/{REPOSITORY}:{quantization}")
+    model = local_models.find_model(ADDRESS)
+    assert model is not None
+    world.service.plan = msgspec.structs.replace(world.service.plan, checkpoint=model.files[0])
+    with pytest.raises(ollama.ResponseError, match="this server") as caught:
+        await client(world).delete(ADDRESS)
+    assert caught.value.status_code == 409 and Path(model.files[0]).exists()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with (
+        announced(["another"], "http://here:9", model.files),
+        pytest.raises(ollama.ResponseError, match="http://here:9"),
+    ):
+        await client(World()).delete(ADDRESS)
+    await client(world).delete(f"hf.co/{REPOSITORY}:Q8_0")  # of the same repository
+    assert Path(model.files[0]).exists()
+    await client(World()).delete(ADDRESS)
+    assert not Path(model.files[0]).exists()
+
+
 @pytest.mark.parametrize("call", [("POST", "/api/pull"), ("DELETE", "/api/delete")], ids=str)
 @pytest.mark.parametrize(
     ("headers", "host", "peer"),
@@ -216,6 +243,23 @@ async def test_only_this_machine_changes_what_is_here(
         answer = await http.request(*call, json={"model": ADDRESS}, headers=headers | key)
     assert answer.status_code == 403 and "WEFT_ADMIN_KEY" in answer.json()["error"]
     assert not hub.requests
+
+
+@pytest.mark.parametrize("options", [{"api_key": ("api",)}, {"root_path": "/weft"}, {"uds": "/tmp/s"}], ids=str)
+async def test_behind_what_may_be_a_proxy_the_admin_key_is_needed(hub: Hub, options: dict[str, Any]) -> None:
+    world = World(**options)
+    with pytest.raises(ollama.ResponseError, match="WEFT_ADMIN_KEY") as caught:
+        await client(world, Authorization="Bearer api").delete(ADDRESS)
+    assert caught.value.status_code == 403
+
+
+@pytest.mark.parametrize("host", ["[", "[::1", "localhost:x"])
+async def test_a_host_that_is_none_is_refused(hub: Hub, host: str) -> None:
+    transport = httpx.ASGITransport(World().app, client=("127.0.0.1", 9))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for headers in ({"Host": host}, {"Origin": f"http://{host}"}):
+            answer = await http.request("DELETE", "/api/delete", json={"model": ADDRESS}, headers=headers)
+            assert answer.status_code in (403, 404)
 
 
 async def test_the_admin_key_changes_what_is_here_from_anywhere(hub: Hub) -> None:

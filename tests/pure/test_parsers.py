@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from weft.errors import ConfigError
 from weft.serving.parsers.choose import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, choose_format
+from weft.serving.parsers.json_text import MOST_DEPTH
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning
 
 ANSWERS = Path(__file__).parents[1] / "data" / "answers"
@@ -111,6 +113,30 @@ def test_an_answer_may_end_anywhere(family: str, case: dict[str, Any]) -> None:
         assert [call[:2] for call in calls] == [call[:2] for call in whole[2][: len(calls)]]
         assert all(full[2].startswith(call[2]) for call, full in zip(calls, whole[2], strict=False))
         parser.finish()
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments"),
+    [
+        ("pythonic", "[f(a='\\ud800', b='\\ud83d\\ude00', c='é')]", {"a": "\ufffd", "b": "\U0001f600", "c": "é"}),
+        ("pythonic", "[f(a=1e999, b=[-1e999])]", {"a": "inf", "b": ["-inf"]}),
+        ("gemma", "<|tool_call>call:f{a:1e999,b:NaN,c:2}<tool_call|>", {"a": "1e999", "b": "NaN", "c": 2}),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1e999</arg_value></tool_call>", {"a": "1e999"}),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>[NaN]</arg_value></tool_call>", {"a": "[NaN]"}),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', {"a": "\ufffd"}),
+    ],
+)
+def test_arguments_are_json_that_any_decoder_reads(family: str, text: str, arguments: dict[str, Any]) -> None:
+    _, _, [call] = parse(family, {}, [text])
+    assert msgspec.json.decode(call[2].encode()) == arguments
+
+
+def test_arguments_that_are_nested_too_deeply_are_cut() -> None:
+    _, _, [call] = parse("gemma", {}, ["<|tool_call>call:f{a:" + "[" * 3000 + "]" * 3000 + "}<tool_call|>"])
+    value, depth = msgspec.json.decode(call[2])["a"], 0
+    while value:
+        value, depth = value[0], depth + 1
+    assert 0 < depth < MOST_DEPTH
 
 
 def test_text_of_an_answer_is_said_as_it_comes() -> None:

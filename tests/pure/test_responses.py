@@ -10,7 +10,7 @@ import pytest
 
 from tests.pure.clients import openai_client
 from tests.pure.letters import output
-from tests.pure.worlds import FakeEngine, Wire, World, refused, saying
+from tests.pure.worlds import FakeEngine, Wire, World, in_pieces, refused, saying
 from weft.core.request import Output, Request
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -84,6 +84,13 @@ async def test_calls_of_tools() -> None:
         assert "".join(parts) == call.arguments and len(parts) > 1
     kinds = [event.type for event in events]
     assert kinds.count("response.function_call_arguments.done") == 2
+
+
+async def test_text_that_comes_with_the_end_of_a_call_stands_behind_it() -> None:
+    script = in_pieces(CALL[:-16], CALL[-16:] + "\nDone")
+    events = await streamed(World(FakeEngine(script), **OPTIONS), tools=[TOOL])
+    call, message = events[-1].response.output
+    assert json.loads(call.arguments) == {"a": 1} and message.content[0].text.strip() == "Done"
 
 
 async def test_reasoning_is_an_item() -> None:

@@ -48,6 +48,22 @@ def saying(text: str) -> Script:
     return script
 
 
+def in_pieces(*texts: str) -> Script:
+    """Each choice says one text a step, and then the end token."""
+
+    def script(request: Request) -> Iterable[Output]:
+        for text in texts:
+            yield Output(request.id, list(text.encode()), [None] * len(text.encode()))
+        yield output(request.id, END, "stop")
+
+    return script
+
+
+def dying(request: Request) -> Iterable[Output]:
+    """The engine that has the request dies."""
+    raise DEAD
+
+
 HELLO = saying("hello")
 
 

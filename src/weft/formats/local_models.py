@@ -55,6 +55,17 @@ def find_model(name: str, folder: str | None = None) -> LocalModel | None:
     return next((model for model in list_models(folder) if model.name in wanted), None)
 
 
+def holds_checkpoint(model: LocalModel, checkpoint: str) -> bool:
+    """Return True if removing a model would remove a checkpoint, or a part of it."""
+    place, used = Path(model.path).resolve(), Path(checkpoint).resolve()
+    if used in {Path(file).resolve() for file in model.files}:
+        return True
+    if not model.repository or not used.is_relative_to(place):
+        return False
+    # A file of another quantisation stays, unless the repository goes as a whole.
+    return not model.quantization or used.is_dir() or len(_models_in(Path(model.path))) <= 1
+
+
 def remove_model(model: LocalModel) -> None:
     """Remove the files of a model; a repository whose last model it was goes as a whole. Raises ModelError."""
     try:

@@ -156,9 +156,9 @@ class StreamedAnswer:
         if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
             self._give_up()
             return True
-        text = choice.get("text") or delta.get("content")
+        said = bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
         if not ids and not choice.get("finish_reason"):
-            self.continuable = ids is not None or not text  # else this server does not know of token ids
+            self.continuable = ids is not None or not said  # else this server does not know of token ids
             if self._skipped:
                 self._skipped -= 1
                 return False
@@ -168,7 +168,7 @@ class StreamedAnswer:
         self.finished = bool(choice.get("finish_reason"))
         if len(self.token_ids) > MOST_IDS:
             self._give_up()
-        return bool(text or self.finished or choice.get("logprobs") or self._keeps_ids)
+        return bool(said or self.finished or choice.get("logprobs") or self._keeps_ids)
 
     def _give_up(self) -> None:
         """Hold no token ids any more: no other replica can go on."""

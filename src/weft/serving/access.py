@@ -25,9 +25,14 @@ def check_admin_key(request: Request) -> None:
 
 
 def check_owner(request: Request) -> None:
-    """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine."""
+    """`check_admin_key`; without such a key, HttpError 403 for a request that does not come from this machine.
+
+    Nobody may without the key if --api-key, --root-path or --uds is set: such a server may stand behind a proxy on this
+    machine that adds no header, and the requests of its clients look like this machine's.
+    """
     service: Service = request.app.state.service
-    if service.options.admin_key:
+    options = service.options
+    if options.admin_key or options.api_key or options.root_path or options.uds is not None:
         check_admin_key(request)
     elif not comes_from_here(request.scope):
         raise HttpError(
@@ -37,26 +42,47 @@ def check_owner(request: Request) -> None:
         )
 
 
-def comes_from_here(scope: Scope) -> bool:
-    """Return True for a request of a process of this machine.
+def check_page(request: Request) -> None:
+    """Raise HttpError 403 for a request of another server's page in a browser, if no API key keeps it away."""
+    service: Service = request.app.state.service
+    options, origin = service.options, request.headers.get("origin")
+    if origin is None or options.api_key or {"*", origin} & set(options.allowed_origins):
+        return
+    if not _is_of_host(origin, request.headers.get("host", "")):
+        raise HttpError(
+            403, f"pages of {origin!r:.200} may not do this; --allowed-origins allows it", code="foreign-origin"
+        )
 
-    Not one through a proxy on it, whose clients are anywhere, nor one of another server's page in a browser, which may
-    also send under a name that leads here.
+
+def comes_from_here(scope: Scope) -> bool:
+    """Return True for a request that seems to come from a process of this machine.
+
+    Not one through a proxy that names its client in a header, nor one of another server's page in a browser, which may
+    also send under a name that leads here. A proxy on this machine that adds no header and sends an address as Host is
+    not told apart.
     """
     headers, peer = Headers(scope=scope), scope.get("client")
     if "x-forwarded-for" in headers or "forwarded" in headers:
         return False
-    if "origin" in headers and urlsplit(headers["origin"]).netloc != headers.get("host"):
+    if "origin" in headers and not _is_of_host(headers["origin"], headers.get("host", "")):
         return False
     if not peer:
-        return True  # a Unix socket
+        return True  # not over TCP
     return _names_address(headers.get("host", "")) and ip_address(peer[0]).is_loopback
+
+
+def _is_of_host(origin: str, host: str) -> bool:
+    """Return True for the Origin of a page that this server itself sends."""
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:
+        return False
 
 
 def _names_address(host: str) -> bool:
     """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
-    name = urlsplit(f"//{host}").hostname or ""
     try:
+        name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ip_address(name))
     except ValueError:
         return False

@@ -51,6 +51,16 @@ class AnswerDelta:
     stop_reason: int | str | None = None
 
     @property
+    def continued_calls(self) -> tuple[ToolCallDelta, ...]:
+        """Parts of a call that an earlier delta began. They come before this delta's text."""
+        return tuple(call for call in self.tool_calls if call.id is None)
+
+    @property
+    def new_calls(self) -> tuple[ToolCallDelta, ...]:
+        """Calls that begin here. They come behind this delta's text."""
+        return tuple(call for call in self.tool_calls if call.id is not None)
+
+    @property
     def empty(self) -> bool:
         """True if no text, call or end is in it."""
         return not (self.content or self.reasoning or self.tool_calls or self.finish_reason)

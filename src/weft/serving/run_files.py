@@ -22,12 +22,16 @@ log = logging.getLogger("weft.serving")
 
 
 class RunningServer(msgspec.Struct, frozen=True):
-    """A server on this machine: the names of its model, its address, process, and start in seconds since 1970."""
+    """A server on this machine: the names of its model, its address, process, and start in seconds since 1970.
+
+    `checkpoints` are the paths of the files or directories that it has read: of its model, and of one that drafts.
+    """
 
     names: tuple[str, ...]
     url: str
     pid: int
     began_s: float
+    checkpoints: tuple[str, ...] = ()
 
     def stop(self) -> None:
         """Ask the server to end its requests and exit. Raises OSError."""
@@ -35,9 +39,9 @@ class RunningServer(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def announced(names: Sequence[str], url: str) -> Iterator[None]:
+def announced(names: Sequence[str], url: str, checkpoints: Sequence[str] = ()) -> Iterator[None]:
     """Keep a run file while the block runs. Without a cache directory the server runs unannounced."""
-    server = RunningServer(tuple(names), url, os.getpid(), time.time())
+    server = RunningServer(tuple(names), url, os.getpid(), time.time(), tuple(checkpoints))
     try:
         cache_dir()
         make_private(_folder())

@@ -123,7 +123,7 @@ async def _serve(
         listen.start_listening(listener, options)
         gc.freeze()  # what exists now stays: no response waits while the collector scans it
         log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
-        with announced(service.names, address):
+        with announced(service.names, address, service.checkpoints):
             await server.until_ended()
         failure = engine.failure
     finally:

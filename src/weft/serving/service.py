@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
+from weft.executors.ranks import CLOSED
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
@@ -38,6 +40,7 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T", bound=msgspec.Struct)
 Prepared = TypeVar("Prepared")
 
+RESTART_S = 5  # told to clients whose request no engine can take while engines start again
 LARGE_TOKENS = 2**16  # prompt tokens of one HTTP request above which memory is returned to the system after it
 
 
@@ -118,12 +121,20 @@ class Service:
         self._progress = Progress(options.progress_timeout, time.monotonic)
         default_bytes = max(LIMITS.body_bytes, LIMITS.bytes_per_token * frontend.max_model_len)
         self.body_bytes = options.max_body_bytes or default_bytes  # longer bodies are refused
+        self.json_values = max(LIMITS.json_values, 2 * frontend.max_model_len)  # of one body
         self._trimmer = Trimmer()
         self._body_receiver = BodyReceiver(self.body_bytes, self._trimmer.trim_later)
         self._unknown_fields = UnknownFields()
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
         self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
+
+    @property
+    def checkpoints(self) -> tuple[str, ...]:
+        """Absolute paths of what the engine has read: of the model, and of the one that drafts."""
+        draft = self.plan.speculation.draft if self.plan.speculation else None
+        paths = [self.plan.checkpoint, draft.checkpoint if draft else ""]
+        return tuple(os.path.abspath(path) for path in paths if path)
 
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
@@ -153,7 +164,7 @@ class Service:
         """Decode a body to `target`. Raises RequestError for a wrong field, and on every
         endpoint for a field of an unsupported feature (`serving.sampling.UNSUPPORTED`). Logs unknown fields."""
         if len(content) > LIMITS.small_bytes:
-            check_structure(content, max(LIMITS.json_values, 2 * self.frontend.max_model_len))
+            check_structure(content, self.json_values)
         raw = parse_object(content)
         check_supported(raw, target.__struct_fields__)
         check_lengths(raw, vocab=self.frontend.vocab, max_model_len=self.frontend.max_model_len)
@@ -308,26 +319,36 @@ class EngineStream:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._owners)
         last_s: dict[str, float] = {}
-        async for output in self._outputs:
-            now = time.monotonic()
-            number, collector = self._owners[output.id]
-            if output.prompt_logprobs and len(output.prompt_logprobs) > LIMITS.loop_positions:
-                delta = await asyncio.to_thread(collector.add, output, now)
-            else:
-                delta = collector.add(output, now)
-            if delta is None:
-                continue
-            if collector.error:
-                raise OutputError(collector.error.reason, code=collector.error.code)
-            self._service.observe(collector, delta, last_s.get(output.id), now, output.replica)
-            last_s[output.id] = now
-            if delta.cut:
-                self._service.engine.abort([output.id])
-            yield number, delta
-            running -= delta.finish_reason is not None
-            if not running:
-                return
+        try:
+            async for output in self._outputs:
+                now = time.monotonic()
+                number, collector = self._owners[output.id]
+                if output.prompt_logprobs and len(output.prompt_logprobs) > LIMITS.loop_positions:
+                    delta = await asyncio.to_thread(collector.add, output, now)
+                else:
+                    delta = collector.add(output, now)
+                if delta is None:
+                    continue
+                if collector.error:
+                    raise OutputError(collector.error.reason, code=collector.error.code)
+                self._service.observe(collector, delta, last_s.get(output.id), now, output.replica)
+                last_s[output.id] = now
+                if delta.cut:
+                    self._service.engine.abort([output.id])
+                yield number, delta
+                running -= delta.finish_reason is not None
+                if not running:
+                    return
+        except EngineError as error:
+            raise self._told(error) from error
         raise shutting_down_error()
+
+    def _told(self, error: EngineError) -> Exception:
+        """The error of a request that an engine has left; HttpError 503 if engines start again."""
+        outage = self._service.engine.outage
+        if self._service.engine.failure is not None or not outage or error.cause == CLOSED:
+            return error
+        return HttpError(503, f"{outage}; try again later", code="engine-restarts", retry_after_s=RESTART_S)
 
     def cut_off(self) -> None:
         """Abort all requests; iterating then raises a 503 error."""

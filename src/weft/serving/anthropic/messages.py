@@ -134,6 +134,8 @@ class MessageStream:
         yield b"".join(map(encode_named, last))
 
     def _block_events(self, delta: AnswerDelta) -> Iterator[StreamEvent]:
+        for call in delta.continued_calls:
+            yield from self._call_events(call)
         if delta.reasoning and self._shows_thinking:
             if self._open != "thinking":
                 yield from self._open_block(ThinkingBlock(thinking=""))
@@ -142,7 +144,7 @@ class MessageStream:
             if self._open != "text":
                 yield from self._open_block(TextBlock(text=""))
             yield self._delta(Delta(type="text_delta", text=delta.content))
-        for call in delta.tool_calls:
+        for call in delta.new_calls:
             yield from self._call_events(call)
 
     def _call_events(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
@@ -172,5 +174,5 @@ def read_arguments(text: str) -> dict[str, Any]:
     """The arguments of a call as an object; of one that `max_tokens` has cut, an empty one."""
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}

@@ -149,7 +149,10 @@ def _result_message(block: Block, place: str) -> dict[str, Any]:
         raise RequestError(f"{place} needs a tool_use_id", param="messages", code="tool-result-without-id")
     content = block.content or ""
     if not isinstance(content, str):
-        parts = msgspec.convert(content, list[Block], strict=False)
+        try:
+            parts = msgspec.convert(content, list[Block], strict=False)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{place}.content: {error}", param="messages", code="invalid-field") from None
         content = _text(parts, f"{place}.content")
     text = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from weft.errors import RequestError
+from weft.serving.access import check_page
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import UNFINISHED, new_id
 from weft.serving.batches.types import (
@@ -33,6 +34,7 @@ Row = TypeVar("Row", FileObject, BatchObject)
 
 PURPOSE = "batch"
 MOST_WINDOW_H = 24 * 30
+MOST_STORED = 20 * 2**30  # bytes of all files, above which none is taken
 MOST_ROWS = 10_000  # of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
 
@@ -52,8 +54,11 @@ def _owner(request: Request) -> str:
 
 async def upload_file(request: Request) -> Response:
     """POST /v1/files: keep a file of requests."""
+    check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
+    if await keeper.call(lambda store: store.used_bytes()) >= MOST_STORED:
+        raise HttpError(413, f"the files here come to {MOST_STORED:,} bytes; delete some first", code="storage-full")
     store = await keeper.call(lambda store: store)
     with store.new_content() as body:
         await receive_body(request, body)
@@ -111,9 +116,8 @@ async def delete_file(request: Request) -> Response:
     """DELETE /v1/files/ID, unless an unfinished batch reads it."""
     file = await _find_file(request, request.path_params["id"])
     keeper = _keeper(request)
-    if await keeper.call(lambda store: store.is_read(file.id)):
+    if not await keeper.call(lambda store: store.delete_file(file.id)):
         raise HttpError(409, f"a batch that is not finished reads {file.id}; cancel it first", code="file-in-use")
-    await keeper.call(lambda store: store.delete_file(file.id))
     return JsonResponse(DeletedFile(id=file.id))
 
 
@@ -121,8 +125,12 @@ async def _find_file(request: Request, id: str) -> FileObject:
     owner = _owner(request)
     file = await _keeper(request).call(lambda store: store.file(owner, id))
     if file is None:
-        raise HttpError(404, f"there is no file {id!r:.100}", code="file-not-found", param="file_id")
+        raise _no_file(id)
     return file
+
+
+def _no_file(id: str) -> HttpError:
+    return HttpError(404, f"there is no file {id!r:.100}", code="file-not-found", param="file_id")
 
 
 async def create_batch(request: Request) -> Response:
@@ -146,7 +154,8 @@ async def create_batch(request: Request) -> Response:
         expires_at=now + _window_s(body.completion_window),
         metadata=body.metadata,
     )
-    await keeper.call(lambda store: store.add_batch(owner, batch))
+    if not await keeper.call(lambda store: store.add_batch(owner, batch)):
+        raise _no_file(file.id)
     keeper.start()
     return JsonResponse(batch)
 
@@ -217,7 +226,7 @@ async def _find_batch(request: Request) -> BatchObject:
 def _page(request: Request, rows: Sequence[Row], default: int) -> tuple[list[Row], bool]:
     """The rows after `after`, at most `limit`, and True if there are more. Raises RequestError."""
     text = request.query_params.get("limit", str(default))
-    if not text.isdecimal() or not 1 <= int(text[:6]) <= MOST_ROWS:
+    if not re.fullmatch(r"\d{1,6}", text, re.ASCII) or not 1 <= int(text) <= MOST_ROWS:
         raise RequestError(
             f"limit is {text!r:.60}; it must be a number from 1 to {MOST_ROWS}", param="limit", code="invalid-limit"
         )

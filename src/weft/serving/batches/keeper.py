@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from weft.cache import cache_path
+from weft.errors import ConfigError
 from weft.serving.batches.answers import Endpoint
 from weft.serving.batches.runner import BatchRun
 from weft.serving.batches.store import Store
@@ -71,7 +73,7 @@ class BatchKeeper:
     async def _work(self) -> None:
         while not self._service.draining:
             self._arrived.clear()
-            for owner, id in await self.call(Store.unfinished):
+            for owner, id in await self._unfinished():
                 if self._service.draining:
                     return
                 try:
@@ -83,6 +85,14 @@ class BatchKeeper:
                     await self._arrived.wait()
             except TimeoutError:
                 continue
+
+    async def _unfinished(self) -> list[tuple[str, str]]:
+        """Owner and id of the batches that are not finished; none while the store cannot be read."""
+        try:
+            return await self.call(Store.unfinished)
+        except (ConfigError, sqlite3.Error):
+            log.exception("the batches cannot be read; that is tried again")
+            return []
 
     async def _try(self, owner: str, id: str) -> None:
         """Answer a batch, unless another server does, or none of this server's models is meant."""

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from weft.serving.batches.types import LINE, BatchError
+from weft.errors import RequestError
+from weft.serving.batches.types import LINE, BatchError, BatchLine
+from weft.serving.body import check_structure
+from weft.text.limits import LIMITS
 
 MOST_LINES = 50_000  # as OpenAI's API
 MOST_ERRORS = 100  # that are told
 
 
-def check_lines(path: Path, endpoint: str) -> tuple[int, str | None, list[BatchError]]:
+@dataclass(frozen=True)
+class LineLimits:
+    """The most bytes and JSON values of one line: those of a request over HTTP."""
+
+    nbytes: int
+    values: int
+
+
+def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str | None, list[BatchError]]:
     """Number of the lines, the first one's model, and what is wrong with them; a batch with faults does not begin."""
     errors: list[BatchError] = []
     seen: set[str] = set()
     total, model = 0, None
-    for total, text in numbered_lines(path):  # the last number is their count
-        fault = _fault(text, endpoint, seen)
+    for total, text in numbered_lines(path, limits):  # the last number is their count
+        fault = _fault(text, endpoint, limits, seen)
         if fault is not None:
             errors.append(_error(*fault, total))
             if len(errors) >= MOST_ERRORS:
                 break
         elif total == 1:
-            named = LINE.decode(text).body.get("model")
+            named = decode_line(text, limits).body.get("model")
             model = named if isinstance(named, str) else None
         if total > MOST_LINES:
             errors.append(_error("too_many_lines", f"more than {MOST_LINES:,} lines; send several"))
@@ -39,22 +51,40 @@ def _error(code: str, message: str, line: int | None = None) -> BatchError:
     return BatchError(code=code, message=message, line=line)
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1."""
+def numbered_lines(path: Path, limits: LineLimits) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, numbered from 1. One that is too long comes with a byte more than the limit."""
     number = 0
     with path.open("rb") as file:
-        for text in file:
+        while text := file.readline(limits.nbytes + 1):
+            part = text
+            while not part.endswith(b"\n") and (part := file.readline(limits.nbytes + 1)):
+                pass  # the rest of a line that is too long
             if text.strip():
                 number += 1
                 yield number, text
 
 
-def _fault(text: bytes, endpoint: str, seen: set[str]) -> tuple[str, str] | None:
+def decode_line(text: bytes, limits: LineLimits) -> BatchLine:
+    """The request of a line. Raises RequestError for one that is too long, or none."""
+    if len(text) > limits.nbytes:
+        raise RequestError(
+            f"the line is longer than {limits.nbytes:,} bytes; send less, or raise --max-body-bytes",
+            code="line-too-long",
+        )
+    if len(text) > LIMITS.small_bytes:
+        check_structure(text, limits.values)
+    try:
+        return LINE.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the line is no request: {error}", code="line-not-request") from None
+
+
+def _fault(text: bytes, endpoint: str, limits: LineLimits, seen: set[str]) -> tuple[str, str] | None:
     """Code and message for a line that cannot be asked; None if it can."""
     try:
-        line = LINE.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return "invalid_json_line", f"the line is no request: {error}"
+        line = decode_line(text, limits)
+    except RequestError as error:
+        return "invalid_json_line", str(error)
     if line.custom_id in seen:
         return "duplicate_custom_id", f"custom_id {line.custom_id!r:.100} is there twice"
     seen.add(line.custom_id)

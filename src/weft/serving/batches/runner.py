@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from weft.errors import RequestError
 from weft.serving.batches.answers import NotNowError, answer
-from weft.serving.batches.lines import check_lines, numbered_lines
+from weft.serving.batches.lines import LineLimits, check_lines, decode_line, numbered_lines
 from weft.serving.batches.store import Store, new_id
-from weft.serving.batches.types import LINE, BatchErrors, BatchLine, BatchObject
+from weft.serving.batches.types import BatchErrors, BatchLine, BatchObject
 
 if TYPE_CHECKING:
     from weft.serving.batches.keeper import BatchKeeper
@@ -48,7 +48,7 @@ class BatchRun:
 
     def __init__(self, service: Service, keeper: BatchKeeper, owner: str, batch: BatchObject) -> None:
         self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
-        self._content: Path | None = None
+        self._limits = LineLimits(service.body_bytes, service.json_values)
         # Half of the places: other clients' requests find some, too.
         self._places = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
 
@@ -57,9 +57,12 @@ class BatchRun:
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
-            if self._batch.model is not None and self._batch.model not in self._service.names:
+            if time.time() >= self._batch.expires_at:
+                await self._change(finalize)  # whichever model it means
+            elif self._batch.model is None or self._batch.model in self._service.names:
+                await self._answer_lines()
+            else:
                 return
-            await self._answer_lines()
         if self._batch.status in ("cancelling", "finalizing"):
             await self._finish()
 
@@ -70,7 +73,7 @@ class BatchRun:
     async def _validate(self) -> None:
         batch = self._batch
         path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
-        total, model, errors = await asyncio.to_thread(check_lines, path, batch.endpoint)
+        total, model, errors = await asyncio.to_thread(check_lines, path, batch.endpoint, self._limits)
 
         def begin(row: BatchObject) -> None:
             row.model, row.request_counts.total = model, total
@@ -89,7 +92,7 @@ class BatchRun:
         batch = self._batch
         answered = await self._keeper.call(lambda store: store.answered(batch.id))
         path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
-        lines = (numbered for numbered in numbered_lines(path) if numbered[0] not in answered)
+        lines = (numbered for numbered in numbered_lines(path, self._limits) if numbered[0] not in answered)
         workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._places)]
         try:
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
@@ -106,12 +109,8 @@ class BatchRun:
                     return
                 raise error
 
-        def end(row: BatchObject) -> None:
-            if row.status == "in_progress":
-                row.status, row.finalizing_at = "finalizing", _now()
-
         if not self._service.draining:
-            await self._change(end)
+            await self._change(finalize)
 
     async def _until_done(self, workers: list[asyncio.Task[None]]) -> None:
         """Wait until all lines are answered, a worker fails, or a client cancels the batch."""
@@ -133,13 +132,21 @@ class BatchRun:
         for number, text in lines:
             if self._service.draining:
                 raise NotNowError
-            await self._answer_line(number, LINE.decode(text))
+            try:
+                line = decode_line(text, self._limits)
+            except RequestError as error:  # an earlier server had larger limits
+                await self._keep(number, LineResult(new_id("batch_req_"), "", None, line_error(error)))
+                continue
+            await self._answer_line(number, line)
 
     async def _answer_line(self, number: int, line: BatchLine) -> None:
         status, body = await answer(self._service, self._keeper.endpoints[line.url], line)
         response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
-        row = msgspec.json.encode(LineResult(new_id("batch_req_"), line.custom_id, response))
-        id, failed = self._batch.id, status != 200
+        await self._keep(number, LineResult(new_id("batch_req_"), line.custom_id, response))
+
+    async def _keep(self, number: int, result: LineResult) -> None:
+        row, id = msgspec.json.encode(result), self._batch.id
+        failed = result.response is None or result.response.status_code != 200
         keeping = self._keeper.call(lambda store: store.add_result(id, number, row, failed=failed))
         if await asyncio.shield(keeping) != "in_progress":  # another server was asked to cancel it
             self._keeper.news.set()
@@ -149,7 +156,7 @@ class BatchRun:
         owner, batch = self._owner, self._batch
         cancelled, expired = batch.status == "cancelling", False
         if not cancelled:
-            expired = await self._keeper.call(lambda store: add_expired(store, batch))
+            expired = await self._keeper.call(lambda store: add_expired(store, batch, self._limits))
         output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch))
 
         def end(row: BatchObject) -> None:
@@ -161,17 +168,35 @@ class BatchRun:
         log.info("batch %s: %s", batch.id, self._batch.status)
 
 
-def add_expired(store: Store, batch: BatchObject) -> bool:
+def finalize(row: BatchObject) -> None:
+    """Note that no more lines are to be answered."""
+    if row.status == "in_progress":
+        row.status, row.finalizing_at = "finalizing", _now()
+
+
+def add_expired(store: Store, batch: BatchObject, limits: LineLimits) -> bool:
     """Note an error for each line that was not answered in time; return True if there are any."""
     answered, expired = store.answered(batch.id), False
-    for number, text in numbered_lines(store.content(batch.input_file_id)):
+    for number, text in numbered_lines(store.content(batch.input_file_id), limits):
         if number not in answered:
-            line = LINE.decode(text)
             error = LineError("batch_expired", "the line was not answered within the completion window")
-            row = msgspec.json.encode(LineResult(new_id("batch_req_"), line.custom_id, None, error))
+            row = msgspec.json.encode(LineResult(new_id("batch_req_"), custom_id(text, limits), None, error))
             store.add_result(batch.id, number, row, failed=True)
             expired = True
     return expired
+
+
+def custom_id(text: bytes, limits: LineLimits) -> str:
+    """The custom_id of a line; "" for one that only a server with larger limits reads."""
+    try:
+        return decode_line(text, limits).custom_id
+    except RequestError:
+        return ""
+
+
+def line_error(error: RequestError) -> LineError:
+    """The error of a line that this server does not read."""
+    return LineError("invalid_json_line", str(error))
 
 
 def write_outputs(store: Store, owner: str, batch: BatchObject) -> tuple[str | None, str | None]:

@@ -22,6 +22,7 @@ from weft.errors import ConfigError, error_reason
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 
 BUSY_S = 30.0  # to wait for another server's transaction
+PART_S = 24 * 3600.0  # after which an upload without a name is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row BLOB NOT NULL);
@@ -49,11 +50,19 @@ class Store:
             self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
             self._rows.execute("PRAGMA journal_mode = WAL")
             self._rows.executescript(SCHEMA)
+            self._remove_parts()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"cannot keep files in {folder}: {error_reason(error)}; give another --storage-directory",
                 code="cannot-open-storage",
             ) from error
+
+    def _remove_parts(self) -> None:
+        """Remove uploads that killed servers have left; younger ones may be another server's."""
+        for path in (self.folder / "contents").glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - PART_S:
+                    path.unlink()
 
     def close(self) -> None:
         self._rows.close()
@@ -95,11 +104,20 @@ class Store:
         rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
         return [FILE.decode(row[0]) for row in rows]
 
-    def delete_file(self, id: str) -> None:
-        """Delete a file that no unfinished batch reads."""
+    def used_bytes(self) -> int:
+        """Bytes of all files, of all owners."""
+        query = "SELECT coalesce(sum(json_extract(CAST(row AS TEXT), '$.bytes')), 0) FROM files"
+        return int(self._rows.execute(query).fetchone()[0])
+
+    def delete_file(self, id: str) -> bool:
+        """Delete a file; return False, and keep it, if an unfinished batch reads it."""
         with self._rows:
+            self._rows.execute("BEGIN IMMEDIATE")
+            if self.is_read(id):
+                return False
             self._rows.execute("DELETE FROM files WHERE id = ?", (id,))
         self.content(id).unlink(missing_ok=True)
+        return True
 
     def is_read(self, id: str) -> bool:
         """Return True if an unfinished batch reads a file."""
@@ -108,10 +126,15 @@ class Store:
 
     # Batches
 
-    def add_batch(self, owner: str, batch: BatchObject) -> None:
+    def add_batch(self, owner: str, batch: BatchObject) -> bool:
+        """Keep a new batch; return False if its input file is not there any more."""
         values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch))
         with self._rows:
+            self._rows.execute("BEGIN IMMEDIATE")
+            if self.file(owner, batch.input_file_id) is None:
+                return False
             self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+        return True
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
         """Let `change` alter a batch, while nobody else does; return it as it is then."""

@@ -16,6 +16,7 @@ from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.ollama import details
 from weft.serving.ollama.names import requested_name, resolve_served, served_name, tagged
 from weft.serving.ollama.types import ModelList, ModelRequest, RunningList, ShowAnswer, ShowRequest, VersionAnswer
+from weft.serving.run_files import running_servers
 from weft.serving.service import Service
 
 ABSENT = {
@@ -88,7 +89,7 @@ async def delete(request: Request) -> Response:
     name = await service.prepare(request, delete_name)
     if served_name(service, name) is not None:
         raise HttpError(409, f"{name!r:.200} is being served; stop this server first", code="model-in-use")
-    await asyncio.to_thread(_remove, name)
+    await asyncio.to_thread(_remove, service, name)
     return Response()
 
 
@@ -97,8 +98,17 @@ def delete_name(service: Service, content: bytes) -> str:
     return requested_name(service.decode_body(content, ModelRequest))
 
 
-def _remove(name: str) -> None:
-    local_models.remove_model(find_local(name))
+def _remove(service: Service, name: str) -> None:
+    """Remove a model that no server of this machine reads. Raises HttpError 409."""
+    model = find_local(name)
+    servers = [("this server", service.checkpoints)]
+    servers += [(f"the server at {server.url}", server.checkpoints) for server in running_servers()]
+    for server, checkpoints in servers:
+        if any(local_models.holds_checkpoint(model, checkpoint) for checkpoint in checkpoints):
+            raise HttpError(
+                409, f"the files of {name!r:.200} are being served; stop {server} first", code="model-in-use"
+            )
+    local_models.remove_model(model)
 
 
 def find_local(name: str) -> LocalModel:

@@ -224,7 +224,7 @@ def _arguments(rules: Rules, schema: Any, argument: Callable[[str, Any], str], s
     """Lark for the arguments of a schema in its order: the required ones, and each of the others or not."""
     properties = schema.get("properties")
     required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     parts = properties if isinstance(properties, Mapping) else {}
     if not separator:
         row = [f"({argument(key, part)}){'' if key in needed else '?'}" for key, part in parts.items()]

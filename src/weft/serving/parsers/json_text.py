@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection
 from typing import Any
 
 from weft.serving.parsers.reader import Reader, Steps, Take
 
+MOST_DEPTH = 64  # of lists and objects in arguments that are not JSON yet
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 LITERAL = re.compile(r"[A-Za-z0-9+\-.]+")
 SEPARATORS = re.compile(r"[ \t\r\n,]+")
 PLAIN = re.compile(r'[^"\\]+')  # inside a string
 OUTSIDE = re.compile(r'[^"{}\[\]]+')  # of strings and brackets
+
+
+def to_json(value: Any) -> str:
+    """JSON of a value, which any decoder reads: halves of UTF-16 pairs are U+FFFD, numbers without a value are texts.
+
+    Raises ValueError for an integer of more digits than Python writes.
+    """
+    return without_halves(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False))
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for none, for NaN, and for a number outside a double's range."""
+    return json.loads(text, parse_float=_to_float, parse_constant=_to_float)
+
+
+def without_halves(text: str) -> str:
+    """A text in which each half of a UTF-16 pair that stands alone is U+FFFD, as UTF-8 cannot write it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _to_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r:.40} is no number of JSON")
+    return value
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return str(value)
+        case list():
+            return [_finite(item) for item in value]
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case _:
+            return value
 
 
 def read_value(reader: Reader, say: Take) -> Steps[bool]:
@@ -143,4 +182,4 @@ class CallReader:
             value: Any = json.loads("".join(parts), strict=False)
         except ValueError:
             return None
-        return value if isinstance(value, str) else None
+        return without_halves(value) if isinstance(value, str) else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
 from weft.serving.parsers.between import Between
+from weft.serving.parsers.json_text import to_json
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
 START, END = "<|python_start|>", "<|python_end|>"
 OUTSIDE = re.compile(r"[^\[\](){}'\"]+")
 NAMES = {"true": True, "false": False, "null": None}
-Call = tuple[str, dict[str, Any]]
+Call = tuple[str, str]  # the name, and the arguments as JSON
 
 
 def pythonic(reader: Reader, tools: ToolSchemas) -> Steps[None]:
@@ -28,7 +28,7 @@ def pythonic(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         while (call := _parsed((yield from _call_text(reader)))) is not None:
             between.call()
             reader.begin_call(call[0])
-            reader.arguments(json.dumps(call[1], ensure_ascii=False))
+            reader.arguments(call[1])
             yield from reader.skip(SEPARATORS)
             if (yield from reader.accept("]")) is not None:
                 yield from reader.accept(END)
@@ -78,11 +78,11 @@ def _parsed(text: str) -> Call | None:
         return None
     try:
         arguments = {keyword.arg: _value(keyword.value) for keyword in node.keywords}
+        if None in arguments:
+            return None
+        return ast.unparse(node.func), to_json(arguments)
     except (ValueError, RecursionError):
         return None
-    if None in arguments:
-        return None
-    return ast.unparse(node.func), {key: value for key, value in arguments.items() if key is not None}
 
 
 def _value(node: ast.expr) -> Any:

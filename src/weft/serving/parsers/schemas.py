@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from weft.serving.parsers.json_text import from_json, to_json
 
 
 class ToolSchemas:
@@ -20,16 +21,16 @@ class ToolSchemas:
         """
         types = self._types(tool, key)
         if types == {"string"}:
-            return json.dumps(text, ensure_ascii=False)
+            return to_json(text)
         try:
-            value = json.loads(text)
+            value = from_json(text)
         except (ValueError, RecursionError):
             literal = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
             if literal is not None and "string" not in types:
                 return literal
-            return json.dumps(text, ensure_ascii=False)
+            return to_json(text)
         if "string" in types and not isinstance(value, dict | list) and not types & _types_of(value):
-            return json.dumps(text, ensure_ascii=False)
+            return to_json(text)
         return text.strip()
 
     def _types(self, tool: str, key: str) -> set[str]:

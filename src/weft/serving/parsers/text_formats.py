@@ -5,11 +5,11 @@ The formats are those of the models' published chat templates.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from weft.serving.parsers.between import Between
+from weft.serving.parsers.json_text import MOST_DEPTH, from_json, to_json
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
@@ -36,7 +36,7 @@ class ArgumentWriter:
         """Write an argument that is given as text."""
         before = ", " if self._written else "{"
         value = self._tools.encode(self._name, key, text)
-        self._reader.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+        self._reader.arguments(f"{before}{to_json(key)}: {value}")
         self._written = True
 
     def end(self) -> None:
@@ -117,29 +117,29 @@ def gemma(reader: Reader, tools: ToolSchemas) -> Steps[None]:
         between.call()
         reader.begin_call(name)
         value = yield from _gemma_value(reader)
-        reader.arguments(json.dumps(value, ensure_ascii=False))
+        reader.arguments(to_json(value))
         yield from reader.text_until(end)
     between.end()
 
 
-def _gemma_value(reader: Reader) -> Steps[Any]:
-    """Read one value; what the end of the answer cuts off is left out."""
+def _gemma_value(reader: Reader, depth: int = 0) -> Steps[Any]:
+    """Read one value; what the end of the answer cuts off is left out, and what lies deeper than `MOST_DEPTH`."""
     quote = yield from reader.accept(*GEMMA_QUOTES)
     if quote is not None:
         text, _ = yield from reader.text_until(quote)
         return text
-    if (yield from reader.accept("{")) is not None:
-        return (yield from _gemma_object(reader))
-    if (yield from reader.accept("[")) is not None:
-        return (yield from _gemma_list(reader))
+    if depth < MOST_DEPTH and (yield from reader.accept("{")) is not None:
+        return (yield from _gemma_object(reader, depth + 1))
+    if depth < MOST_DEPTH and (yield from reader.accept("[")) is not None:
+        return (yield from _gemma_list(reader, depth + 1))
     literal = yield from reader.skip(GEMMA_LITERAL)
     try:
-        return json.loads(literal)
+        return from_json(literal)
     except ValueError:
         return literal
 
 
-def _gemma_object(reader: Reader) -> Steps[dict[str, Any]]:
+def _gemma_object(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
     made: dict[str, Any] = {}
     while True:
         yield from reader.skip(SEPARATORS)
@@ -154,17 +154,17 @@ def _gemma_object(reader: Reader) -> Steps[dict[str, Any]]:
         if not key or (yield from reader.accept(":")) is None:
             return made
         yield from reader.skip()
-        made[key] = yield from _gemma_value(reader)
+        made[key] = yield from _gemma_value(reader, depth)
 
 
-def _gemma_list(reader: Reader) -> Steps[list[Any]]:
+def _gemma_list(reader: Reader, depth: int) -> Steps[list[Any]]:
     made: list[Any] = []
     while True:
         yield from reader.skip(SEPARATORS)
         if (yield from reader.accept("]")) is not None or not (yield from reader.peek(1)):
             return made
         before = yield from reader.peek(2)
-        made.append((yield from _gemma_value(reader)))
+        made.append((yield from _gemma_value(reader, depth)))
         if made[-1] == "" and (yield from reader.peek(2)) == before:
             return made[:-1]  # neither a value nor the end: nothing of it is read
 

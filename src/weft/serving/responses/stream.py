@@ -118,13 +118,15 @@ class ResponseStream:
 
     def _item_events(self, delta: AnswerDelta) -> Iterator[ResponseEvent]:
         self._cut |= delta.finish_reason == "length"
+        for call in delta.continued_calls:
+            yield from self._add_call(call)
         if delta.reasoning:
             if not (delta.content or delta.tool_calls):
                 self._reasoning_tokens += len(delta.token_ids)
             yield from self._add_reasoning(delta.reasoning)
         if delta.content:
             yield from self._add_text(delta.content, self._logprobs(delta.logprobs))
-        for call in delta.tool_calls:
+        for call in delta.new_calls:
             yield from self._add_call(call)
 
     def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
