@@ -24,6 +24,7 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T")
 
 POLL_S = 5.0  # after which batches of other servers are looked at: one of these may have ended
+KEEPING_S = 2.0  # for answers that are there when the server ends
 
 
 class BatchKeeper:
@@ -59,6 +60,9 @@ class BatchKeeper:
     async def close(self) -> None:
         """Let go of the batches; what is answered is kept."""
         if self._working is not None:
+            if self._service.draining:
+                # What the engine has answered is kept a moment later.
+                await asyncio.wait({self._working}, timeout=KEEPING_S)
             self._working.cancel()
             await asyncio.gather(self._working, return_exceptions=True)
         if self._store is not None:

@@ -113,13 +113,17 @@ class BatchRun:
             await self._change(finalize)
 
     async def _until_done(self, workers: list[asyncio.Task[None]]) -> None:
-        """Wait until all lines are answered, a worker fails, or a client cancels the batch."""
+        """Wait until all lines are answered, a worker fails, or a client cancels the batch.
+
+        If the server is to end, every worker ends with its line.
+        """
         while not all(worker.done() for worker in workers):
             news = asyncio.create_task(self._keeper.news.wait())
             running = {worker for worker in workers if not worker.done()}
             await asyncio.wait({*running, news}, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
-            if any(worker.done() and worker.exception() is not None for worker in workers):
+            errors = [worker.exception() for worker in workers if worker.done()]
+            if any(error is not None and not isinstance(error, NotNowError) for error in errors):
                 return
             if self._keeper.news.is_set():
                 self._keeper.news.clear()
