@@ -10,6 +10,7 @@ from weft.formatting import format_bytes
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu, GpuPair
+from weft.monitor.topology import link_name
 from weft.probes.machine import short_cpu_name
 from weft.probes.speeds import PairSpeed, Speeds
 
@@ -148,7 +149,7 @@ def link_matrix(here: Host) -> Table:
     """A table with the link between every two GPUs."""
     names = {}
     for pair in here.pairs:
-        names[pair.first, pair.second] = names[pair.second, pair.first] = link_name(pair)
+        names[pair.first, pair.second] = names[pair.second, pair.first] = link_name(pair) or UNKNOWN
     numbers = [gpu.index for gpu in here.gpus]
     table = figures_table("", *(f"GPU {number}" for number in numbers))
     for row in numbers:
@@ -157,11 +158,6 @@ def link_matrix(here: Host) -> Table:
     table.caption = "; ".join(f"{name} {meaning}" for name, meaning in LEGEND.items() if name in used) or None
     table.caption_justify = "left"
     return table
-
-
-def link_name(pair: GpuPair) -> str:
-    """The link in the notation of nvidia-smi topo."""
-    return f"NV{pair.nvlinks}" if pair.nvlinks else pair.ancestor or UNKNOWN
 
 
 def pair_lines(here: Host, speeds: Speeds) -> Iterator[str]:

@@ -18,10 +18,11 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.executors.reading import ReadingProgress
 from weft.formats import gguf, hub, sharded
-from weft.formats.checkpoint import Checkpoint, resolve
+from weft.formats.checkpoint import Checkpoint
 from weft.formats.safetensors import INDEX
 from weft.formatting import format_bytes
 from weft.hardware.host import Host, probe_host
+from weft.plan.opening import resolve_checkpoint
 from weft.plan.plan import Plan
 from weft.plan.quantization import checkpoint_precision
 from weft.plan.shards import cut_of
@@ -74,14 +75,7 @@ def plan_shards(config: EngineConfig, folder: Path) -> tuple[Plan, sharded.Shard
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there and not an empty directory; give another one", code="shards-in-the-way")
-    checkpoint = resolve(
-        config.model,
-        revision=config.revision,
-        hf_token=config.hf_token,
-        download_dir=config.download_dir,
-        load_format=config.load_format,
-        model_impl=config.model_impl,
-    )
+    checkpoint = resolve_checkpoint(config)
     if checkpoint.sharded is not None:
         raise ConfigError(
             f"{config.model} is cut already, for {sharded.cut_words(checkpoint.sharded.cut)}; give the whole model",

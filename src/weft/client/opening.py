@@ -13,8 +13,9 @@ from weft.cluster.ray_cluster import RayAssembly
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
 from weft.errors import ConfigError, ModelError, RequestError
-from weft.formats.checkpoint import Checkpoint, expected_tensors, resolve
+from weft.formats.checkpoint import Checkpoint, expected_tensors
 from weft.hardware.host import Host
+from weft.plan.opening import resolve_checkpoint
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_over_nodes
 from weft.planner.replicas import ReplicaPlan, plan_replicas
@@ -28,14 +29,7 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
 
     Called before the ranks start, so that a damaged tokenizer is noticed at once. Raises ModelError and ConfigError.
     """
-    checkpoint = resolve(
-        config.model,
-        revision=config.revision,
-        hf_token=config.hf_token,
-        download_dir=config.download_dir,
-        load_format=config.load_format,
-        model_impl=config.model_impl,
-    )
+    checkpoint = resolve_checkpoint(config)
     tools = TextTools.load(config, checkpoint)
     if tools.tokenizer is not None:
         check_vocabulary(tools.tokenizer, checkpoint, config.tokenizer or checkpoint.path)

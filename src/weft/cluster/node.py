@@ -31,8 +31,9 @@ from weft.executors.framing import Channel
 from weft.executors.keys import NotWeftError, WrongKeyError, prove_to_acceptor
 from weft.executors.node_messages import StartRanks
 from weft.executors.node_ranks import NodeRanks
-from weft.formats.checkpoint import Checkpoint, resolve
+from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import probe_host
+from weft.plan.opening import resolve_checkpoint
 
 log = logging.getLogger("weft.cluster")
 
@@ -48,14 +49,7 @@ def run_node(config: EngineConfig, settings: NodeSettings, environment: Mapping[
     """
     checkpoint: Checkpoint | ModelError
     try:
-        checkpoint = resolve(
-            config.model,
-            revision=config.revision,
-            hf_token=config.hf_token,
-            download_dir=config.download_dir,
-            load_format=config.load_format,
-            model_impl=config.model_impl,
-        )
+        checkpoint = resolve_checkpoint(config)
     except ModelError as error:
         checkpoint = error  # which the head reports with the other nodes'
     facts = gather_facts(settings, probe_host(), config.model, checkpoint, environment)

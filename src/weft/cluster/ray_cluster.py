@@ -19,12 +19,13 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, WeftError
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
-from weft.formats.checkpoint import Checkpoint, resolve
+from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host, probe_host
 from weft.plan.devices import device_kind
 from weft.plan.layout import expert_cut, rank_cut
 from weft.plan.nodes import config_over_nodes
+from weft.plan.opening import resolve_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -206,14 +207,7 @@ def report_facts(number: int, question: bytes) -> bytes:
     config = msgspec.json.decode(question, type=EngineConfig)
     checkpoint: Checkpoint | WeftError
     try:
-        checkpoint = resolve(
-            config.model,
-            revision=config.revision,
-            hf_token=config.hf_token,
-            download_dir=config.download_dir,
-            load_format=config.load_format,
-            model_impl=config.model_impl,
-        )
+        checkpoint = resolve_checkpoint(config)
     except ModelError as error:
         checkpoint = error
     import ray

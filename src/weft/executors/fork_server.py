@@ -196,7 +196,7 @@ def become_child(request: ForkRequest, files: Sequence[int]) -> None:
 
 def main(descriptor: int, lifeline: int) -> None:
     """Import what ranks need, then fork. `descriptor` is the socket of requests, `lifeline` the parent's death pipe."""
-    # As ranks do: the parent alone answers signals.
+    # Signals are the parent's to answer, as for ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for number in (descriptor, lifeline):

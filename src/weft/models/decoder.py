@@ -121,7 +121,7 @@ class DecoderModel:
             projection = None if shape.embedding_dim is None else outer.whole_linear("head.projection")
             self.head = Head(self._head_product(tensors, embedding_table), widths, comm, projection=projection)
             self.final_norm = outer.norm("norm") if shape.final_norm else None
-        # What is left: parameters that are no matrices. Matrices are with the kernels.
+        # Parameters that are no matrices; matrices are with the kernels.
         self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def _head_product(self, tensors: Tensors, table: EmbeddingTable | None) -> Product:

@@ -323,7 +323,7 @@ def _stage_layers(question: Question, layout: CandidateLayout, weights: Sequence
     capacities = _capacities(question, layout, weights)
     held = engine_profile(question).held_precision(canonical(cut.precision))
     if len({device.gpu.kind for device in layout.devices}) > 1:
-        # As few layers on the CPU as leave the GPUs room for some requests: the more, the larger the batches.
+        # The fewest layers on the CPU that leave the GPUs room for some requests; more layers give larger batches.
         ways = [(requests * tokens, False) for requests in (1, *ROOM_BESIDE_CPU)]
     else:
         ways = [(tokens, False), (tokens, True)]

@@ -171,7 +171,7 @@ class ChatAnswers:
             ChoiceReader(output.index, prepared.new_parser(prompt), prepared)
             for output in self.collector.output.outputs
         ]
-        # What another server has answered already is said by that one.
+        # Tokens that another server has answered were sent by that server.
         for reader, output in zip(self._choices, self.collector.output.outputs, strict=True):
             reader.read(output.text, last=False)
         self._stream: EngineStream = service.open_stream(prepared.collectors)

@@ -106,7 +106,7 @@ async def _serve(
         log.info("%s ready (%.2f s)", ready, time.monotonic() - starting)
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
-        # Of several replicas together the planner says nothing.
+        # The planner has no prediction for several replicas together.
         service.prediction_check = PredictionCheck(expected[0]) if len(expected) == 1 else None
         service.prefill_tok_s = sum(map(_prefill_speed, expected)) or None
         # Room for a few bodies of the maximum size at once.

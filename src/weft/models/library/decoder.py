@@ -51,7 +51,7 @@ class LibraryDecoder:
             self._build(tensors)
         except ClassError as error:
             raise ModelError(str(error), code="not-run-through-transformers") from error
-        # What is left: parameters that are no matrices. Matrices are with the kernels.
+        # Parameters that are no matrices; matrices are with the kernels.
         self.vectors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def _build(self, tensors: Tensors) -> None:

@@ -34,7 +34,7 @@ UNSUPPORTED = {
     "attn_logit_softcapping": "capped attention scores",
     "alibi": "biased attention scores",
 }
-# What Transformers' plan calls the cuts that Weft makes: the dimension that is cut, and whether results are gathered.
+# Names in Transformers' plan for the cuts that Weft makes: the dimension that is cut, and if results are gathered.
 STYLES: dict[str, tuple[Literal["", "rows", "cols"], bool]] = {
     "colwise": ("rows", False),
     "colwise_gather_output": ("rows", True),

@@ -61,7 +61,7 @@ class BatchKeeper:
         """Let go of the batches; what is answered is kept."""
         if self._working is not None:
             if self._service.draining:
-                # What the engine has answered is kept a moment later.
+                # The engine's last answers are stored a moment after it gave them.
                 await asyncio.wait({self._working}, timeout=KEEPING_S)
             self._working.cancel()
             await asyncio.gather(self._working, return_exceptions=True)

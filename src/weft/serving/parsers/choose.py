@@ -107,7 +107,7 @@ FORMATS = (
 )
 TOOL_FORMATS: Mapping[str, ToolFormat] = {item.name: item for item in FORMATS}
 HERMES = TOOL_FORMATS["hermes"]
-# What vLLM calls the parsers of single models of a family.
+# vLLM's names for the parsers of single models of a family.
 TOOL_ALIASES = {
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",

@@ -66,7 +66,7 @@ class Reader:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    # What a parser says
+    # Output of a parser
 
     def content(self, text: str) -> None:
         if text:
@@ -83,7 +83,7 @@ class Reader:
         if text:
             self.events.append(CallArguments(text))
 
-    # What a parser reads
+    # Input of a parser
 
     def record(self) -> None:
         """Keep what is read from here on, for `recorded`."""

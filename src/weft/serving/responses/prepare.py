@@ -13,7 +13,7 @@ from weft.serving.responses.types import InputItem, InputPart, ResponsesRequest,
 from weft.serving.service import Service
 
 LOGPROBS = "message.output_text.logprobs"
-# What a client may ask to include; nothing of the second kind is made here, and its absence changes no text.
+# Items that a client may ask to include. None of the second kind exist here, and their absence changes no text.
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 TEXT_PARTS = ("input_text", "output_text", "text")
 
