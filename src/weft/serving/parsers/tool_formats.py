@@ -6,20 +6,34 @@ The formats are those of the models' published chat templates.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from weft.serving.parsers.between import Between
 from weft.serving.parsers.json_text import CallReader, read_value
 from weft.serving.parsers.reader import Reader, Steps
 from weft.serving.parsers.schemas import ToolSchemas
 
+
+class CallMarks(NamedTuple):
+    """Marks of a list of calls, each of which has a separator before its arguments."""
+
+    calls: str
+    calls_end: str
+    call: str
+    call_end: str
+    separator: str
+
+
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 DEEPSEEK_CALLS, DEEPSEEK_CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-DEEPSEEK_MARKS = (DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEP)
+DEEPSEEK_MARKS = CallMarks(DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEP)
 KIMI_CALLS, KIMI_CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_CALL_END, KIMI_ARGS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
-KIMI_MARKS = (KIMI_CALLS, KIMI_CALLS_END, KIMI_CALL, KIMI_CALL_END, KIMI_ARGS)
+KIMI_MARKS = CallMarks(KIMI_CALLS, KIMI_CALLS_END, KIMI_CALL, KIMI_CALL_END, KIMI_ARGS)
 KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 NAME = re.compile(r"[^\s{}\[\]()<>\"']+")
 
@@ -117,16 +131,21 @@ def deepseek_v31(reader: Reader, tools: ToolSchemas) -> Steps[None]:
 
 
 def _deepseek(reader: Reader, *, typed: bool) -> Steps[None]:
+    yield from _marked_calls(reader, DEEPSEEK_MARKS, partial(_deepseek_call, reader, typed=typed))
+
+
+def _marked_calls(reader: Reader, marks: CallMarks, read_call: Callable[[str], Steps[None]]) -> Steps[None]:
+    """Read lists of calls between marks. `read_call` gets the text before a call's separator, and reads the rest."""
     between = Between(reader)
-    while (yield from reader.until((DEEPSEEK_CALLS,), between.say)) is not None:
+    while (yield from reader.until((marks.calls,), between.say)) is not None:
         between.call()
         while True:
-            _, mark = yield from reader.text_until(DEEPSEEK_CALL, DEEPSEEK_CALLS_END)
-            if mark != DEEPSEEK_CALL:
+            _, mark = yield from reader.text_until(marks.call, marks.calls_end)
+            if mark != marks.call:
                 break
-            head, mark = yield from reader.text_until(DEEPSEEK_SEP, DEEPSEEK_CALL_END)
-            if mark == DEEPSEEK_SEP:
-                yield from _deepseek_call(reader, head, typed=typed)
+            head, mark = yield from reader.text_until(marks.separator, marks.call_end)
+            if mark == marks.separator:
+                yield from read_call(head)
     between.end()
 
 
@@ -156,21 +175,12 @@ def _arguments(reader: Reader, name: str, id: str | None) -> Steps[None]:
 
 def kimi_k2(reader: Reader, tools: ToolSchemas) -> Steps[None]:
     """An id as functions.NAME:INDEX and JSON in each call, between Kimi's marks."""
-    between = Between(reader)
-    while (yield from reader.until((KIMI_CALLS,), between.say)) is not None:
-        between.call()
-        while True:
-            _, mark = yield from reader.text_until(KIMI_CALL, KIMI_CALLS_END)
-            if mark != KIMI_CALL:
-                break
-            id, mark = yield from reader.text_until(KIMI_ARGS, KIMI_CALL_END)
-            if mark == KIMI_ARGS:
-                yield from _kimi_call(reader, id.strip())
-    between.end()
+    yield from _marked_calls(reader, KIMI_MARKS, partial(_kimi_call, reader))
 
 
-def _kimi_call(reader: Reader, id: str) -> Steps[None]:
+def _kimi_call(reader: Reader, head: str) -> Steps[None]:
     yield from reader.skip()
+    id = head.strip()
     match = KIMI_ID.fullmatch(id)
     yield from _arguments(reader, match[1] if match else id, id)
     yield from reader.text_until(KIMI_CALL_END)
