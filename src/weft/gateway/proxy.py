@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -260,8 +261,12 @@ class Proxy:
         except ClientGoneError as error:
             exchange.outcome = error.code
         except UpstreamError as error:
-            exchange.outcome = error.code
             self._last(exchange).fail(self.fleet.clock(), str(error))
+            if ending.complete:
+                exchange.outcome = "complete"
+                await send({"type": "http.response.body", "body": b""})
+                return
+            exchange.outcome = error.code
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": _error_event(exchange, error)})
@@ -349,18 +354,26 @@ def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
 
 
 class EventEnding:
-    """Knows of a response if it is a stream of events of unknown length, and if the bytes so far end an event."""
+    """Knows of a response if it is a stream of events of unknown length, and how the bytes so far end."""
+
+    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
+    LONGEST = 32  # bytes that are looked at
 
     def __init__(self, head: ResponseHead) -> None:
         self._events = head.is_event_stream
         self._tail = b"\n\n"
 
     def push(self, piece: bytes) -> None:
-        self._tail = (self._tail + piece[-4:])[-4:]
+        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
 
     @property
     def between_events(self) -> bool:
         return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+    @property
+    def complete(self) -> bool:
+        """True if the end mark has come: the client lacks nothing."""
+        return self.between_events and self.END_MARK.search(self._tail) is not None
 
 
 class ClientWatches:
