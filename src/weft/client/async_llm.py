@@ -15,8 +15,9 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
-from weft.client.opening import Message, check_params, describe_engine, open_model, plan_engines
-from weft.client.outputs import RequestOutput
+from weft.client.opening import Message, check_params, describe_engine, list_prompts, open_model, plan_engines
+from weft.client.outputs import EmbeddingOutput, RequestOutput
+from weft.client.pooling import Pooler, ScoreRequest
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
@@ -165,6 +166,49 @@ class AsyncLLM:
             )
 
         return self._answer(render, sampling_params, request_id, priority)
+
+    async def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """See `LLM.embed`. Cancelling the task ends the requests."""
+        started = await self._ready()
+        pooler, now = Pooler(started.frontend, self.config.model), time.monotonic()
+
+        def collect() -> list[Collector]:
+            pooler.check_dimensions(dimensions)
+            return [
+                pooler.embedding_collector(prompt, arrival_s=now, truncate=truncate_prompt_tokens)
+                for prompt in list_prompts(prompts)
+            ]
+
+        collectors = await asyncio.to_thread(collect)
+        await _run_to_end(started.engine, collectors)
+        return [pooler.embedding_output(collector, dimensions) for collector in collectors]
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """See `LLM.score`. Cancelling the task ends the requests."""
+        started = await self._ready()
+        pooler, now = Pooler(started.frontend, self.config.model), time.monotonic()
+
+        def collect() -> ScoreRequest:
+            return pooler.score_request(
+                query, documents, arrival_s=now, instruction=instruction, truncate=truncate_prompt_tokens
+            )
+
+        scoring = await asyncio.to_thread(collect)
+        await _run_to_end(started.engine, scoring.collectors)
+        return scoring.scores()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterations yield the answer so far, with finish_reason "abort". Ignores unknown ids."""
@@ -317,6 +361,16 @@ class AsyncLLM:
                 yield _mark_aborted(collector.output)
         finally:
             del self._running[name]
+
+
+async def _run_to_end(engine: AsyncEngine | ReplicaSet, collectors: Sequence[Collector]) -> None:
+    """Run the one request of each collector until all have ended."""
+    if not collectors:
+        return
+    owners = {collector.requests[0].id: collector for collector in collectors}
+    async with aclosing(engine.submit([collector.requests[0] for collector in collectors])) as stream:
+        async for output in stream:
+            owners[output.id].add(output, time.monotonic())
 
 
 def _mark_aborted(output: RequestOutput) -> RequestOutput:

@@ -19,10 +19,12 @@ from weft.config import EngineConfig
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request
+from weft.core.step import Pooling
 from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
+from weft.formats.pooling import PoolingSettings
 from weft.structured.compiler import GrammarCompiler
 from weft.structured.grammar import body_of, grammar_text
 from weft.text.template import ChatML, ChatTemplate
@@ -32,6 +34,8 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 # Sampling fields of generation_config.json that SamplingParams has too.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+POOLED = SamplingParams(temperature=0.0, max_tokens=1)  # of requests for which nothing is sampled
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,8 @@ class Frontend:
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
     `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
-    `grammars` is the compiler that a core of the same process has. Without a tokenizer, prompts are token ids and
+    `grammars` is the compiler that a core of the same process has. `hidden` is the length of the model's states,
+    `pooling` what it makes of prompts beside answers. Without a tokenizer, prompts are token ids and
     answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served.
     """
 
@@ -130,8 +135,12 @@ class Frontend:
         max_new_tokens: int | None = None,
         seed: int = 0,
         grammars: GrammarCompiler | None = None,
+        hidden: int = 0,
+        pooling: PoolingSettings | None = None,
     ) -> None:
         self.vocab = vocab
+        self.hidden = hidden
+        self.pooling = pooling
         self.max_model_len = max_model_len
         self.max_new_tokens = max_new_tokens
         self._eos = tuple(eos)
@@ -163,6 +172,8 @@ class Frontend:
             max_new_tokens=sampling_length(checkpoint.generation, config.generation_config),
             seed=config.seed,
             grammars=grammars,
+            hidden=shape.hidden,
+            pooling=checkpoint.pooling,
         )
 
     @property
@@ -226,14 +237,17 @@ class Frontend:
             code="prompt-dict-without-prompt",
         )
 
-    def pack_prompt(self, ids: list[int], *, param: str = "prompt") -> TokenIds:
-        """Pack a prompt's ids. Raises RequestError for no ids, too many of them, or one outside the vocabulary."""
+    def pack_prompt(self, ids: list[int], *, param: str = "prompt", answers: bool = True) -> TokenIds:
+        """Pack a prompt's ids. Raises RequestError for no ids, too many of them, or one outside the vocabulary.
+
+        A prompt that the model `answers` leaves room for a token.
+        """
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=param, code="empty-prompt")
-        if len(ids) >= self.max_model_len:
+        if len(ids) > self.max_model_len - answers:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and this model's maximum context length is "
-                f"{self.max_model_len}, answer included; send at most {self.max_model_len - 1}",
+                f"{self.max_model_len}{', answer included' * answers}; send at most {self.max_model_len - answers}",
                 param=param,
                 code="prompt-too-long",
             )
@@ -322,6 +336,13 @@ class Frontend:
         the `structured_outputs` of `params` do.
         """
         check_priority(priority)
+        if self.pooling is not None and not self.pooling.generates:
+            raise RequestError(
+                f"this model does not generate: it {self.pooling.task}s; send the request to another model, or start "
+                "this one with --runner generate",
+                param="model",
+                code="model-does-not-generate",
+            )
         grammar = grammar or self._grammar(params)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
@@ -332,7 +353,7 @@ class Frontend:
         check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
         origin = ("seed", params.seed) if params.seed is not None else ("engine", self._seed, next(self._unseeded))
-        identity = PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
+        identity = _identity(prompt)
         requests = [
             Request(
                 id=f"{name}-{index}",
@@ -348,6 +369,23 @@ class Frontend:
             for index in range(params.n)
         ]
         return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s, shown)
+
+    def create_pooling_collector(
+        self, prompt: Prompt, pooling: Pooling, *, arrival_s: float, priority: int = 0
+    ) -> Collector:
+        """Return the Collector of what the model makes of a prompt as a whole, with the core's one request for it."""
+        check_priority(priority)
+        check_cache_salt(prompt.cache_salt)
+        name = str(next(self._names))
+        request = Request(
+            id=f"{name}-0",
+            prompt=prompt.ids,
+            params=POOLED,
+            priority=priority,
+            identity=_identity(prompt),
+            pooling=pooling,
+        )
+        return Collector(name, prompt.text, POOLED, [request], None, arrival_s)
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the checked text of the grammar of `structured_outputs`; "" without one."""
@@ -416,19 +454,19 @@ class Frontend:
         """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
         return self._text_tools.require_tokenizer(feature, param)
 
-    def check_text(self, text: str, *, param: str = "prompt", least: int = 0) -> None:
+    def check_text(self, text: str, *, param: str = "prompt", least: int = 0, answers: bool = True) -> None:
         """Raise RequestError for a text that is too long whatever its tokens are, before it is tokenized.
 
-        A text of at most `least` characters is always accepted.
+        A text of at most `least` characters is always accepted. `answers` as for `pack_prompt`.
         """
         if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
             return
         longest_token = self.require_tokenizer("a text", param).longest_token
-        most = max(least, (self.max_model_len - 1) * longest_token)
+        most = max(least, (self.max_model_len - answers) * longest_token)
         if len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text):,} characters and this model's maximum context length is "
-                f"{self.max_model_len} tokens, answer included; send at most {most:,} characters",
+                f"{self.max_model_len} tokens{', answer included' * answers}; send at most {most:,} characters",
                 param=param,
                 code="prompt-too-long",
             )
@@ -441,6 +479,10 @@ class Frontend:
                     param=param,
                     code="token-id-out-of-range",
                 )
+
+
+def _identity(prompt: Prompt) -> RequestIdentity:
+    return PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
 
 
 class _Rendering(NamedTuple):

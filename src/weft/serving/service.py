@@ -16,6 +16,7 @@ from starlette.requests import Request as HttpRequest
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
 from weft.client.memory import Trimmer
+from weft.client.pooling import Pooler
 from weft.client.running import RunningReplica
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
@@ -106,6 +107,7 @@ class Service:
         self.model = model
         self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
         self.names = options.served_model_name or (model,)
+        self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
