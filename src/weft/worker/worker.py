@@ -256,8 +256,8 @@ class Worker:
         samples: SampleBatch | None,
         tensors: SampleArrays[torch.Tensor] | None,
     ) -> Result:
-        """Sample, and score or pool prompts if requests want it. Every rank of the last stage comes here, since the head
-        is cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
+        """Sample, and score or pool prompts if requests want it. Every rank of the last stage comes here, since the
+        head is cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
         prompt_logprobs, scoring = {}, self.request_slots.prompt_logprobs
         if scoring:
             prompt_logprobs = score_prompts(step, hidden, scoring, self.runner.logits, self.sampler)
