@@ -152,6 +152,7 @@ class Engine:
         scheduler = self.scheduler
         new = [sequence.order for id, sequence in scheduler._running.items() if id not in before]
         waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
+        waiting -= scheduler._pooling
         orders = [scheduler._unfinished[id].order for id in waiting]
         assert not new or not orders or max(new) < min(orders)
 

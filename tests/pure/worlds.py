@@ -73,7 +73,7 @@ def state_of(prompt: Iterable[int], length: int) -> np.ndarray:
     """Numbers that depend on every token of a prompt."""
     state = np.zeros(length)
     for at, token in enumerate(prompt):
-        state[at % length] += (at + 1) * np.sin(token + 1)
+        state[at % length] += np.sin((at + 1) * (token + 1))
     return state.astype("<f4")
 
 

@@ -314,7 +314,7 @@ class AsyncLLM:
         assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
         grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-        asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
+        asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
         engine = await start_engine(planned, self.config, assembly=assembly)
         frontend = Frontend.for_engine(
             self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
@@ -340,6 +340,8 @@ class AsyncLLM:
         check_params(params)
         # In a thread: a long text takes a while to tokenize, and the event loop has other answers to pass on.
         prompt = await asyncio.to_thread(make_prompt, frontend)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(frontend.grammars.prepare)
         collector = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
         name = collector.output.request_id if request_id is None else request_id
         if name in self._running:

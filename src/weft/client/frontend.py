@@ -102,15 +102,13 @@ class TextTools:
         """Create the compiler of grammars for a model with `vocab` embedding rows, whose answers end with `eos`."""
         return GrammarCompiler(lambda: self.require_tokenizer("a grammar", "structured_outputs"), vocab, eos)
 
-    def prepare_vocabulary(self, grammars: GrammarCompiler) -> None:
-        """Compute the longest token now, rather than for the first long prompt, and the vocabulary of grammars.
+    def prepare_vocabulary(self) -> None:
+        """Compute the longest token now, rather than for the first long prompt.
 
-        The former takes 50 to 200 ms, in which no other thread runs, the latter some 10 microseconds per token. To be
-        called in a thread while the engine starts.
+        It takes 50 to 200 ms, in which no other thread runs. To be called in a thread while the engine starts.
         """
         if self.tokenizer is not None:
             self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
-            grammars.prepare()
 
 
 class Frontend:
