@@ -158,6 +158,13 @@ class PoolingOptions(Options):
         synonyms={"embedding": "embed", "classify": "score"},
         help="embed is --convert embed, score is --convert classify, generate is --runner generate",
     )
+    hf_overrides: dict[str, Any] | None = option(
+        None,
+        metavar="JSON",
+        help='\'{"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"], '
+        '"is_original_qwen3_reranker": true}\', by which vLLM serves Qwen3-Reranker, is --convert classify; '
+        '{"is_matryoshka": true} changes nothing; others are refused',
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,10 @@ ENGINE: dict[str, Any] = {
     "max_num_batched_tokens": 24,  # long prompts are read in chunks, short ones beside them
     "kv_cache_memory_bytes": 2**22,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "lookahead": {"async_scheduling": True},
+    "dp2 x ep2": {"data_parallel_size": 2, "enable_expert_parallel": True},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SMALL = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 
@@ -58,13 +62,21 @@ def same(embedded: Sequence[Any], truth: Sequence[np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "layout"),
-    [("qwen3", "whole"), ("qwen3", "tp2"), ("qwen3", "pp2"), ("gemma3", "tp2"), ("olmo2", "whole")],
+    [
+        ("qwen3", "whole"),
+        ("qwen3", "tp2"),
+        ("qwen3", "pp2"),
+        ("qwen3", "lookahead"),
+        ("gemma3", "tp2"),
+        ("qwen3-moe", "dp2 x ep2"),
+        pytest.param("olmo2", "whole", marks=pytest.mark.long),
+    ],
 )
 def test_states_of_transformers(recipe: str, layout: str, tmp_path: Path) -> None:
     """At once and in chunks, from the prefix cache, and beside answers, whose tokens stay as they are."""
     path = checkpoints.make(recipe, tmp_path)
     truth = states(path, PROMPTS)
-    with LLM(path, **ENGINE, **LAYOUTS[layout], convert="embed", skip_tokenizer_init=True) as llm:
+    with LLM(path, **ENGINE, **(LAYOUTS | OTHERS)[layout], convert="embed", skip_tokenizer_init=True) as llm:
         same(llm.embed(PROMPTS), truth)
         again = llm.embed(PROMPTS)
         same(again, truth)

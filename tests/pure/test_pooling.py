@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ import ollama
 import openai
 import pytest
 
+from tests.pure import test_batches as batches
 from tests.pure.letters import BOS, END, START, text_tools
 from tests.pure.worlds import HIDDEN, FakeEngine, Wire, World, pools, refused, state_of
 from weft.client.frontend import TextTools
@@ -357,3 +359,36 @@ async def test_a_field_of_any_kind(path: str) -> None:
         for value in VALUES:
             answer = await of.post(path, {**BODIES[path], field: value})
             assert answer.status_code in (200, 400, 404), (field, value, answer.text)
+
+
+async def test_later_waves_wait_for_room_in_the_queue() -> None:
+    of = world()
+    engine = of.engine
+
+    def filling(request: Request) -> Iterable[Output]:
+        if len(engine.requests) == 8:
+            engine.full = True
+            asyncio.get_running_loop().call_later(0.05, setattr, engine, "full", False)
+        return pools(request)
+
+    engine.script = filling
+    answer = await of.post("/v1/embeddings", {"input": ["a"] * 12})
+    assert answer.status_code == 200 and len(answer.json()["data"]) == 12
+    engine.full = True
+    assert (await of.post("/v1/embeddings", {"input": ["a"] * 12})).status_code == 429
+
+
+async def test_lines_of_a_batch(tmp_path: Path) -> None:
+    of = world(storage_directory=str(tmp_path))
+    async with batches.client(of) as api:
+        rows = [
+            {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": text}}
+            for text in "abc"
+        ]
+        file = await api.files.create(file=("in.jsonl", batches.jsonl(rows)), purpose="batch")
+        made = await api.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        done = await batches.ended(api, made.id)
+        assert done.status == "completed" and done.request_counts and done.request_counts.completed == 3
+        for row in await batches.rows_of(api, done.output_file_id):
+            vector = row["response"]["body"]["data"][0]["embedding"]
+            assert np.allclose(vector, expected(row["custom_id"]), atol=1e-6)

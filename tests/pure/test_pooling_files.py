@@ -14,6 +14,7 @@ from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
 from weft.formats.pooling import PoolingSettings, read_pooling
+from weft.plan.opening import RERANKER as OVERRIDES
 from weft.plan.opening import pooling_task
 
 ST = "sentence_transformers.models."
@@ -108,7 +109,7 @@ def test_models_that_declare_nothing_may_be_converted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "declared"),
-    [(None, None), (0, None), (3, EMBEDS), (4, PoolingSettings(task="score")), (1, "mean")],
+    [(None, None), (0, None), (3, EMBEDS), (4, "rank"), (1, "mean")],
 )
 def test_gguf_files(tmp_path: Path, kind: int | None, declared: PoolingSettings | str | None) -> None:
     metadata = header(tmp_path, {"pooling_type": kind}, shape=QWEN3).metadata
@@ -132,6 +133,8 @@ def test_gguf_files(tmp_path: Path, kind: int | None, declared: PoolingSettings 
         ({"task": "embedding"}, "embed"),
         ({"task": "classify"}, "score"),
         ({"task": "embed", "runner": "pooling"}, "embed"),
+        ({"hf_overrides": {**OVERRIDES, "is_matryoshka": True}}, "score"),
+        ({"hf_overrides": {"is_matryoshka": True}, "runner": "pooling"}, "pooling"),
     ],
     ids=str,
 )
@@ -145,3 +148,11 @@ def test_flags(flags: dict[str, str], task: str) -> None:
 def test_flags_that_contradict(flags: dict[str, str]) -> None:
     with refuses(ConfigError, "two-tasks", *sorted(flags.values(), key=["score", "embed", "generate"].index)):
         pooling_task(EngineConfig(model="m", **flags))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"rope_theta": 5.0}, OVERRIDES | {"num_labels": 2}, {"is_matryoshka": False}, {"architectures": []}]
+)
+def test_other_overrides_of_a_config(overrides: dict[str, Any]) -> None:
+    with refuses(ConfigError, "unknown-overrides", next(iter(overrides))):
+        pooling_task(EngineConfig(model="m", hf_overrides=overrides))

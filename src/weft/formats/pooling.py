@@ -25,9 +25,10 @@ PoolingTask = Literal["auto", "generate", "pooling", "embed", "score"]
 MODULES, POOLING, LOGIT_SCORE = "modules.json", "1_Pooling", "1_LogitScore"
 LAST_TOKEN = "lasttoken"
 MODE_FLAG = "pooling_mode_"
-# llama.cpp's numbers of the last token's state and of a score.
-GGUF_LAST, GGUF_RANK = 3, 4
-GGUF_OTHERS = {1: "mean", 2: "cls"}
+# llama.cpp's numbers of the last token's state, and of others. A file for ranking has a head of its own, and may lack
+# that of the model.
+GGUF_LAST = 3
+GGUF_OTHERS = {1: "mean", 2: "cls", 4: "rank"}
 # Kinds of modules that add nothing to what is computed here.
 PLAIN_MODULES = frozenset(("Transformer", "Pooling", "Normalize", "LogitScore"))
 
@@ -84,8 +85,6 @@ def _declared_by_gguf(path: Path, metadata: Mapping[str, object]) -> Declaration
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
     if kind == GGUF_LAST:
         return Declaration(settings=PoolingSettings(task="embed", generates=False))
-    if kind == GGUF_RANK:
-        return Declaration(settings=PoolingSettings(task="score"))
     if isinstance(kind, int) and kind in GGUF_OTHERS:
         return Declaration(unsupported=_other_mode(f"{path}: pooling_type", GGUF_OTHERS[kind]))
     return Declaration()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -10,6 +11,15 @@ from weft.config import EngineConfig, PoolingOptions
 from weft.errors import ConfigError
 from weft.formats.checkpoint import Checkpoint, resolve
 from weft.formats.pooling import PoolingTask
+
+# vLLM's overrides for Qwen3-Reranker (https://docs.vllm.ai/en/latest/models/supported_models), and the one that lets
+# embeddings be cut, as Weft always does.
+RERANKER: dict[str, Any] = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
+MATRYOSHKA = ("is_matryoshka", True)
 
 
 def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
@@ -36,9 +46,25 @@ def pooling_task(config: PoolingOptions) -> PoolingTask:
         f"task {config.task}": None if config.task == "auto" else cast(PoolingTask, config.task),
         f"convert {config.convert}": by_convert.get(config.convert),
         f"runner {config.runner}": by_runner.get(config.runner),
+        "hf_overrides": overridden_task(config.hf_overrides or {}),
     }
     given = {said: task for said, task in wanted.items() if task is not None}
     tasks = set(given.values())
     if ("generate" in tasks and len(tasks) > 1) or {"embed", "score"} <= tasks:
         raise ConfigError(f"{' and '.join(given)} contradict each other; give one of them", code="two-tasks")
     return next(iter(given.values()), "auto")
+
+
+def overridden_task(overrides: Mapping[str, Any]) -> PoolingTask | None:
+    """The use of the model that overrides of its config.json mean in vLLM; None for none. Raises ConfigError for
+    others than those."""
+    others = {name: value for name, value in overrides.items() if (name, value) != MATRYOSHKA}
+    if not others:
+        return None
+    if others != RERANKER:
+        raise ConfigError(
+            f"hf_overrides is {dict(overrides)!r:.200}; Weft serves a model as its config.json describes it: change "
+            f"that in a local copy of the model and give the directory. Only {RERANKER} is known: it makes a reranker",
+            code="unknown-overrides",
+        )
+    return "score"

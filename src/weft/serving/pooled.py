@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.collector import Collector
-from weft.errors import RequestError
+from weft.errors import QueueFullError, RequestError
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import PromptTokensDetails
 from weft.serving.pooling_types import PoolingUsage
@@ -19,6 +19,7 @@ from weft.text.limits import LIMITS
 
 INPUTS = 2048  # of one HTTP request, as OpenAI's
 WAVE = 256  # requests that one HTTP request has in the engine at once
+FULL_POLL_S = 0.02
 LOOP_NUMBERS = 2**13  # of an answer that is built and encoded in the event loop; a longer one is in a thread
 
 
@@ -72,7 +73,16 @@ class PooledSource:
             await self._stream.finish()
             await self.aclose()
             if self._waves:
-                self._stream = self._service.open_stream(self._waves.pop(0))
+                self._stream = await self._open_next()
+
+    async def _open_next(self) -> EngineStream:
+        """Begin the next wave, as soon as the queue has room for it: the request has been accepted."""
+        wave = self._waves.pop(0)
+        while True:
+            try:
+                return self._service.open_stream(wave)
+            except QueueFullError:
+                await asyncio.sleep(FULL_POLL_S)
 
     async def aclose(self) -> None:
         """Abort the requests of the wave that runs."""
