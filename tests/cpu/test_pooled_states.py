@@ -21,7 +21,10 @@ from tests.cpu.layouts import LAYOUTS
 from tests.pure.letters import text_tools
 from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
+from weft.core.step import StepResult
 from weft.errors import RequestError
+from weft.worker.device import ToHost
+from weft.worker.pooling import NOT_FINITE, PooledRows
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -123,6 +126,15 @@ def test_lengths_and_what_is_refused(tmp_path: Path) -> None:
             llm.embed("a", dimensions=49)
         with refuses(RequestError, "token-id-out-of-range", 999):
             llm.embed([999])
+        for wrong, code in (
+            (5, "invalid-prompt"),
+            ([["a"]], "prompt-not-token-ids"),
+            ({}, "prompt-dict-without-prompt"),
+        ):
+            with refuses(RequestError, code):
+                llm.embed(wrong)  # type: ignore[arg-type]
+        with refuses(RequestError, "tokenizer-missing"):
+            llm.embed("a")
     with LLM(path, **ENGINE, skip_tokenizer_init=True) as llm:
         with refuses(RequestError, "model-does-not-embed", "--convert embed"):
             llm.embed([[1]])
@@ -228,6 +240,13 @@ def test_scores_of_a_reranker(layout: str, spoken: Path) -> None:
         assert np.allclose(llm.score(["Why?"] * 2, TEXTS[2:]), truth, atol=1e-5)
         assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) == 12  # it still answers
         assert at_rest(llm)
+
+
+def test_numbers_that_are_not_finite_end_their_request_alone() -> None:
+    numbers = ToHost(torch.tensor([1.0, 2.0, float("nan"), 4.0]))
+    result = PooledRows([3, 5, 6], [2, 1, 1], numbers).add_to(StepResult(0, [], [], {}))
+    assert {slot: np.frombuffer(row, "<f4").tolist() for slot, row in result.pooled.items()} == {3: [1, 2], 6: [4]}
+    assert result.failed == {5: NOT_FINITE}
 
 
 async def test_from_asyncio(tmp_path: Path) -> None:

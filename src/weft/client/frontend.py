@@ -70,6 +70,22 @@ def stream_key(*parts: object) -> int:
     return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
 
 
+def list_ids(prompt: object, param: str) -> list[int]:
+    """List the token ids of a prompt that is no text. Raises RequestError for anything else."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
+            param=param,
+            code="invalid-prompt",
+        )
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(
+            "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
+        ) from None
+
+
 @dataclass(frozen=True)
 class TextTools:
     """A model's tokenizer and chat template; both None with skip_tokenizer_init."""
@@ -209,19 +225,7 @@ class Frontend:
         if isinstance(prompt, str):
             self.check_text(prompt, param=param)
             return Prompt(self.pack_prompt(self.encode(prompt, special=special, param=param), param=param), prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise RequestError(
-                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
-                param=param,
-                code="invalid-prompt",
-            )
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise RequestError(
-                "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
-            ) from None
-        return Prompt(self.pack_prompt(ids, param=param))
+        return Prompt(self.pack_prompt(list_ids(prompt, param), param=param))
 
     def _parse_dict(self, prompt: Mapping[str, Any], *, special: bool, param: str) -> Prompt:
         text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")

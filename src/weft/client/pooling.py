@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from weft.client.collector import Collector
-from weft.client.frontend import Frontend, Prompt, PromptLike
+from weft.client.frontend import Frontend, Prompt, PromptLike, list_ids
 from weft.client.outputs import EmbeddingOutput
 from weft.core.step import Pooling
 from weft.errors import OutputError, RequestError
@@ -84,7 +84,10 @@ class Pooler:
             salt, given = given.get("cache_salt"), _prompt_of(given, param)
         limit = self._limit(truncate)
         text = given if isinstance(given, str) else None
-        ids = self._text_ids(given, limit, special=special, param=param) if isinstance(given, str) else list(given)
+        if isinstance(given, str):
+            ids = self._text_ids(given, limit, special=special, param=param)
+        else:
+            ids = list_ids(given, param)
         if limit is not None:
             ids = ids[:limit]
         prompt = Prompt(self._frontend.pack_prompt(ids, param=param, answers=False), text, salt)
