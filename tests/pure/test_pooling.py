@@ -7,6 +7,7 @@ import base64
 import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from weft.client.frontend import TextTools
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure
 from weft.formats.pooling import PoolingSettings
+from weft.text.limits import LIMITS
 from weft.text.tokenizer import Tokenizer
 
 EMBEDS = PoolingSettings(task="embed", generates=False)
@@ -300,6 +302,19 @@ async def test_bad_requests_are_a_clear_400(path: str, fields: dict[str, Any], p
     of = world()
     refused(await of.post(path, {**BODIES[path], **fields}), type="invalid_request_error", param=param)
     assert not of.engine.requests
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
+async def test_too_many_tokens_in_all_are_not_even_made(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.pooled.LIMITS", replace(LIMITS, prompt_tokens=1))
+    of = world()
+    made: list[str] = []
+    encode = of.service.frontend.encode
+    monkeypatch.setattr(of.service.frontend, "encode", lambda text, **how: made.append(text) or encode(text, **how))
+    texts = ["x" * 60] * 100
+    bodies = {"/v1/embeddings": {"input": texts}, "/v1/rerank": {"query": "a", "documents": texts}}
+    assert "more than 256 tokens" in refused(await of.post(path, bodies[path]))
+    assert len(made) < 10 and not of.engine.requests
 
 
 async def test_dimensions_that_the_model_allows() -> None:

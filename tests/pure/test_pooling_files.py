@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.pure import gguf_files
 from tests.pure.test_gguf_shape import QWEN3, header
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
+from weft.formats.checkpoint import resolve
 from weft.formats.pooling import PoolingSettings, read_pooling
 from weft.plan.opening import RERANKER as OVERRIDES
 from weft.plan.opening import pooling_task
@@ -119,6 +121,14 @@ def test_gguf_files(tmp_path: Path, kind: int | None, declared: PoolingSettings 
     assert read_pooling(tmp_path / "m.gguf", QWEN3, "auto", metadata) is None
     with refuses(ModelError, "pooling-not-supported", declared):
         read_pooling(tmp_path / "m.gguf", QWEN3, "embed", metadata)
+
+
+def test_a_whole_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = gguf_files.metadata_of(QWEN3) | {"qwen3.pooling_type": 3}
+    monkeypatch.setattr(gguf_files, "metadata_of", lambda shape: metadata)
+    gguf_files.write_model(tmp_path / "m.gguf", QWEN3)
+    assert resolve(str(tmp_path / "m.gguf")).pooling == EMBEDS
+    assert resolve(str(tmp_path / "m.gguf"), task="generate").pooling is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -136,9 +136,13 @@ class Pooler:
         priority: int = 0,
         salt: str | None = None,
         params: tuple[str, str] = ("query", "documents"),
+        gather: Callable[[Iterable[Collector]], list[Collector]] = list,
     ) -> ScoreRequest:
         """Return the requests for the scores of pairs: of one query with each document, or of as many as there are
-        documents, in order. `params` are the names of both fields in errors."""
+        documents, in order.
+
+        `params` are the names of both fields in errors. `gather` lists the requests, and may end their making.
+        """
         settings = self.require("score", "embed")
         firsts, seconds = _texts(queries, params[0]), _texts(documents, params[1])
         if len(firsts) not in (1, len(seconds)):
@@ -151,7 +155,7 @@ class Pooler:
         if settings.task == "score":
             pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
             wanted = instruction or INSTRUCTION
-            collectors = [self._pair_collector(*pair, wanted, salt, params[1], **made) for pair in pairs]
+            collectors = gather(self._pair_collector(*pair, wanted, salt, params[1], **made) for pair in pairs)
             return ScoreRequest(self, collectors)
         if instruction is not None:
             raise RequestError(
@@ -159,11 +163,11 @@ class Pooler:
                 param="instruction",
                 code="instruction-to-embed",
             )
-        collectors = [
+        collectors = gather(
             self.embedding_collector({"prompt": text, "cache_salt": salt}, param=param, **made)
             for param, texts in zip(params, (firsts, seconds), strict=True)
             for text in texts
-        ]
+        )
         return ScoreRequest(self, collectors, len(firsts))
 
     def _pair_collector(
@@ -179,19 +183,15 @@ class Pooler:
         priority: int,
     ) -> Collector:
         opening, closing = self._frame
-        limit = self._limit(truncate)
-        room = self._frontend.max_model_len - len(opening) - len(closing)
-        if limit is not None:
-            room = limit - len(opening) - len(closing)
-        if room < 1:
+        form, limit = len(opening) + len(closing), self._limit(truncate)
+        if limit is not None and limit <= form:
             raise RequestError(
-                f"truncate_prompt_tokens is {truncate}; the form of the prompt alone has "
-                f"{len(opening) + len(closing)} tokens",
+                f"truncate_prompt_tokens is {truncate}; the form of the prompt alone has {form} tokens",
                 param="truncate_prompt_tokens",
                 code="invalid-truncation",
             )
         text = PAIR.format(instruction=instruction, query=query, document=document)
-        ids = [*opening, *self._literal_ids(text, None if limit is None else room, param), *closing]
+        ids = [*opening, *self._literal_ids(text, None if limit is None else limit - form, param), *closing]
         prompt = Prompt(self._frontend.pack_prompt(ids, param=param, answers=False), None, salt)
         return self._frontend.create_pooling_collector(
             prompt, Pooling(self._answer_ids), arrival_s=arrival_s, priority=priority

@@ -133,7 +133,7 @@ def _prepare(
         priority=body.priority or 0,
         salt=body.cache_salt,
         params=params,
+        gather=lambda made: limited(service, made, params[1]),
     )
-    limited(service, scoring.collectors, params[1])
     raw = False in (body.use_activation, body.activation, body.softmax)
     return PreparedScores(model, scoring, raw)
