@@ -152,6 +152,8 @@ def test_files_without_a_head(layout: str, tmp_path: Path) -> None:
     declare(base, "Pooling", {"pooling_mode_lasttoken": True})
     with LLM(base, **ENGINE, **LAYOUTS[layout], skip_tokenizer_init=True) as llm:
         same(llm.embed(PROMPTS), states(path, PROMPTS))
+        llm.swap_weights(base)
+        same(llm.embed(PROMPTS), states(path, PROMPTS))
         with refuses(RequestError, "model-does-not-generate"):
             llm.generate([[1]], GREEDY)
 

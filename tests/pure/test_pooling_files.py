@@ -12,6 +12,7 @@ import pytest
 from tests.pure import gguf_files
 from tests.pure.test_gguf_shape import QWEN3, header
 from tests.refusals import refuses
+from weft.cli.shard import copy_texts
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError
 from weft.formats.checkpoint import resolve
@@ -69,6 +70,13 @@ def folder(path: Path, modules: Any = None, pooling: Any = None, scoring: Any = 
 def test_files(tmp_path: Path, files: dict[str, Any], declared: PoolingSettings | None) -> None:
     assert read_pooling(folder(tmp_path, **files), QWEN3, "auto") == declared
     assert read_pooling(tmp_path, QWEN3, "generate") is None
+
+
+def test_shards_carry_the_declaration(tmp_path: Path) -> None:
+    whole = folder(tmp_path / "whole", modules=QWEN3_EMBEDDING, pooling=LAST)
+    (tmp_path / "cut").mkdir()
+    copy_texts(whole, tmp_path / "cut")
+    assert read_pooling(tmp_path / "cut", QWEN3, "auto") == EMBEDS
 
 
 @pytest.mark.parametrize(
