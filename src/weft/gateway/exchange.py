@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Scope
 
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
-from weft.gateway.completion import PATHS, Completion
+from weft.gateway.completion import COUNTED, Completion
 from weft.gateway.keys import Client
 from weft.gateway.ledger import Reservation
 from weft.gateway.policy import Fingerprint
@@ -97,7 +97,7 @@ class Exchange:
         peer = self.scope.get("client")
         forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
         hops = [value for name, value in headers if name == HOP_HEADER]
-        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in PATHS else frozenset()))
+        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in COUNTED else frozenset()))
         sent += [
             (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
             (b"x-forwarded-proto", self.scope["scheme"].encode()),

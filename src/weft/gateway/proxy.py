@@ -19,7 +19,7 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch
-from weft.gateway.completion import PATHS, Completion, check_counted
+from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
@@ -134,7 +134,7 @@ class Proxy:
         exchange.bytes_in = len(exchange.body)
         fields = self._read_fields(exchange)
         self._check_privileges(exchange, fields)
-        if scope["method"] == "POST" and scope["path"] in PATHS:
+        if scope["method"] == "POST" and scope["path"] in COUNTED:
             if self.accounts.meters(exchange):
                 check_counted(fields)
             exchange.completion = Completion(fields, scope["path"])
