@@ -277,7 +277,7 @@ def test_figures_of_ranks(path: Path, layout: dict[str, Any]) -> None:
         for row in rows:
             assert row["steps"] == steps > 0
             assert row["compute_s"] > 0 and row["waiting_s"] > 0
-            assert row["communication_s"] == (0.0 if llm.plan.tensor_parallel == 1 else None)
+            assert (row["communication_s"] > 0) == (len(rows) > 1)
             assert row["allocated_bytes"] > 20 << 20 and row["reserved_bytes"] is None
         again = llm.rank_stats()
         assert all(row["steps"] == row["compute_s"] == 0 for row in again)

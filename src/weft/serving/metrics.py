@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -110,8 +110,20 @@ class Metrics:
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Sequence[Stats]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineStats(model, stats))
-        families = RequestFamilies(self.registry, token_buckets(max_model_len))
+        families = self._families = RequestFamilies(self.registry, token_buckets(max_model_len))
         self.replicas = [ReplicaMetrics(families, model, str(number)) for number in range(len(stats()))]
+
+    def finished(self) -> int:
+        """Number of choices that have ended, of all replicas together."""
+        return int(sum(value for name, _, value in self._families.samples("success") if name.endswith("_total")))
+
+    def bucket_counts(self, field: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bounds of the histogram in a field of `RequestFamilies`, and the number of values up to each, of all replicas together."""
+        totals: dict[float, float] = {}
+        for sample, labels, value in self._families.samples(field):
+            if sample.endswith("_bucket"):
+                totals[float(labels["le"])] = totals.get(float(labels["le"]), 0.0) + value
+        return tuple(sorted(totals)), tuple(totals[bound] for bound in sorted(totals))
 
     def render(self) -> bytes:
         """The body of /metrics."""
@@ -137,6 +149,12 @@ class RequestFamilies:
         self.success = Counter(
             "vllm:request_success", "Requests finished, by reason.", (*LABELS, "finished_reason"), registry=registry
         )
+
+
+    def samples(self, field: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Name, labels and value of each sample of the family in a field."""
+        for metric in getattr(self, field).collect():
+            yield from ((sample.name, sample.labels, sample.value) for sample in metric.samples)
 
 
 class ReplicaMetrics:

@@ -100,6 +100,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/ping"): Operation(),
     ("GET", "/load"): Operation(),
     ("GET", "/metrics"): Operation(media="text/plain"),
+    ("GET", "/monitor"): Operation(),
     ("GET", "/openapi.json"): Operation(),
     ("GET", "/"): Operation(media="text/plain"),
     ("GET", "/api/version"): Operation(answer=ollama.VersionAnswer),

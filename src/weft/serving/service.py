@@ -26,6 +26,7 @@ from weft.serving.body import BodyReceiver, UnknownFields, check_structure, conv
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
+from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
 from weft.serving.options import ServeOptions
 from weft.serving.parsers.choose import choose_format
@@ -111,6 +112,10 @@ class Service:
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
+        self.monitor = ServerMonitor(
+            self.names[0], lambda: engine.replicas, lambda: engine.replica_stats, self.devices, self.metrics
+        )
+        self.metrics.registry.register(self.monitor)
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
@@ -313,6 +318,8 @@ class EngineStream:
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
         for number, collector in enumerate(collectors):
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
+        for collector in collectors:
+            service.monitor.prefixes.add(collector.output.prompt_ids)
         self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
         service.stream_opened(self)
 

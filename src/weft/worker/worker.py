@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -42,10 +43,11 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
-from weft.worker.trace import Trace, begin_trace
+from weft.worker.trace import RankTrace, begin_trace
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
 Result = StepResult | Callable[[], StepResult] | None
+UNTRACED = nullcontext()
 
 
 class Worker:
@@ -58,7 +60,7 @@ class Worker:
         self.report_read: Callable[[int, int], None] = lambda done, total: None
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
-        self.trace: Trace | None = None
+        self.trace: RankTrace | None = None
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -66,7 +68,7 @@ class Worker:
         began = time.monotonic()
         plan, runner = self.plan, self.runner
         runner.load(self.report_read)
-        self.clock = create_step_clock(runner.device)
+        self.clock = create_step_clock(runner.device, self.links)
         groups = len(plan.kv_layout.groups)
         self.request_slots = RequestSlots(
             plan.max_num_seqs, plan.max_model_len, plan.block_size, runner.device, groups=groups
@@ -148,15 +150,17 @@ class Worker:
         ended = self._end_trace()
         if not steps:
             return ended
-        self.trace = begin_trace(steps, directory, self.rank)
-        return self.trace.path if self.trace else ""
+        file = begin_trace(directory, self.rank)
+        self.trace = RankTrace(steps, self.rank, file, self.links.times)
+        self.runner.trace(self.trace.log_phase)
+        return file.path if file else ""
 
     def _end_trace(self) -> str:
         trace, self.trace = self.trace, None
         if trace is None:
             return ""
-        trace.end()
-        return trace.path
+        self.runner.trace(None)
+        return trace.end(self.links.times)
 
     def sleep(self, level: int) -> None:
         """Give memory back, see the command Sleep. No request holds a slot any more."""
@@ -182,13 +186,18 @@ class Worker:
         clock = self.clock
         clock.steps += 1
         clock.begin()
-        result = self._run_step(step)
+        with self._traced("step"):
+            result = self._run_step(step)
         clock.end()
         if self.trace:
             self.trace.left -= 1
             if not self.trace.left:
                 self._end_trace()
         return result
+
+    def _traced(self, part: str) -> AbstractContextManager[None]:
+        """A context for a part of a step, which a trace that runs has as a span."""
+        return self.trace.span(part) if self.trace else UNTRACED
 
     def _run_step(self, step: StepPlan) -> Result:
         self._update_slots(step)
@@ -205,14 +214,17 @@ class Worker:
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
-            self.clock.end()
-            incoming = self.links.stage.recv(dims, runner.dtype)
-            self.clock.begin()
-        hidden = runner.forward(batch, incoming)
+            self.clock.pause()
+            with self._traced("wait for the stage before"):
+                incoming = self.links.stage.recv(dims, runner.dtype)
+            self.clock.resume()
+        with self._traced("layers"):
+            hidden = runner.forward(batch, incoming)
         if not self.place.last:
             self.links.stage.send(hidden)
             return None
-        result = self._finish(step, hidden, samples, tensors)
+        with self._traced("sampling"):
+            result = self._finish(step, hidden, samples, tensors)
         if step.draft_requests and any(step.draft_requests):
             return self._propose_drafts(step, result)
         return result
