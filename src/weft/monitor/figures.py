@@ -106,7 +106,7 @@ def describe_ranks(history: History, nodes: Mapping[int, str]) -> list[dict[str,
                     "stage": place.stage,
                     "replica": replica,
                     "node": nodes.get(first + local, ""),
-                    "weight_bytes": plan.weight_bytes(local),
+                    "weight_bytes": history.weights[replica][local],
                     "kv_bytes": kv_bytes(history, replica, local),
                 }
             )

@@ -114,10 +114,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 class History(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshots of one server in the order of time, with what does not change: the plans of its replicas.
 
-    `caching`: the prefix cache is on.
+    `weights` are the bytes of each rank's weights, by plan. `caching`: the prefix cache is on.
     """
 
     plans: tuple[Plan, ...]
+    weights: tuple[tuple[int, ...], ...]
     snapshots: tuple[Snapshot, ...]
     caching: bool = True
 
@@ -185,6 +186,11 @@ def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
 
 def _difference(now: float | None, before: float | None) -> float | None:
     return None if now is None or before is None else max(0.0, now - before)
+
+
+def weights_of(plans: Sequence[Plan]) -> tuple[tuple[int, ...], ...]:
+    """Bytes of the weights of each rank of each plan: those of a large model take a while to add up."""
+    return tuple(tuple(map(plan.weight_bytes, range(len(plan.places)))) for plan in plans)
 
 
 def growing(history: Sequence[Snapshot], snapshot: Snapshot, seconds: float) -> tuple[Snapshot, ...]:

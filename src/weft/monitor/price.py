@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -12,10 +14,13 @@ from weft.monitor.history import History
 from weft.monitor.rules import Change, Finding
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
+from weft.plan.split import split
 from weft.planner.cost import Prediction, predict
 from weft.planner.deployment import Workload
 from weft.planner.footprint import footprint
 from weft.planner.forecast import Forecast
+
+log = logging.getLogger("weft.monitor")
 
 DEFAULT_TOKENS = 256  # of a prompt and of an answer, while none has ended
 
@@ -30,8 +35,8 @@ def add_prices(
         if finding.change is not None:
             try:
                 figure = price(finding.change, history, forecast(finding.change.replica))
-            except WeftError:  # a cut that the planner does not know
-                figure = ""
+            except (WeftError, ArithmeticError) as error:  # a cut that the planner does not know
+                log.debug("no figure for %s: %s", finding.code, error)
         remedy = finding.remedy + (f" (planner: {figure})" if figure else "")
         priced.append(msgspec.structs.replace(finding, remedy=remedy))
     return priced
@@ -105,7 +110,7 @@ def with_cut(expected: Forecast, change: Change) -> Forecast:
     stages = change.pipeline_split or layout.stage_layers
     if change.as_pipeline:
         weights, count = (1.0,), layout.tensor_parallel * layout.pipeline_parallel
-        stages = tuple(len(part) for part in even_stages(len(shape.layers), count))
+        stages = tuple(map(len, split(len(shape.layers), [1.0] * count)))
     places = cut_places(
         shape,
         weights,
@@ -120,15 +125,8 @@ def with_cut(expected: Forecast, change: Change) -> Forecast:
     return _on(expected, layout=cut)
 
 
-def even_stages(layers: int, stages: int) -> list[range]:
-    """Layers of each of `stages` stages, as even as possible."""
-    return [range(layers * stage // stages, layers * (stage + 1) // stages) for stage in range(stages)]
-
-
 def _on(expected: Forecast, **changes: object) -> Forecast:
     """The forecast with another layout or cluster, and the memory that follows."""
-    from dataclasses import replace
-
     changed: Forecast = replace(expected, **changes)  # type: ignore[arg-type]
     memory = footprint(changed.plan.shape, changed.layout, changed.cluster, changed.profile)
     return replace(changed, memory=memory)

@@ -32,6 +32,7 @@ CODES = (
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of the rules. Shares are from 0 to 1.
 
+    - `window_s`: what is true of a moment has to be true for so long; only counts of rare events go back further.
     - `steps`, `busy_s`, `seconds`: fewer steps, less time within steps, or a shorter history tell nothing.
     - `exchange`: share of a step that even the slowest rank of a stage spends with the others.
     - `straggler`: compute time of a rank, times the median of the others of its stage.
@@ -46,6 +47,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     - `unread_s`: seconds in which a client takes nothing of its answer.
     """
 
+    window_s: float = 20.0
     steps: int = 50
     busy_s: float = 1.0
     seconds: float = 5.0
@@ -102,8 +104,9 @@ def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
     worst: dict[str, Finding] = {}
     if len(history.snapshots) < 2:
         return []
+    recent = history.recent(limits.window_s)
     for rule in RULES:
-        for finding in rule(history, limits):
+        for finding in rule(history if rule in COUNTING else recent, limits):
             known = worst.get(finding.code)
             if known is None or _excess(finding) > _excess(known):
                 worst[finding.code] = finding
@@ -166,7 +169,8 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         ratio = slowest.counters.compute_s / max(1e-9, median(others))
         if ratio <= limits.straggler:
             continue
-        work = [rank_work(plan, rank.counters.local_rank) for rank in ranks]
+        weights = history.weights[ranks[0].counters.replica]
+        work = [float(weights[rank.counters.local_rank]) for rank in ranks]
         speeds = [share / rank.counters.compute_s for share, rank in zip(work, ranks, strict=True)]
         split = small_ratio(speeds, units=plan.shape.kv_heads)
         at = ranks.index(slowest)
@@ -232,12 +236,6 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
         )
 
 
-def rank_work(plan: Plan, rank: int) -> float:
-    """A rank's share of its stage's work, by the bytes of its weights."""
-    group = next(group for group in plan.tensor_groups if rank in group)
-    return plan.weight_bytes(rank) / sum(plan.weight_bytes(peer) for peer in group)
-
-
 def all_speeds(plan: Plan, ranks: Sequence[RankShares], speeds: Sequence[float]) -> tuple[float, ...]:
     """Speeds of all ranks of a plan, of which some have been measured; the fastest of these is 1, and so are others."""
     known = {rank.counters.local_rank: speed for rank, speed in zip(ranks, speeds, strict=True)}
@@ -291,8 +289,9 @@ def _names(ranks: Sequence[RankShares]) -> str:
 
 
 def has_served(history: History, limits: Limits) -> bool:
-    """Return True for a history that is long enough, with enough steps, to judge how requests are served."""
-    return history.seconds >= limits.seconds and history.counted("steps") >= limits.steps
+    """Return True for a history that is long enough, with enough moments and steps, to judge how requests are served."""
+    enough = history.seconds >= limits.seconds and len(history.snapshots) > 2
+    return enough and history.counted("steps") >= limits.steps
 
 
 def always_waiting(history: History) -> bool:
@@ -487,3 +486,4 @@ RULES: tuple[Rule, ...] = (
     foreign_memory,
     slow_client,
 )
+COUNTING: tuple[Rule, ...] = (preemption_storm, prefix_unused)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -15,7 +17,7 @@ from weft.client.running import RunningReplica
 from weft.core.request import Stats
 from weft.core.token_ids import TokenIds
 from weft.monitor.figures import describe_server
-from weft.monitor.history import Histogram, History, RankCounters, Snapshot, growing
+from weft.monitor.history import Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import add_prices
 from weft.monitor.rules import CODES, Finding, diagnose
 from weft.serving.device_metrics import DeviceMetrics
@@ -90,7 +92,13 @@ class ServerMonitor(PrometheusCollector):
     @property
     def history(self) -> History:
         """The last HISTORY_S, at least one snapshot after `refresh`."""
-        return History(plans=self._plans, snapshots=self._snapshots, caching=self.caching)
+        return History(
+            plans=self._plans, weights=self._weights, snapshots=self._snapshots, caching=self.caching
+        )
+
+    @cached_property
+    def _weights(self) -> tuple[tuple[int, ...], ...]:
+        return weights_of(self._plans)
 
     async def refresh(self) -> None:
         """Take a snapshot unless the last one is fresh, and diagnose; a new finding is logged once."""
@@ -99,11 +107,16 @@ class ServerMonitor(PrometheusCollector):
             return
         await self._devices.refresh()
         self._snapshots = growing(self._snapshots, self._snapshot(), HISTORY_S)
-        self.findings = add_prices(diagnose(self.history), self.history, self._forecast)
+        # In a thread: the planner takes a while for a large model.
+        self.findings = await asyncio.to_thread(self._diagnose)
         for finding in self.findings:
             if finding.code not in self._logged:
                 self._logged.add(finding.code)
                 log.warning("%s: %s; try %s", finding.code, finding.text, finding.remedy)
+
+    def _diagnose(self) -> list[Finding]:
+        history = self.history
+        return add_prices(diagnose(history), history, self._forecast)
 
     def describe(self) -> dict[str, Any]:
         """The figures of this server as GET /monitor has them."""
