@@ -103,7 +103,7 @@ TOP = (
         name="url",
         metavar="URL",
         repeated=True,
-        help="a server, or a gateway, which stands for all its upstreams (default: this user's servers on this machine)",
+        help="server, or gateway, which stands for all its upstreams (default: this user's servers on this machine)",
     ),
     Flag(name="interval", metavar="S", parse=float, default=2.0, help="seconds between two looks"),
     Flag(
@@ -117,9 +117,27 @@ TOP = (
     Flag(
         name="api-key",
         metavar="KEY",
-        help="key of the servers named by --url; VLLM_API_KEY in the environment is safer. A gateway's own status needs "
+        help="key of the servers named by --url; VLLM_API_KEY in the environment is safer. A gateway's status needs "
         "WEFT_ADMIN_KEY there",
     ),
+)
+PROFILE = (
+    Flag(name="url", metavar="URL", default="http://127.0.0.1:8000", help="the server"),
+    Flag(name="steps", parse=values.at_least(1), default=20, help="number of steps to trace"),
+    Flag(
+        name="output",
+        metavar="FILE",
+        default="weft-trace.json.gz",
+        help="trace of all ranks on one time axis, for chrome://tracing and ui.perfetto.dev",
+    ),
+    Flag(
+        name="timeout",
+        metavar="S",
+        parse=float,
+        default=60.0,
+        help="seconds to wait for the steps; then the trace ends with those that there were",
+    ),
+    Flag(name="json", parse=None, help="print one JSON object: {files, missing, report, predicted}"),
 )
 SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
 
@@ -194,6 +212,14 @@ COMMANDS = {
             groups=(("view", TOP),),
             argument="",
             example="weft top --url http://127.0.0.1:8000",
+        ),
+        Command(
+            name="profile",
+            summary="Trace steps of a server that works; its admin key is WEFT_ADMIN_KEY in the environment.",
+            module="weft.cli.profile",
+            groups=(("profile", PROFILE),),
+            argument="",
+            example="weft profile --url http://127.0.0.1:8000 --steps 20",
         ),
         Command(
             name="doctor",

@@ -45,7 +45,6 @@ def main(arguments: Namespace) -> int:
     try:
         last = asyncio.run(show(watch, machine, form, interval_s, once=once))
     finally:
-        watch.close()
         if machine is not None:
             machine.close()
     return 1 if urls and last is not None and not last.servers else 0
@@ -55,7 +54,7 @@ async def show(watch: Watch, machine: Machine | None, form: str, interval_s: flo
     """Print looks in a format until a signal, or one; return the last."""
     stop = asyncio.Event()
     last: Look | None = None
-    with stopped_by_signals(stop):
+    with contextlib.closing(watch), stopped_by_signals(stop):
         if form == "table" and not once and sys.stdout.isatty():
             from weft.cli.top_view import LiveView
 

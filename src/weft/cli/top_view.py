@@ -95,7 +95,9 @@ def core_line(cores: dict[int, float]) -> Text:
 
 def model_table(rows: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks) -> Table:
     """A row for each model of each server."""
-    table = figures_table("model", "running", "waiting", "KV", "prefix hits", "TTFT p50/p95", "ITL p50/p95", "tok/s", "")
+    table = figures_table(
+        "model", "running", "waiting", "KV", "prefix hits", "TTFT p50/p95", "ITL p50/p95", "tok/s", ""
+    )
     for url, row in rows:
         table.add_row(
             f"{row['name']} at {url}",

@@ -19,8 +19,8 @@ from weft.monitor.gpus import sample_moments
 from weft.serving.run_files import running_servers
 
 PATIENCE_S = 5.0  # for one answer; the next look tries again
-KEY_MISSING = "invalid-api-key"
-ADMIN_KEY_MISSING = ("invalid-admin-key", "admin-key-unset")
+KEY_MISSING = "invalid_api_key"
+ADMIN_KEY_MISSING = ("invalid_admin_key", "admin_key_unset")
 
 Kind = Literal["gateway", "server"]
 
@@ -63,7 +63,9 @@ class Target:
             figures = json.loads(await self._get("/monitor"))
         except HttpRefusal as error:
             if refusal_code(error) == KEY_MISSING:
-                raise HttpFailure("needs a key: give its URL with --url, and VLLM_API_KEY", code="key-missing") from None
+                raise HttpFailure(
+                    "needs a key: give its URL with --url, and VLLM_API_KEY", code="key-missing"
+                ) from None
             raise
         except ValueError:
             raise HttpFailure("its answer is not JSON", code="not-json") from None

@@ -144,4 +144,3 @@ class JoinedLink:
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._before.recv(shape, dtype)
-

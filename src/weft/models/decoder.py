@@ -73,9 +73,7 @@ class LayerLoop:
             layer(stream, cache, batch.of_group(cache.group))
         return stream.finish()
 
-    def _run_traced(
-        self, stream: ResidualStream, caches: Sequence[KVCache], batch: Batch, first: int
-    ) -> torch.Tensor:
+    def _run_traced(self, stream: ResidualStream, caches: Sequence[KVCache], batch: Batch, first: int) -> torch.Tensor:
         """Run all layers, each in a range of torch's profiler."""
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), first):
             with torch.profiler.record_function(f"layer {number}"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from weft.monitor.finding import Finding
 from weft.monitor.history import GpuMoment, History, RankShares
-from weft.monitor.rules import Finding
 
 RECENT_S = 2.0  # figures are of at least this time, if the history has it
 
@@ -62,9 +62,7 @@ def describe_gpu(gpu: GpuMoment, ranks: Sequence[int]) -> dict[str, Any]:
     """One row of a node's GPUs."""
     figures = gpu.figures
     row = {name: getattr(figures, name, None) for name in GPU_FIELDS}
-    row["processes"] = [
-        {"pid": holder.pid, "name": holder.name, "used_bytes": holder.nbytes} for holder in gpu.holders
-    ]
+    row["processes"] = [{"pid": holder.pid, "name": holder.name, "used_bytes": holder.nbytes} for holder in gpu.holders]
     row["ranks"] = list(ranks)
     return row | {"power_limit_w": figures.power_limit_w, "throttle": list(figures.throttle)}
 
@@ -121,7 +119,9 @@ def kv_bytes(history: History, replica: int, rank: int) -> int:
     return blocks * history.plans[replica].block_bytes(rank)
 
 
-def join_figures(servers: Iterable[Mapping[str, Any]], local: Mapping[str, Any] | None, time_s: float) -> dict[str, Any]:
+def join_figures(
+    servers: Iterable[Mapping[str, Any]], local: Mapping[str, Any] | None, time_s: float
+) -> dict[str, Any]:
     """The figures of several servers as one object with the fields of `weft top --json`.
 
     `local` is a node with this machine's GPUs; a server's row of the same GPU replaces it, with its ranks.

@@ -89,8 +89,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     - `ranks`: in order; empty if they did not answer. `stats`: of each replica.
     - `unread_s`: for each connection that takes no more bytes, the seconds since then.
-    - `finished`: answers that have ended. `prompts`: those that came; `repeated_tokens`: tokens with which prompts began
-      that an earlier one began with.
+    - `finished`: answers that have ended. `prompts`: those that came; `repeated_prompts` of them began like an earlier
+      one, with `repeated_tokens` in all.
     """
 
     time_s: float
@@ -161,9 +161,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 def rank_shares(before: RankCounters, now: RankCounters) -> RankShares:
     """The parts of a rank's time between two moments. A rank that has started again counts from 0."""
     if now.steps < before.steps:
-        before = msgspec.structs.replace(
-            before, steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, idle_s=0.0
-        )
+        before = msgspec.structs.replace(before, steps=0, compute_s=0.0, communication_s=0.0, waiting_s=0.0, idle_s=0.0)
     passed = msgspec.structs.replace(
         now,
         steps=now.steps - before.steps,

@@ -10,8 +10,8 @@ import msgspec
 
 from weft.errors import WeftError
 from weft.formatting import format_bytes
+from weft.monitor.finding import Change, Finding
 from weft.monitor.history import History
-from weft.monitor.rules import Change, Finding
 from weft.plan.places import column_unit, cut_places
 from weft.plan.plan import Plan
 from weft.plan.split import split
@@ -25,9 +25,7 @@ log = logging.getLogger("weft.monitor")
 DEFAULT_TOKENS = 256  # of a prompt and of an answer, while none has ended
 
 
-def add_prices(
-    findings: list[Finding], history: History, forecast: Callable[[int], Forecast | None]
-) -> list[Finding]:
+def add_prices(findings: list[Finding], history: History, forecast: Callable[[int], Forecast | None]) -> list[Finding]:
     """The findings with the planner's figure behind each remedy; `forecast` gives that of a replica's plan."""
     priced = []
     for finding in findings:
@@ -98,7 +96,7 @@ def with_speeds(expected: Forecast, speeds: tuple[float, ...]) -> Forecast:
     gpus = expected.cluster.gpus
     if len(speeds) != len(expected.layout.gpus) or len(set(expected.layout.gpus)) < len(speeds):
         return expected  # ranks share a device: which of them is slow is not its own property
-    by_device = {device: speed for device, speed in zip(expected.layout.gpus, speeds, strict=True)}
+    by_device = dict(zip(expected.layout.gpus, speeds, strict=True))
     scaled = [gpu.scaled(by_device.get(number, 1.0), by_device.get(number, 1.0)) for number, gpu in enumerate(gpus)]
     return _on(expected, cluster=expected.cluster.with_gpus(scaled))
 
@@ -119,9 +117,7 @@ def with_cut(expected: Forecast, change: Change) -> Forecast:
         expert_parallel=expected.plan.expert_parallel if expected.plan.deals_experts else 1,
         ffn_unit=column_unit(shape, layout.precision),
     )
-    cut = msgspec.structs.replace(
-        layout, tensor_weights=tuple(map(float, weights)), stage_layers=stages, places=places
-    )
+    cut = msgspec.structs.replace(layout, tensor_weights=tuple(map(float, weights)), stage_layers=stages, places=places)
     return _on(expected, layout=cut)
 
 

@@ -143,7 +143,7 @@ class StepDescriptor(ctypes.Structure):
 
 
 class PhaseEntry(ctypes.Structure):
-    """`PhaseLog::Entry` of stage.h: a phase of a layer, counted from the call's first one, and its end in ns."""
+    """`PhaseEntry` of stage.h: a phase of a layer, counted from the call's first one, and its end in ns."""
 
     _fields_ = tuple((name, SIZE) for name in ("layer", "phase", "ended_ns"))
 
@@ -198,6 +198,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,
     "Exchange": ExchangeDescriptor,
+    "PhaseEntry": PhaseEntry,
     "PhaseLog": PhaseLogDescriptor,
     "Rounding": RoundingDescriptor,
     "SamplingSettings": SamplingSettings,

@@ -52,4 +52,4 @@ async def monitor(request: Request) -> Response:
     """/monitor: the figures of the server, its ranks and GPUs as `weft top` shows them, with the diagnosis."""
     service: Service = request.app.state.service
     await service.monitor.refresh()
-    return JsonResponse(service.monitor.describe())
+    return JsonResponse(service.monitor.figures())

@@ -66,9 +66,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections as `Connection`s. A TLS handshake gets as much time as a request's head."""
-        create_connection = partial(
-            Connection, self.admission, self.config, self.server_state, self.lifespan.state
-        )
+        create_connection = partial(Connection, self.admission, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
         server = await loop.create_server(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
@@ -17,9 +18,10 @@ from weft.client.running import RunningReplica
 from weft.core.request import Stats
 from weft.core.token_ids import TokenIds
 from weft.monitor.figures import describe_server
+from weft.monitor.finding import LIMITS, Finding
 from weft.monitor.history import Histogram, History, RankCounters, Snapshot, growing, weights_of
 from weft.monitor.price import add_prices
-from weft.monitor.rules import CODES, Finding, diagnose
+from weft.monitor.rules import CODES, diagnose
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.metrics import Metrics
 
@@ -81,6 +83,7 @@ class ServerMonitor(PrometheusCollector):
         self._model, self._replicas, self._stats = model, replicas, stats
         self._devices, self._metrics, self._clock = devices, metrics, clock
         self._plans = tuple(replica.plan for replica in replicas())
+        self._began_s = clock()
         self._snapshots: tuple[Snapshot, ...] = ()
         self._logged: set[str] = set()
         self.findings: list[Finding] = []
@@ -88,13 +91,18 @@ class ServerMonitor(PrometheusCollector):
         self.unread_s: Callable[[], Sequence[float]] = tuple
         self.forecasts: Sequence[Forecast] = ()
         self.caching = True
+        self.limits = LIMITS
+
+    @property
+    def _before(self) -> Snapshot:
+        """The server's start: what ranks did while they loaded is little."""
+        unused = {"steps": 0, "compute_s": 0.0, "communication_s": 0.0, "waiting_s": 0.0, "idle_s": 0.0}
+        return Snapshot(time_s=self._began_s, ranks=tuple(replace(rank, **unused) for rank in self._ranks()))
 
     @property
     def history(self) -> History:
         """The last HISTORY_S, at least one snapshot after `refresh`."""
-        return History(
-            plans=self._plans, weights=self._weights, snapshots=self._snapshots, caching=self.caching
-        )
+        return History(plans=self._plans, weights=self._weights, snapshots=self._snapshots, caching=self.caching)
 
     @cached_property
     def _weights(self) -> tuple[tuple[int, ...], ...]:
@@ -106,6 +114,8 @@ class ServerMonitor(PrometheusCollector):
         if self._snapshots and now - self._snapshots[-1].time_s < FRESH_S:
             return
         await self._devices.refresh()
+        if not self._snapshots:
+            self._snapshots = (self._before,)
         self._snapshots = growing(self._snapshots, self._snapshot(), HISTORY_S)
         # In a thread: the planner takes a while for a large model.
         self.findings = await asyncio.to_thread(self._diagnose)
@@ -116,9 +126,9 @@ class ServerMonitor(PrometheusCollector):
 
     def _diagnose(self) -> list[Finding]:
         history = self.history
-        return add_prices(diagnose(history), history, self._forecast)
+        return add_prices(diagnose(history, self.limits), history, self._forecast)
 
-    def describe(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """The figures of this server as GET /monitor has them."""
         node = platform.node()
         nodes = {

@@ -127,6 +127,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/reset_prefix_cache"): Operation(),
     ("POST", "/start_profile"): Operation(query=("steps",)),
     ("POST", "/stop_profile"): Operation(),
+    ("GET", "/profile"): Operation(query=("partial",)),
+    ("GET", "/profile_trace"): Operation(media="application/gzip"),
     ("GET", "/layout"): Operation(),
 }
 FRAMES = (ErrorFrame, AnthropicErrorFrame, OllamaErrorFrame)

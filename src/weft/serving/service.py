@@ -31,6 +31,7 @@ from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usag
 from weft.serving.options import ServeOptions
 from weft.serving.parsers.choose import choose_format
 from weft.serving.predicted import PredictionCheck
+from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
@@ -116,6 +117,7 @@ class Service:
             self.names[0], lambda: engine.replicas, lambda: engine.replica_stats, self.devices, self.metrics
         )
         self.metrics.registry.register(self.monitor)
+        self.last_profile = LastProfile()
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
@@ -292,6 +294,8 @@ class Service:
             metrics.decode.observe(now_s - (times.first_token_s or now_s))
             metrics.inference.observe(now_s - (times.scheduled_s or now_s))
             metrics.generation_tokens.observe(len(collector.output.outputs[delta.index].token_ids))
+            if collector.output.finished:
+                metrics.longest_answer.observe(max(len(choice.token_ids) for choice in collector.output.outputs))
 
     def note_awake(self) -> None:
         """Note that the engine has slept, during which it made no progress."""

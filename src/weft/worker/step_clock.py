@@ -47,9 +47,11 @@ class StepClock(ABC):
     @abstractmethod
     def end(self) -> None: ...
 
+    @abstractmethod
     def pause(self) -> None:
         """Begin to wait for the stage before."""
 
+    @abstractmethod
     def resume(self) -> None:
         """Go on after `pause`."""
 
@@ -94,6 +96,12 @@ class HostClock(StepClock):
 
     def end(self) -> None:
         self._busy_s += perf_counter() - self._began_s
+
+    def pause(self) -> None:
+        """Nothing: the link counts the time."""
+
+    def resume(self) -> None:
+        """Nothing."""
 
     def busy_s(self) -> float:
         return self._busy_s

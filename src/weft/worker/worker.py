@@ -43,7 +43,7 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
-from weft.worker.trace import RankTrace, begin_trace
+from weft.worker.trace import RankTrace
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
 Result = StepResult | Callable[[], StepResult] | None
@@ -61,6 +61,7 @@ class Worker:
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
         self.trace: RankTrace | None = None
+        self._traces = 0
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -150,10 +151,12 @@ class Worker:
         ended = self._end_trace()
         if not steps:
             return ended
-        file = begin_trace(directory, self.rank)
-        self.trace = RankTrace(steps, self.rank, file, self.links.times)
+        # The ranks of an engine that are threads have one plan, and count the same traces.
+        self._traces += 1
+        engine = id(self.plan)
+        self.trace = RankTrace(steps, self.rank, directory, self.links.times, engine=engine, number=self._traces)
         self.runner.trace(self.trace.log_phase)
-        return file.path if file else ""
+        return self.trace.path
 
     def _end_trace(self) -> str:
         trace, self.trace = self.trace, None

@@ -50,6 +50,7 @@ constexpr AbiEntry ABI[] = {
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
     FIELD(Step, exchange), FIELD(Step, phases),
+    STRUCTURE(PhaseEntry), FIELD(PhaseEntry, layer), FIELD(PhaseEntry, phase), FIELD(PhaseEntry, ended_ns),
     STRUCTURE(PhaseLog), FIELD(PhaseLog, entries), FIELD(PhaseLog, room), FIELD(PhaseLog, count),
     FIELD(PhaseLog, began_ns),
     STRUCTURE(Exchange), FIELD(Exchange, shared), FIELD(Exchange, begins), FIELD(Exchange, first),
@@ -111,6 +112,7 @@ static_assert(listed_fields("LatentProjection") == field_count<LatentProjection>
 static_assert(listed_fields("Latent") == field_count<Latent>(), "list all fields of Latent in abi.h");
 static_assert(listed_fields("Layer") == field_count<Layer>(), "list all fields of Layer in abi.h");
 static_assert(listed_fields("Step") == field_count<Step>(), "list all fields of Step in abi.h");
+static_assert(listed_fields("PhaseEntry") == field_count<PhaseEntry>(), "list all fields of PhaseEntry in abi.h");
 static_assert(listed_fields("PhaseLog") == field_count<PhaseLog>(), "list all fields of PhaseLog in abi.h");
 static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");

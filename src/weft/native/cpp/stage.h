@@ -23,13 +23,16 @@
 // for them, the feed-forward part, norms and residuals. Mirrored in native/structures.py.
 enum Phase : int64_t { QKV, ATTEND, OUT, SUM, FEED_FORWARD, NORMS, PHASES };
 
-// The ends of phases by the monotonic clock, in the order of time, of a step that is traced: `entries` of `room` ones.
-// Phases that do not fit are left out. Mirrored in native/structures.py.
+// A phase of a layer, counted from the call's first one, and its end by the monotonic clock. Mirrored in
+// native/structures.py.
+struct PhaseEntry {
+    int64_t layer, phase, ended_ns;
+};
+
+// The ends of phases in the order of time, of a step that is traced: `count` entries of `room`. Phases that do not fit
+// are left out. Mirrored in native/structures.py.
 struct PhaseLog {
-    struct Entry {
-        int64_t layer, phase, ended_ns;
-    };
-    Entry *entries;
+    PhaseEntry *entries;
     int64_t room, count, began_ns;
 
     void add(int64_t layer, Phase phase) {
