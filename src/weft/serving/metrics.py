@@ -124,7 +124,7 @@ class Metrics:
         return int(sum(value for name, _, value in self._families.samples("success") if name.endswith("_total")))
 
     def bucket_counts(self, field: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bounds of the histogram in a field of `RequestFamilies`, and counts of values up to each, over all replicas."""
+        """Bounds of the histogram in a field of `RequestFamilies`, and counts of values up to each, of all replicas."""
         totals: dict[float, float] = {}
         for sample, labels, value in self._families.samples(field):
             if sample.endswith("_bucket"):
