@@ -11,7 +11,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     - `window_s`: what is true of a moment has to be true for so long; only counts of rare events go back further.
     - `steps`, `busy_s`, `seconds`: fewer steps, less time within steps, or a shorter history tell nothing.
     - `exchange`: share of a step that even the slowest rank of a stage spends with the others.
-    - `straggler`: compute time of a rank, times the median of the others of its stage.
+    - `straggler`: a rank's time within steps without waiting, times the median of the others of its stage.
     - `imbalance`: share of the slowest stage's time that another split would save.
     - `kv_usage`: share of the KV cache in use while requests wait.
     - `preemptions`: preempted requests for each that ended or runs. `fewest_preemptions`: fewer are no storm.
@@ -62,7 +62,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault: its code, a sentence with the figure, the figure and its limit, what helps, and the change itself."""
+    """A fault: its code, a sentence with the figure, the figure and its limit, what helps, and the change itself.
+
+    `alternative` is what helps if the planner expects nothing of the change.
+    """
 
     code: str
     text: str
@@ -70,3 +73,4 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
     remedy: str
     change: Change | None = None
+    alternative: str = ""

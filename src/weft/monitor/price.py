@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,29 +30,44 @@ def add_prices(findings: list[Finding], history: History, forecast: Callable[[in
     """The findings with the planner's figure behind each remedy; `forecast` gives that of a replica's plan."""
     priced = []
     for finding in findings:
-        figure = ""
+        figure: Figure | None = None
         if finding.change is not None:
             try:
                 figure = price(finding.change, history, forecast(finding.change.replica))
             except (WeftError, ArithmeticError) as error:  # a cut that the planner does not know
                 log.debug("no figure for %s: %s", finding.code, error)
-        remedy = finding.remedy + (f" (planner: {figure})" if figure else "")
-        priced.append(msgspec.structs.replace(finding, remedy=remedy))
+        priced.append(msgspec.structs.replace(finding, remedy=with_figure(finding, figure)))
     return priced
 
 
-def price(change: Change, history: History, expected: Forecast | None) -> str:
-    """What the planner predicts with a change beside what it predicts without; "" if it predicts neither."""
+def with_figure(finding: Finding, figure: Figure | None) -> str:
+    """The remedy with the planner's figure. One that the planner expects to make things worse gives way to its
+    alternative."""
+    if figure is None:
+        return finding.remedy
+    if finding.alternative and not figure.better:
+        return f"{finding.alternative} (planner: {finding.remedy} gives {figure.text})"
+    return f"{finding.remedy} (planner: {figure.text})"
+
+
+class Figure(NamedTuple):
+    """The planner's words for a change, and False if it expects no gain of it."""
+
+    text: str
+    better: bool = True
+
+
+def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
+    """What the planner predicts with a change beside what it predicts without; None if it predicts neither."""
     if change.freed_bytes:
-        return f"{format_bytes(change.freed_bytes)} hold {freed_tokens(change, history.plans[0]):,} more tokens of KV"
+        tokens = freed_tokens(change, history.plans[0])
+        return Figure(f"{format_bytes(change.freed_bytes)} hold {tokens:,} more tokens of KV")
     if expected is None or not expected.tells_speed:
-        return ""
+        return None
     work = workload_of(history)
     now, then = predictions(change, expected, work)
-    if now is None or then is None:
-        return ""
-    name = "at once" if change.requests else "in all"
-    return f"{then.output_tok_s:,.0f} instead of {now.output_tok_s:,.0f} tokens/s {name}"
+    text = f"{then.output_tok_s:,.0f} instead of {now.output_tok_s:,.0f} tokens/s in all"
+    return Figure(text, then.output_tok_s > now.output_tok_s)
 
 
 def freed_tokens(change: Change, plan: Plan) -> int:
@@ -76,7 +92,7 @@ def workload_of(history: History) -> Workload:
     )
 
 
-def predictions(change: Change, expected: Forecast, work: Workload) -> tuple[Prediction | None, Prediction | None]:
+def predictions(change: Change, expected: Forecast, work: Workload) -> tuple[Prediction, Prediction]:
     """The speed as it is, and after the change, on devices as fast as they were measured."""
     if change.requests:
         before, after = change.requests
@@ -86,9 +102,10 @@ def predictions(change: Change, expected: Forecast, work: Workload) -> tuple[Pre
         )
     slowed = with_speeds(expected, change.speeds)
     changed = with_cut(slowed, change)
-    return tuple(  # type: ignore[return-value]
+    now, then = (
         predict(one.plan.shape, one.layout, one.cluster, work, one.profile, one.memory) for one in (slowed, changed)
     )
+    return now, then
 
 
 def with_speeds(expected: Forecast, speeds: tuple[float, ...]) -> Forecast:

@@ -27,12 +27,31 @@ def has_worked(rank: RankShares, limits: Limits) -> bool:
     return counters.steps >= limits.steps and within_s >= limits.busy_s
 
 
+def own_seconds(ranks: Sequence[RankShares]) -> list[float]:
+    """Seconds of each rank of a stage in which it did not wait for the others.
+
+    A rank whose core others use comes late out of its exchanges too. Transports that do not tell waits apart have them
+    in these exchanges, which are left out then.
+    """
+    tells = any(rank.waiting for rank in ranks)
+    return [rank.counters.compute_s + ((rank.counters.communication_s or 0.0) if tells else 0.0) for rank in ranks]
+
+
+def slowness(ranks: Sequence[RankShares]) -> tuple[int, float]:
+    """Position of the slowest of several ranks of a stage, and its time, times the median of the others."""
+    seconds = own_seconds(ranks)
+    slowest = seconds.index(max(seconds))
+    return slowest, seconds[slowest] / max(1e-9, median(seconds[:slowest] + seconds[slowest + 1 :]))
+
+
 def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
     """Tensor-parallel ranks that spend their steps with each other: even the one that others wait for."""
     for plan, ranks in stage_ranks(history, limits):
         spent = [None if rank.communication is None else rank.communication + (rank.waiting or 0.0) for rank in ranks]
         known = [share for share in spent if share is not None]
         if len(ranks) < 2 or len(known) < len(ranks) or min(known) <= limits.exchange:
+            continue
+        if slowness(ranks)[1] > limits.straggler:  # then the sums are not what is slow
             continue
         first = ranks[0].counters
         stages = len(ranks) * plan.stages
@@ -47,25 +66,24 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
             if possible
             else "fewer tensor-parallel ranks",
             change=Change(replica=first.replica, as_pipeline=True) if possible else None,
+            alternative=f"free the devices of ranks {_names(ranks)} from other work",
         )
 
 
 def straggler(history: History, limits: Limits) -> Iterator[Finding]:
-    """A rank that computes longer than the others of its stage, which wait for it: slow, or with too large a share."""
+    """A rank that takes longer than the others of its stage, which wait for it: slow, or with too large a share."""
     for plan, ranks in stage_ranks(history, limits):
         if len(ranks) < 2:
             continue
-        slowest = max(ranks, key=lambda rank: rank.counters.compute_s)
-        others = [rank.counters.compute_s for rank in ranks if rank is not slowest]
-        ratio = slowest.counters.compute_s / max(1e-9, median(others))
+        at, ratio = slowness(ranks)
         if ratio <= limits.straggler:
             continue
-        weights = history.weights[ranks[0].counters.replica]
+        slowest, seconds = ranks[at], own_seconds(ranks)
+        weights = history.weights[slowest.counters.replica]
         work = [float(weights[rank.counters.local_rank]) for rank in ranks]
-        speeds = [share / rank.counters.compute_s for share, rank in zip(work, ranks, strict=True)]
+        speeds = [share / spent for share, spent in zip(work, seconds, strict=True)]
         split = small_ratio(speeds, units=plan.shape.kv_heads)
-        at = ranks.index(slowest)
-        uneven = work[at] / median(share for rank, share in zip(ranks, work, strict=True) if rank is not slowest)
+        uneven = work[at] / median(work[:at] + work[at + 1 :])
         uneven_split = uneven > 1 + (ratio - 1) / 2
         cause = (
             f"the split gives it {uneven:.1f} times the work" if uneven_split else "it does the same work more slowly"
@@ -77,7 +95,7 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
             remedies.append(f"free the device of rank {rank.rank} on {rank.node} from other work")
         yield Finding(
             code="straggler",
-            text=f"rank {rank.rank} on {rank.node} ({device}) computes {ratio:.1f} times as long as the other ranks of "
+            text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
             f"its stage, which wait for it: {cause} (limit {limits.straggler:.1f})",
             value=ratio,
             limit=limits.straggler,

@@ -99,7 +99,7 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
         value=hits,
         limit=limits.hits,
         remedy=remedy,
-        change=Change(freed_bytes=0),
+        change=None,
     )
 
 

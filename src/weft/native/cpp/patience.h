@@ -50,6 +50,7 @@ inline void relax_cpu() {
 // share the memory. A Signal of all-zero bytes is a valid initial one.
 class alignas(64) Signal {
     std::atomic<uint32_t> number{0}, sleepers{0};
+    std::atomic<int64_t> changed_ns[2] = {};  // of the last change to an even and to an odd number, where it is told
 
 #ifdef __linux__
     void sleep(uint32_t seen, bool briefly) {
@@ -75,6 +76,13 @@ class alignas(64) Signal {
 
 public:
     uint32_t value() const { return number.load(); }
+
+    // Set the number, and tell when: read_ns(to) has it until the number after the next one.
+    void set_at(uint32_t to, int64_t now) {
+        changed_ns[to & 1].store(now, std::memory_order_relaxed);
+        set(to);
+    }
+    int64_t read_ns(uint32_t of) const { return changed_ns[of & 1].load(std::memory_order_relaxed); }
 
     void set(uint32_t to) {
         number.store(to);
