@@ -85,6 +85,7 @@ class ServerMonitor(PrometheusCollector):
         self._plans = tuple(replica.plan for replica in replicas())
         self._began_s = clock()
         self._snapshots: tuple[Snapshot, ...] = ()
+        self._refreshing = asyncio.Lock()
         self._logged: set[str] = set()
         self.findings: list[Finding] = []
         self.prefixes = PrefixCount(max(PREFIX_TOKENS, self._plans[0].block_size))
@@ -110,9 +111,12 @@ class ServerMonitor(PrometheusCollector):
 
     async def refresh(self) -> None:
         """Take a snapshot unless the last one is fresh, and diagnose; a new finding is logged once."""
-        now = self._clock()
-        if self._snapshots and now - self._snapshots[-1].time_s < FRESH_S:
-            return
+        async with self._refreshing:  # many clients may ask at once
+            if not self._snapshots or self._clock() - self._snapshots[-1].time_s >= FRESH_S:
+                await self._grow()
+
+    async def _grow(self) -> None:
+        """Take a snapshot, and diagnose."""
         await self._devices.refresh()
         if not self._snapshots:
             self._snapshots = (self._before,)
