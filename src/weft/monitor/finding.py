@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
+
+
+class Code(StrEnum):
+    """The faults that are diagnosed."""
+
+    ALLREDUCE_WAIT = "allreduce_wait"
+    STRAGGLER = "straggler"
+    STAGE_IMBALANCE = "stage_imbalance"
+    KV_STARVED = "kv_starved"
+    PREEMPTION_STORM = "preemption_storm"
+    PREFIX_UNUSED = "prefix_unused"
+    BATCH_SMALL = "batch_small"
+    THROTTLED = "throttled"
+    FOREIGN_MEMORY = "foreign_memory"
+    SLOW_CLIENT = "slow_client"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +84,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     `alternative` is what helps if the planner expects nothing of the change.
     """
 
-    code: str
+    code: Code
     text: str
     value: float
     limit: float

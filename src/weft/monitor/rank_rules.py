@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from weft.monitor.finding import Change, Finding, Limits
+from weft.monitor.finding import Change, Code, Finding, Limits
 from weft.monitor.history import History, RankShares
 from weft.plan.plan import Plan
 
@@ -57,7 +57,7 @@ def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
         stages = len(ranks) * plan.stages
         possible = stages <= len(plan.shape.layers) and plan.data_parallel == 1
         yield Finding(
-            code="allreduce_wait",
+            code=Code.ALLREDUCE_WAIT,
             text=f"ranks {_names(ranks)} spend {min(known):.0%} of each step in sums over the ranks, each of them at "
             f"least (limit {limits.exchange:.0%})",
             value=min(known),
@@ -94,7 +94,7 @@ def straggler(history: History, limits: Limits) -> Iterator[Finding]:
         if not uneven_split or not feasible:
             remedies.append(f"free the device of rank {rank.rank} on {rank.node} from other work")
         yield Finding(
-            code="straggler",
+            code=Code.STRAGGLER,
             text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
             f"its stage, which wait for it: {cause} (limit {limits.straggler:.1f})",
             value=ratio,
@@ -126,7 +126,7 @@ def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
             continue
         slowest = times.index(max(times))
         yield Finding(
-            code="stage_imbalance",
+            code=Code.STAGE_IMBALANCE,
             text=f"stage {slowest} with {layers[slowest]} of {sum(layers)} layers computes "
             f"{max(times) / min(times):.1f} times as long as the fastest stage: another split would take {gain:.0%} "
             f"off a step (limit {limits.imbalance:.0%})",

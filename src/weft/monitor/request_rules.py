@@ -7,7 +7,7 @@ from math import ceil
 from statistics import median
 
 from weft.formatting import format_bytes
-from weft.monitor.finding import Change, Finding, Limits
+from weft.monitor.finding import Change, Code, Finding, Limits
 from weft.monitor.history import History
 
 
@@ -39,7 +39,7 @@ def kv_starved(history: History, limits: Limits) -> Iterator[Finding]:
     wanted = min(most, total.running + total.waiting)
     cache_bytes = needed_cache_bytes(history, wanted)
     yield Finding(
-        code="kv_starved",
+        code=Code.KV_STARVED,
         text=f"{usage:.0%} of the KV cache is in use, and {total.waiting} requests wait for room beside "
         f"{total.running} that run (limit {limits.kv_usage:.0%})",
         value=usage,
@@ -66,7 +66,7 @@ def preemption_storm(history: History, limits: Limits) -> Iterator[Finding]:
     fewer = max(1, int(0.75 * median(running) / len(history.plans)))
     wanted = max(1, total.running + total.waiting)
     yield Finding(
-        code="preemption_storm",
+        code=Code.PREEMPTION_STORM,
         text=f"{preemptions:.0f} requests were preempted in {history.seconds:.0f} s, {ratio:.1f} for each that ended "
         f"or runs (limit {limits.preemptions:.1f}): the KV cache has no room for them all",
         value=ratio,
@@ -93,7 +93,7 @@ def prefix_unused(history: History, limits: Limits) -> Iterator[Finding]:
         remedy = f"--kv-cache-memory-bytes {2 * needed_cache_bytes(history, max(1, history.last.total.running))}, so "
         remedy += "that prefixes stay; with a cache_salt per request nothing is shared"
     yield Finding(
-        code="prefix_unused",
+        code=Code.PREFIX_UNUSED,
         text=f"{repeated} of {prompts} prompts begin like an earlier one, and the cache had {hits:.0%} of these tokens "
         f"(limit {limits.hits:.0%})",
         value=hits,
@@ -118,7 +118,7 @@ def batch_small(history: History, limits: Limits) -> Iterator[Finding]:
     if wanted <= most:
         return
     yield Finding(
-        code="batch_small",
+        code=Code.BATCH_SMALL,
         text=f"{total.waiting} requests wait although {1 - used:.0%} of the KV cache is free "
         f"(limit {limits.batch_room:.0%}): only {most} may run at once",
         value=1 - used,

@@ -8,25 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from weft.formatting import format_bytes
-from weft.monitor.finding import LIMITS, Change, Finding, Limits
+from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
 from weft.monitor.history import GpuMoment, History
 from weft.monitor.rank_rules import allreduce_wait, stage_imbalance, straggler
 from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
 
 Rule = Callable[[History, Limits], Iterator[Finding]]
 
-CODES = (
-    "allreduce_wait",
-    "straggler",
-    "stage_imbalance",
-    "kv_starved",
-    "preemption_storm",
-    "prefix_unused",
-    "batch_small",
-    "throttled",
-    "foreign_memory",
-    "slow_client",
-)
+CODES: tuple[str, ...] = tuple(Code)
 
 
 def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
@@ -62,7 +51,7 @@ def throttled(history: History, limits: Limits) -> Iterator[Finding]:
         limit_w = gpu.figures.power_limit_w
         power = f"a higher limit: nvidia-smi --power-limit, now {limit_w:.0f} W" if limit_w else "a higher power limit"
         yield Finding(
-            code="throttled",
+            code=Code.THROTTLED,
             text=f"GPU {gpu.figures.index} runs at {share:.0%} of its clock: {why} (limit {limits.clock:.0%})",
             value=share,
             limit=limits.clock,
@@ -85,7 +74,7 @@ def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
             continue
         names = ", ".join(f"{holder.name or 'process'} ({holder.pid})" for holder in gpu.foreign)
         yield Finding(
-            code="foreign_memory",
+            code=Code.FOREIGN_MEMORY,
             text=f"{names} holds {format_bytes(held)} of GPU {gpu.figures.index}, {share:.0%} of its memory "
             f"(limit {limits.foreign:.0%})",
             value=share,
@@ -101,7 +90,7 @@ def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
     slow = [seconds for seconds in history.last.unread_s if seconds > limits.unread_s]
     if slow:
         yield Finding(
-            code="slow_client",
+            code=Code.SLOW_CLIENT,
             text=f"{len(slow)} of {len(history.last.unread_s)} stalled clients has taken nothing for {max(slow):.0f} s "
             f"(limit {limits.unread_s:.0f} s)"
             if len(slow) > 1
