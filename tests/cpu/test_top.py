@@ -90,7 +90,7 @@ def top(url: str) -> dict[str, Any]:
 
 
 def diagnosis(url: str, *wanted: str) -> dict[str, dict[str, Any]]:
-    """What the server finds, by code, once it has found all that is wanted."""
+    """Findings of the server by code, once it has found all that is wanted."""
     deadline, found = time.monotonic() + PATIENCE_S, dict[str, dict[str, Any]]()
     while time.monotonic() < deadline:
         time.sleep(1.5)

@@ -1,4 +1,4 @@
-"""What `weft top` sees: the servers behind the URLs and gateways that it is given, and this machine."""
+"""Sources of `weft top`: the servers behind the URLs and gateways that it is given, and this machine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,4 +77,4 @@ def timed(call: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R
             times.running = False
             times.add_spent(began_s)
 
-    return measured
+    return cast(Callable[Concatenate[S, P], R], measured)

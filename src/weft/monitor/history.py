@@ -85,7 +85,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What one server counted up to a moment: `time_s` of the monotonic clock.
+    """Counts of one server up to a moment: `time_s` of the monotonic clock.
 
     - `ranks`: in order; empty if they did not answer. `stats`: of each replica.
     - `unread_s`: for each connection that takes no more bytes, the seconds since then.
@@ -153,7 +153,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return int(getattr(self.last, name) - getattr(self.first, name))
 
     def shares(self) -> list[RankShares]:
-        """What each rank's time went into, of the ranks that both ends of the history have."""
+        """Parts of each rank's time, of the ranks that both ends of the history have."""
         before = {rank.rank: rank for rank in self.first.ranks}
         return [rank_shares(before[now.rank], now) for now in self.last.ranks if now.rank in before]
 

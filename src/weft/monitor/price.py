@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
 
 def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
-    """What the planner predicts with a change beside what it predicts without; None if it predicts neither."""
+    """The planner's prediction with a change beside that without; None if it has none."""
     if change.freed_bytes:
         tokens = freed_tokens(change, history.plans[0])
         return Figure(f"{format_bytes(change.freed_bytes)} hold {tokens:,} more tokens of KV")

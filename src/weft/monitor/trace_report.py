@@ -62,7 +62,7 @@ class RankTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What traces say: by kernel, the longest first; by layer, in order, seconds by phase; by rank."""
+    """Content of traces: by kernel, the longest first; by layer, in order, seconds by phase; by rank."""
 
     kernels: list[KernelTime]
     layers: dict[int, dict[str, float]]
@@ -102,7 +102,7 @@ def report_traces(traces: Sequence[dict[str, Any]]) -> Report:
     """The tables of several traces together."""
     layers: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    ranks = []
+    ranks: list[RankTime] = []
     for trace in traces:
         events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
         for name, seconds in kernel_times(events):
@@ -174,7 +174,7 @@ def rank_times(events: Sequence[Event]) -> Iterator[RankTime]:
             continue
         begin = min(float(step["ts"]) for step in steps)
         window_s = max(float(step["ts"]) + float(step["dur"]) for step in steps) / 1e6 - begin / 1e6
-        exchanges = next((span["args"] for span in spans if span["name"] == "exchanges"), {})
+        exchanges: Mapping[str, Any] = next((span["args"] for span in spans if span["name"] == "exchanges"), {})
         # Ranks that are threads of one process have their operations together: they are told apart by phases only.
         operations = [event for event in events if event.get("cat") == "cpu_op"] if len(own) == 1 else []
         seconds = gpu_kinds(kernels, spans) if kernels else cpu_kinds(spans, operations, exchanges)

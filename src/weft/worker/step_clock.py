@@ -27,7 +27,8 @@ class Marks(NamedTuple):
 
     def since(self, before: Marks) -> Marks:
         """The difference from an earlier moment."""
-        return Marks(*(now - then for now, then in zip(self, before, strict=True)))
+        seconds = (now - then for now, then in zip(self[2:], before[2:], strict=True))
+        return Marks(self.now_s - before.now_s, self.steps - before.steps, *seconds)
 
 
 class StepClock(ABC):
