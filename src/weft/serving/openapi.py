@@ -108,6 +108,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/ping"): Operation(),
     ("GET", "/load"): Operation(),
     ("GET", "/metrics"): Operation(media="text/plain"),
+    ("GET", "/monitor"): Operation(),
     ("GET", "/openapi.json"): Operation(),
     ("GET", "/"): Operation(media="text/plain"),
     ("GET", "/api/version"): Operation(answer=ollama.VersionAnswer),
@@ -138,6 +139,8 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/reset_prefix_cache"): Operation(),
     ("POST", "/start_profile"): Operation(query=("steps",)),
     ("POST", "/stop_profile"): Operation(),
+    ("GET", "/profile"): Operation(query=("partial",)),
+    ("GET", "/profile_trace"): Operation(media="application/gzip"),
     ("GET", "/layout"): Operation(),
 }
 FRAMES = (ErrorFrame, AnthropicErrorFrame, OllamaErrorFrame)

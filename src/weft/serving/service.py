@@ -28,10 +28,12 @@ from weft.serving.body import BodyReceiver, UnknownFields, check_structure, conv
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
+from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
 from weft.serving.options import ServeOptions
 from weft.serving.parsers.choose import choose_format
 from weft.serving.predicted import PredictionCheck
+from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
@@ -115,6 +117,11 @@ class Service:
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
         self.devices = DeviceMetrics([replica.plan for replica in engine.replicas], engine.call_each)
         self.metrics.registry.register(self.devices)
+        self.monitor = ServerMonitor(
+            self.names[0], lambda: engine.replicas, lambda: engine.replica_stats, self.devices, self.metrics
+        )
+        self.metrics.registry.register(self.monitor)
+        self.last_profile = LastProfile()
         self.draining = False
         self.streams: set[EngineStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
@@ -293,6 +300,8 @@ class Service:
             metrics.decode.observe(now_s - (times.first_token_s or now_s))
             metrics.inference.observe(now_s - (times.scheduled_s or now_s))
             metrics.generation_tokens.observe(len(collector.output.outputs[delta.index].token_ids))
+            if collector.output.finished:
+                metrics.longest_answer.observe(max(len(choice.token_ids) for choice in collector.output.outputs))
 
     def note_awake(self) -> None:
         """Note that the engine has slept, during which it made no progress."""
@@ -319,6 +328,8 @@ class EngineStream:
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
         for number, collector in enumerate(collectors):
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
+        for collector in collectors:
+            service.monitor.prefixes.add(collector.output.prompt_ids)
         self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
         service.stream_opened(self)
 

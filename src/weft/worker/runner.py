@@ -16,7 +16,7 @@ from weft.core.commands import SwapWeights
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
-from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, PhaseTimes
 from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
 from weft.kernels.staged import StagedStep
@@ -294,6 +294,11 @@ class ModelRunner:
         batch = (self.graphs and not eager and self.graphs.captured_batch(staged)) or staged.eager()
         self.kernels.pointwise.fill_batch(staged, batch)
         return batch
+
+    def trace(self, log: PhaseTimes | None) -> None:
+        """Log the layers of later steps, see `DecoderModel.trace`; None ends that."""
+        if not self._asleep or self._copies:  # else there is no model
+            self.model.trace(log)
 
     def forward(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
         """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
