@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -21,6 +21,7 @@ from weft import LLM
 from weft.cluster.ray_cluster import uses_ray
 from weft.config import EngineConfig
 from weft.gateway.config import make_config
+from weft.gateway.ray_watch import RayWatch
 from weft.gateway.server import create_proxy
 from weft.hardware.host import probe_host
 
@@ -126,7 +127,9 @@ def served(cluster: Any, model: str) -> Iterator[str]:
     from weft.ray.serve import build
 
     ray.init(address=cluster.address, log_to_driver=False, ignore_reinit_error=True)
-    serve.start(http_options={"host": "127.0.0.1", "port": 0})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
     scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 0.5}
     arguments = {
         "model": model,
@@ -135,18 +138,8 @@ def served(cluster: Any, model: str) -> Iterator[str]:
         "autoscaling_config": {**scaling, "downscale_delay_s": 600, "metrics_interval_s": 0.5, "look_back_period_s": 1},
     }
     serve.run(build(arguments), name="llm", route_prefix="/llm")
-    port = serve.status().applications and _port(cluster)
     yield f"http://127.0.0.1:{port}/llm"
     serve.shutdown()
-
-
-def _dashboard() -> str:
-    return f"http://{ray.worker.get_dashboard_url()}" if hasattr(ray, "worker") else ""
-
-
-def _port(cluster: Any) -> int:
-    state = httpx.get(f"http://{cluster.webui_url}/api/serve/applications/", timeout=30).json()
-    return int(state["http_options"]["port"])
 
 
 def test_the_whole_api_behind_ray_serve(served: str, model: str) -> None:
@@ -187,8 +180,8 @@ async def test_replicas_follow_the_load(served: str) -> None:
 async def test_the_gateway_finds_the_proxies(served: str, cluster: Any) -> None:
     proxy = create_proxy(make_config({"discover": {"ray": f"http://{cluster.webui_url}"}}), None)
     fleet, watch = proxy.fleet, proxy.watch
-    assert watch is not None and not isinstance(watch, type(None))
-    await watch.look()  # type: ignore[misc]
+    assert isinstance(watch, RayWatch)
+    await watch.look()
     assert list(fleet.replicas) == [served]
     fleet.close()
 

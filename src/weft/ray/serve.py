@@ -106,19 +106,23 @@ class ReplicaRouter:
     """The ASGI application that Ray Serve calls in each replica's process: the API of the engine there."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        replica: Replica = import_library("serve").get_replica_context().servable_object
         if scope["type"] == "lifespan":
-            await self._live(replica, receive, send)
+            await self._live(receive, send)
         elif scope["type"] == "http" and api_path(scope).startswith(NOT_HERE):
             error = HttpError(404, "replicas of Ray Serve keep no files; weft batch --ray answers them", code="not-here")
             await error_response(error, api_path(scope))(scope, receive, send)
         else:
-            await replica.api(scope, receive, send)
+            await self._replica().api(scope, receive, send)
 
-    async def _live(self, replica: Replica, receive: Receive, send: Send) -> None:
+    async def _live(self, receive: Receive, send: Send) -> None:
         """End the engine with the application; it has started before."""
         await receive()
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        await replica.close()
+        await self._replica().close()
         await send({"type": "lifespan.shutdown.complete"})
+
+    def _replica(self) -> Replica:
+        """The replica of this process, once it has started."""
+        replica: Replica = import_library("serve").get_replica_context().servable_object
+        return replica
