@@ -25,7 +25,13 @@ def test_a_killed_batch_goes_on(tmp_path: Path) -> None:
     rows = [{"number": number, "prompt": PROMPTS[number % len(PROMPTS)]} for number in range(ROWS)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = f"batch {source} {out} --model {model} --load-format dummy --dtype float32 --kv-cache-memory-bytes 16M"
-    command = [sys.executable, "-m", "weft", *words.split(), *"--max-num-seqs 4 --max-tokens 100 --ignore-eos".split()]
+    command = [
+        sys.executable,
+        "-m",
+        "weft",
+        *words.split(),
+        *["--max-num-seqs", "4", "--max-tokens", "100", "--ignore-eos"],
+    ]
     command += ["--temperature", "0"]
     killed = subprocess.Popen(command, env=HERE, stderr=subprocess.PIPE)
     with killed:

@@ -56,7 +56,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cluster of one node with a dashboard, as `ray start --head` makes it; nothing of it is left afterwards."""
     from ray.cluster_utils import Cluster
 
-    before = {process.pid for process in psutil.process_iter()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}/src:{ROOT}:{os.environ.get('PYTHONPATH', '')}")
         patch.setenv("RAY_DEDUP_LOGS", "0")
@@ -66,27 +65,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         )
         patch.setenv("RAY_ADDRESS", made.address)
         yield made
+        ours = psutil.Process().children(recursive=True)
         ray.shutdown()
         made.shutdown()
-    left = wait_for_none(before)
-    assert not left, left
-
-
-def wait_for_none(before: set[int]) -> list[str]:
-    """Processes of Ray and of engines that have begun since and do not end."""
-    deadline = time.monotonic() + 30
-    while True:
-        left = []
-        for process in psutil.process_iter():
-            try:
-                words = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if process.pid not in before and ("ray::" in words or "raylet" in words or "weft." in words):
-                left.append(words)
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.2)
+    assert ours and not psutil.wait_procs(ours, timeout=WAIT_S)[1]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +95,10 @@ def test_a_batch_over_the_cluster_is_that_of_one_machine(cluster: Any, model: st
     assert not list(tmp_path.glob("*.progress*"))
     wait_for(lambda: ray.available_resources().get("CPU") == 4)
     refused_line(
-        ["batch", str(source), str(tmp_path / "more.jsonl"), *words, "--ray", "-tp", "8"], 1, "ray-too-small", "8 CPU 4 CPU"
+        ["batch", str(source), str(tmp_path / "more.jsonl"), *words, "--ray", "-tp", "8"],
+        1,
+        "ray-too-small",
+        "8 CPU 4 CPU",
     )
 
 

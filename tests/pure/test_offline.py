@@ -79,8 +79,14 @@ def test_plain_rows(tmp_path: Path) -> None:
     assert run_job(job, answering(world)) == (2, 6)
     first, second = read(out)
     assert first == {
-        **{"id": 17, "prompt": "a", "max_tokens": 3, "answer": "gold", "generated_text": "hel"},
-        **{"finish_reason": "length", "prompt_tokens": first["prompt_tokens"], "completion_tokens": 3},
+        "id": 17,
+        "prompt": "a",
+        "max_tokens": 3,
+        "answer": "gold",
+        "generated_text": "hel",
+        "finish_reason": "length",
+        "prompt_tokens": first["prompt_tokens"],
+        "completion_tokens": 3,
     }
     assert second["generated_text"] == ["hell", "hell"] and second["messages"] == CHAT
     failed = read(tmp_path / "out.failed.jsonl")
@@ -108,7 +114,12 @@ def test_requests_as_in_openai_s_batches(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert run_job(job_of(write(tmp_path / "in.jsonl", lines), out), answering(World())) == (2, 4)
     good = read(out)
-    assert [row["custom_id"] for row in good] == ["a", "e"] and good[0].keys() == {"id", "custom_id", "response", "error"}
+    assert [row["custom_id"] for row in good] == ["a", "e"] and good[0].keys() == {
+        "id",
+        "custom_id",
+        "response",
+        "error",
+    }
     assert good[0]["response"]["body"]["choices"][0]["message"]["content"] == "hello"
     assert good[1]["response"]["body"]["choices"][0]["text"] == "he"
     failed = {row["custom_id"]: row for row in read(tmp_path / "out.failed.jsonl")}
@@ -265,7 +276,9 @@ def test_between_parquet_and_jsonl(tmp_path: Path, parquet: Any) -> None:
     parquet.write_table(_requests_table(), requests)
     assert run_job(job_of(str(requests), tmp_path / "back.jsonl"), answering(World())) == (2, 0)
     back = read(tmp_path / "back.jsonl")
-    assert [row["custom_id"] for row in back] == ["a", "b"] and back[1]["response"]["body"]["usage"]["completion_tokens"] == 1
+    assert [row["custom_id"] for row in back] == ["a", "b"] and back[1]["response"]["body"]["usage"][
+        "completion_tokens"
+    ] == 1
 
 
 def _requests_table() -> Any:

@@ -21,8 +21,9 @@ def main(arguments: Namespace) -> int:
     from weft.serving.offline.job import Job, answer_here, open_job, run_job, summary
     from weft.serving.options import ServeOptions
 
+    source, out = arguments.argument
     defaults = sampling_options(arguments)
-    rows, name = open_job(*arguments.argument, getattr(arguments, "model", None))
+    rows, name = open_job(source, out, getattr(arguments, "model", None))
     model = model_names.full_name(name, folder=getattr(arguments, "download_dir", None))
     if line := model_names.notice(name, model):
         print(f"weft: {line}", file=sys.stderr)
@@ -36,6 +37,6 @@ def main(arguments: Namespace) -> int:
         from weft.ray.data import answer_on_ray
 
         answer = answer_on_ray
-    job = Job(rows, arguments.argument[1], config, options, defaults)
+    job = Job(rows, out, config, options, defaults)
     print(summary(job, run_job(job, answer)))
     return 0

@@ -80,8 +80,8 @@ def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -
     """
     if config.executor is not None or config.nnodes not in (None, 1):
         return config.executor == "ray"
-    exceeds = device_kind(config, host) != "cpu" and sized_ranks(config) > len(host.gpus)
-    if exceeds and _cluster_answers(environment.get("RAY_ADDRESS", "")):
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not host.gpus)
+    if not on_cpu and sized_ranks(config) > len(host.gpus) and _cluster_answers(environment.get("RAY_ADDRESS", "")):
         return True
     return bool(environment.get("RAY_JOB_ID")) and _in_placement_group()
 
@@ -95,7 +95,7 @@ def sized_ranks(config: EngineConfig) -> int:
 
 
 def _cluster_answers(address: str) -> bool:
-    """Return True if somebody listens at an address of RAY_ADDRESS. Words such as "auto" mean a cluster that runs here."""
+    """Return True if somebody listens at an address of RAY_ADDRESS. A word such as "auto" means a cluster here."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return bool(address) and address != "local"

@@ -63,9 +63,13 @@ def kuberay_files(deployment: Deployment) -> list[ExportFile]:
 
 
 def _manifest(deployment: Deployment, kind: str, name: str, spec: dict[str, Any]) -> ExportFile:
-    remarks = TargetRemarks(omitted_options(deployment, kind), placeholders(deployment, kind), next_steps(deployment, kind))
+    remarks = TargetRemarks(
+        omitted_options(deployment, kind), placeholders(deployment, kind), next_steps(deployment, kind)
+    )
     manifest = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-    return ExportFile(f"{kind.lower()}.yaml", f"{header_comment('kuberay', deployment, remarks)}\n\n{dump_yaml(manifest)}")
+    return ExportFile(
+        f"{kind.lower()}.yaml", f"{header_comment('kuberay', deployment, remarks)}\n\n{dump_yaml(manifest)}"
+    )
 
 
 def service_name(deployment: Deployment) -> str:
@@ -190,7 +194,9 @@ def omitted_options(deployment: Deployment, kind: str) -> list[str]:
         f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess; the plan has GPUs only",
     ]
     if not is_weft(deployment):
-        omissions.append("an API key: Ray Serve's application does not check one, so keep it behind an ingress that does")
+        omissions.append(
+            "an API key: Ray Serve's application does not check one, so keep it behind an ingress that does"
+        )
         if len(deployment.names) > 1:
             omissions.append(f"other names than {deployment.names[0]}: an application has one name for each model")
     elif kind == "RayJob":

@@ -17,7 +17,7 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import PollWatch, FileWatch
+from weft.gateway.checks import FileWatch, PollWatch
 from weft.gateway.completion import PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher

@@ -30,7 +30,7 @@ class Proxy(msgspec.Struct):
 
 
 class HttpOptions(msgspec.Struct):
-    """Where the proxies listen."""
+    """Address at which the proxies listen."""
 
     host: str = ""
     port: int = 8000
@@ -91,4 +91,8 @@ def serve_upstreams(state: ServeState) -> list[UpstreamConfig]:
         for application in state.applications.values()
         if DEPLOYMENT in application.deployments and application.route_prefix and application.status not in ABSENT
     }
-    return [UpstreamConfig(url=f"http://{bracketed(host)}:{options.port}{path}") for host in sorted(hosts) for path in sorted(paths)]
+    return [
+        UpstreamConfig(url=f"http://{bracketed(host)}:{options.port}{path}")
+        for host in sorted(hosts)
+        for path in sorted(paths)
+    ]

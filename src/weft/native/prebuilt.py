@@ -1,7 +1,7 @@
 """Libraries of the CPU kernels for common CPUs, built ahead for machines that shall compile nothing, as in a container.
 
-`python -m weft.native.prebuilt FOLDER` builds them; where WEFT_KERNELS names that folder, the one that suits the CPU is
-loaded, and nothing is compiled.
+`python -m weft.native.prebuilt FOLDER [KIND ...]` builds them. If WEFT_KERNELS names that folder, the one
+that suits the CPU is loaded, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CpuTarget:
     features: frozenset[str]
 
 
-V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
-V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
+V4 = V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 BF16 = V4 | {"avx512_vnni", "avx512_bf16"}
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 # The best first.
@@ -114,6 +114,11 @@ def build_all(folder: Path, targets: tuple[CpuTarget, ...] = TARGETS) -> list[Pa
     return built
 
 
+def main(folder: str, *names: str) -> None:
+    """Build the libraries of the named kinds of CPUs, or of all, and print their paths."""
+    for path in build_all(Path(folder), tuple(target for target in TARGETS if not names or target.name in names)):
+        print(path)
+
+
 if __name__ == "__main__":
-    for name in build_all(Path(sys.argv[1])):
-        print(name)
+    main(*sys.argv[1:])

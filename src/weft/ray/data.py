@@ -74,7 +74,11 @@ def _tables(arrow: Any, rows: Rows) -> Iterator[Any]:
 
 def _pool(data: Any, engines: int) -> dict[str, Any]:
     """Options of a pool whose actors answer several blocks at once, in the words of the installed Ray."""
-    words: dict[str, Any] = {"size": engines, "max_tasks_in_flight_per_actor": CALLS, "enable_true_multi_threading": True}
+    words: dict[str, Any] = {
+        "size": engines,
+        "max_tasks_in_flight_per_actor": CALLS,
+        "enable_true_multi_threading": True,
+    }
     if "max_concurrent_calls_per_actor" in inspect.signature(data.ActorPoolStrategy).parameters:
         return {"compute": data.ActorPoolStrategy(**words, max_concurrent_calls_per_actor=CALLS)}
     return {"compute": data.ActorPoolStrategy(**words), "max_concurrency": CALLS}
@@ -94,7 +98,9 @@ class RowAnswerer:
         self._kind = msgspec.json.decode(kind, type=RowKind)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="weft-batch", daemon=True).start()
-        self._run(self._open(msgspec.json.decode(config, type=EngineConfig), msgspec.json.decode(options, type=ServeOptions)))
+        self._run(
+            self._open(msgspec.json.decode(config, type=EngineConfig), msgspec.json.decode(options, type=ServeOptions))
+        )
 
     async def _open(self, config: EngineConfig, options: ServeOptions) -> None:
         opened = await asyncio.to_thread(open_for_service, config)
@@ -119,5 +125,3 @@ class RowAnswerer:
             return await asyncio.gather(*map(take, rows))
         except NotNowError:
             raise RuntimeError(str(self._service.engine.failure or "the engine has ended")) from None
-
-

@@ -32,8 +32,8 @@ def actor_config(config: EngineConfig) -> EngineConfig:
 def actor_resources(config: EngineConfig, gpus: float) -> dict[str, float]:
     """Options of an actor with an engine: a GPU, or in a cluster without `gpus` a CPU, for each rank.
 
-    An engine whose ranks are actors themselves needs none. Sizes that are left out count as 1: the planner sees the GPUs
-    of the actor only.
+    An engine whose ranks are actors themselves needs none. Sizes that are left out count as 1: the planner sees only
+    the GPUs of the actor.
     """
     if config.executor == "ray":
         return {"num_cpus": 0, "num_gpus": 0}
@@ -47,7 +47,7 @@ def on_cpus(config: EngineConfig, gpus: float) -> bool:
 
 
 def check_room(ray: Any, wanted: dict[str, float]) -> int:
-    """Number of actors that the nodes have room for. Raises PlanError if it is none: such an actor would wait for ever."""
+    """Number of actors that the nodes have room for. Raises PlanError if there is none: it would wait for ever."""
     room, present = 0, []
     kinds = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"]}
     for node in ray.nodes():

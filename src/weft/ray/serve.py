@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -60,8 +61,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 def deployment_options(wanted: ServeArguments, config: EngineConfig) -> dict[str, Any]:
     """Options of the deployment: those that were given, over those that suit an engine."""
-    import ray
-
+    ray: Any = import_module("ray")
     gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     options: dict[str, Any] = {
         "max_ongoing_requests": 2 * config.max_num_seqs,
@@ -109,7 +109,9 @@ class ReplicaRouter:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         elif scope["type"] == "http" and api_path(scope).startswith(NOT_HERE):
-            error = HttpError(404, "replicas of Ray Serve keep no files; weft batch --ray answers them", code="not-here")
+            error = HttpError(
+                404, "replicas of Ray Serve keep no files; weft batch --ray answers them", code="not-here"
+            )
             await error_response(error, api_path(scope))(scope, receive, send)
         else:
             await self._replica().api(scope, receive, send)

@@ -22,7 +22,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class RowKind(msgspec.Struct, frozen=True):
-    """How rows become requests.
+    """The way from rows to requests.
 
     `is_requests`: they are requests as in OpenAI's batches; else each has a `prompt` or `messages`, and the fields of
     its request, for which `defaults` stand in. `sparse`: a field that is None is one that the row does not have, as
@@ -35,7 +35,7 @@ class RowKind(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What is kept of a row: a line of the output, or the fields that are added to the row, as JSON."""
+    """The part of an answer that is kept: a line of the output, or the fields that are added to the row, as JSON."""
 
     number: int
     failed: bool

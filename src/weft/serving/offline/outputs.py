@@ -15,7 +15,7 @@ from weft.serving.offline.journal import Journal
 from weft.serving.offline.rows import CHUNK_ROWS, RowFile, as_object, import_arrow, is_parquet, parquet_batches
 
 # Columns that answers add to plain rows in Parquet, and their types; values of other types are JSON text.
-ADDED = {
+ADDED: dict[str, type] = {
     "generated_text": str,
     "finish_reason": str,
     "prompt_tokens": int,
@@ -24,7 +24,7 @@ ADDED = {
     "tool_calls": str,
 }
 # Columns of answers to OpenAI's requests.
-RESULT = {"id": str, "custom_id": str, "response": str, "error": str}
+RESULT: dict[str, type] = {"id": str, "custom_id": str, "response": str, "error": str}
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ def write_parquet(rows: RowFile, journal: Journal, file: IO[bytes]) -> None:
     if rows.is_parquet and not rows.is_requests:
         _write_tables(_extended_tables(rows, journal), file)
         return
-    types = RESULT if rows.is_requests else {**column_types(answered_rows(rows, journal)), **ADDED}
+    types = {**RESULT} if rows.is_requests else {**column_types(answered_rows(rows, journal)), **ADDED}
     _write_tables(_tables(answered_rows(rows, journal), types), file)
 
 

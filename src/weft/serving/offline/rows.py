@@ -46,9 +46,9 @@ def is_parquet(path: str) -> bool:
 def open_rows(path: str) -> RowFile:
     """Look through a file once. Raises ConfigError for one that cannot be read, or has no rows."""
     try:
-        first, count = b"", 0
-        for count, text in read_rows(path):
-            first = first or text
+        numbered = read_rows(path)
+        count, first = next(numbered, (0, b""))
+        count += sum(1 for _ in numbered)
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
