@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import yaml
 
-from tests.pure.commands import refused_line
+from tests.pure.commands import parsed, refused_line, weft
 from tests.pure.worlds import DEAD, HELLO, FakeEngine, World
 from tests.refusals import refuses
+from weft.client.arguments import engine_config
 from weft.config import EngineConfig
 from weft.core.request import Output, Request
 from weft.errors import ConfigError, EngineError
+from weft.gateway.config import make_config
+from weft.ray.serve import ServeArguments, build
 from weft.serving.offline import outputs, rows
 from weft.serving.offline.answering import Answered
 from weft.serving.offline.job import Job, Keep, Rows, answer_rows, journal_path, open_job, run_job, summary
@@ -296,3 +303,49 @@ def test_no_answers_at_all_still_make_a_file(tmp_path: Path, parquet: Any) -> No
     with refuses(ConfigError, "not-parquet"):
         (tmp_path / "x.parquet").write_bytes(b"not at all")
         rows.open_rows(str(tmp_path / "x.parquet"))
+
+
+# --- docs/ray.md and docs/containers.md ---
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Code of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_rows_of_the_page_are_answered(tmp_path: Path) -> None:
+    (text,) = blocks("ray.md", "json")
+    *plain, request = [json.loads(line) for line in text.splitlines()]
+    assert run_job(job_of(write(tmp_path / "plain.jsonl", plain), tmp_path / "a.jsonl"), answering(World())) == (2, 0)
+    assert read(tmp_path / "a.jsonl")[0]["id"] == 17
+    own = answering(World(served_model_name=("demo",)))
+    assert run_job(job_of(write(tmp_path / "r.jsonl", [request]), tmp_path / "b.jsonl"), own) == (1, 0)
+
+
+def test_the_configurations_of_the_page_are_read() -> None:
+    application, discovery = (yaml.safe_load(text) for text in blocks("ray.md", "yaml"))
+    (described,) = application["applications"]
+    arguments = msgspec.convert(described["args"], ServeArguments)
+    assert engine_config(arguments.model, arguments.engine).max_model_len == 2048
+    assert msgspec.convert(arguments.server, ServeOptions).served_model_name == ("demo",)
+    assert described["import_path"] == f"{build.__module__}:{build.__name__}"
+    assert make_config(discovery).discover is not None
+
+
+def test_the_commands_of_the_pages() -> None:
+    """Plans are run; a batch is only read, since it needs a model or a cluster."""
+    seen = set()
+    for line in [
+        line for page in ("ray.md", "containers.md") for text in blocks(page, "sh") for line in text.splitlines()
+    ]:
+        words = [word for word in shlex.split(line, comments=True) if not word.startswith("RAY_ADDRESS=")]
+        assert words.pop(0) == "weft"
+        seen.add(words[0])
+        if words[0] == "plan":
+            status, out, err = weft(*words)
+            assert status == 0 and "weft" in out, err
+        else:
+            parsed(words)
+    assert seen == {"batch", "plan"}

@@ -38,5 +38,9 @@ def main(arguments: Namespace) -> int:
 
         answer = answer_on_ray
     job = Job(rows, out, config, options, defaults)
-    print(summary(job, run_job(job, answer)))
+    try:
+        print(summary(job, run_job(job, answer)))
+    except KeyboardInterrupt:
+        print("weft: stopped; the same command goes on with the rows that have no answer", file=sys.stderr)
+        raise
     return 0
