@@ -40,9 +40,9 @@ def pip_settings() -> tuple[dict[str, str], list[Path]]:
     settings = {}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
-        settings[f"PIP_{name.rpartition('.')[2].replace('-', '_').upper()}"] = value.strip("'")
-    words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    return settings, [Path(word) for word in words if word.startswith("/") and Path(word).exists()]
+        if "file:" not in value:  # an index whose files lie elsewhere
+            settings[name.rpartition(".")[2]] = value.strip("'")
+    return settings, [Path(word) for word in settings.get("find-links", "").split() if Path(word).is_dir()]
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.copyfile("/etc/resolv.conf", root / "etc/resolv.conf")
     _, folders = pip_settings()
     for folder in folders:
-        inside = root / str(folder).lstrip("/")
-        inside.parent.mkdir(parents=True, exist_ok=True)
-        if folder.is_dir():
-            shutil.copytree(folder, inside, dirs_exist_ok=True)
-        else:
-            shutil.copyfile(folder, inside)
+        shutil.copytree(folder, root / str(folder).lstrip("/"), dirs_exist_ok=True)
     yield root
     shutil.rmtree(root.parent, ignore_errors=True)
 
@@ -74,15 +69,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def image(base: Path) -> Stage:
     settings, _ = pip_settings()
-    # The certificates of the host would be replaced by those of the package.
-    kept = {name: value for name, value in settings.items() if name != "PIP_CERT"}
-    if "PIP_CERT" in settings:
-        shutil.copyfile(settings["PIP_CERT"], base / "etc/pip-trust.crt")
-        kept["PIP_CERT"] = "/etc/pip-trust.crt"
-    (base / "etc/pip.conf").write_text(
-        "[global]\n"
-        + "".join(f"{name.removeprefix('PIP_').lower().replace('_', '-')} = {value}\n" for name, value in kept.items())
-    )
+    if "cert" in settings:  # beside the certificates of the package that a step installs
+        shutil.copyfile(settings["cert"], base / "etc/pip-trust.crt")
+        settings["cert"] = "/etc/pip-trust.crt"
+    lines = ["[global]", *(f"{name} = {value}" for name, value in settings.items())]
+    (base / "etc/pip.conf").write_text("\n".join(lines) + "\n")
     return run_recipe(ROOT / "containers/Containerfile", ROOT, base, ARGUMENTS, base.parent)
 
 

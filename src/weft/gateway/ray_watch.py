@@ -6,6 +6,7 @@ They are read from the cluster's dashboard, by Ray Serve's REST API: GET /api/se
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import msgspec
 
@@ -41,7 +42,7 @@ class Application(msgspec.Struct):
 
     status: str = ""
     route_prefix: str | None = None
-    deployments: dict[str, msgspec.Raw] = {}
+    deployments: dict[str, Any] = {}
 
 
 class ServeState(msgspec.Struct):
