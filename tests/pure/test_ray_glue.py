@@ -126,6 +126,12 @@ def test_resources_of_an_actor(options: dict[str, Any], gpus: int, cpu: int, gpu
     assert own.data_parallel_size == (2 if own.enable_expert_parallel else None)
 
 
+def test_a_token_does_not_enter_the_cluster() -> None:
+    with refuses(ConfigError, "token-in-cluster", "HF_TOKEN") as raised:
+        actor_config(config(hf_token="hf_secret"))
+    assert "hf_secret" not in str(raised.value)
+
+
 def test_an_engine_that_no_node_has_room_for() -> None:
     """Rather than an actor that is pending for ever."""
     rows = [

@@ -23,7 +23,15 @@ def import_library(name: str) -> Any:
 
 
 def actor_config(config: EngineConfig) -> EngineConfig:
-    """The config of one engine in an actor. Its ranks are processes, unless it asks for Ray's actors itself."""
+    """The config of one engine in an actor. Its ranks are processes, unless it asks for Ray's actors itself.
+
+    Raises ConfigError for a token: Ray keeps the arguments of actors, and its dashboard shows them.
+    """
+    if config.hf_token:
+        raise ConfigError(
+            "hf_token would be kept in the Ray cluster's state; set HF_TOKEN in the environment of its nodes",
+            code="token-in-cluster",
+        )
     executor = "processes" if config.executor is None else config.executor
     coupled = config.data_parallel_size if config.enable_expert_parallel else None
     return replace(config, executor=executor, data_parallel_size=coupled)
