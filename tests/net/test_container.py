@@ -1,4 +1,4 @@
-"""The image's recipe, built in a bare Debian and run: by buildah, or step by step in namespaces of this machine."""
+"""The image's recipe, built in a bare Debian step by step, in namespaces of this machine, and run."""
 
 from __future__ import annotations
 
