@@ -115,8 +115,12 @@ def serving(image: Stage, *words: str) -> Iterator[psutil.Process]:
             time.sleep(0.05)
         yield children[0]
     finally:
-        started.terminate()
-        started.wait(WAIT_S)
+        for child in psutil.Process(started.pid).children():  # unshare itself takes no signals
+            child.terminate()
+        try:
+            started.wait(WAIT_S)
+        finally:
+            started.kill()
 
 
 def inside(image: Stage, process: psutil.Process, words: list[str]) -> list[str]:
