@@ -40,6 +40,7 @@ MORE = {
     "mixed-node": "Llama-3.1-8B-Instruct --gpus 1xRTX4090+1xRTX3090 -tp 1 -pp 2 --max-model-len 8192",
     "mixed-nodes": "Llama-3.1-8B-Instruct --nodes 1x2xRTX4090+1x2xL40S -tp 2 -dp 2 --max-model-len 8192",
     "amd": "Llama-3.1-8B-Instruct --gpus 2xMI300X -tp 2 --engine vllm",
+    "two-nodes-vllm": "Llama-3.1-405B-Instruct --nodes 2x8xH100 -tp 8 -pp 2 --max-model-len 32768 --engine vllm",
     "engine-vllm": "Qwen2.5-7B-Instruct --gpus 2xRTX4090 -tp 1 -dp 2 --max-model-len 8192 --engine vllm",
 }
 INTEREST = {
@@ -48,7 +49,7 @@ INTEREST = {
     "ollama": ("tensor-uneven",),
     "infernet": ("engine-vllm",),
     "nginx": ("two-nodes-replicas",),
-    "kuberay": ("mixed-node", "mixed-nodes", "amd"),
+    "kuberay": ("mixed-node", "mixed-nodes", "amd", "two-nodes-vllm", "engine-vllm"),
     "compose": ("two-nodes-replicas", "amd", "engine-vllm"),
 }
 CASES = [(target, plan) for target in TARGETS for plan in (*PLANS, *INTEREST.get(target, ()))]

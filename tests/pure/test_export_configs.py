@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,14 +13,20 @@ from typing import Any
 
 import crossplane
 import jsonschema
+import msgspec
 import pytest
 import yaml
 
-from tests.pure.exports import VLLM, emit, flags, parts, plans
+from tests.pure.exports import MORE, PLANS, VLLM, emit, flags, parts, plans
+from weft.cli.flags import engine_config as cli_engine_config
+from weft.cli.parser import find_command, parse_command
+from weft.client.arguments import engine_config
+from weft.cluster.ray_cluster import sized_ranks
 from weft.hardware.cluster import Cluster, Node, parse_gpus
 from weft.hardware.cpu import CpuSpeed
 from weft.hardware.host import Host
 from weft.probes.machine import cpu_spec
+from weft.ray.serve import ServeArguments
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -162,12 +169,14 @@ def test_containers_keep_the_order_of_their_gpus(monkeypatch: pytest.MonkeyPatch
     assert numbered["environment"]["CUDA_VISIBLE_DEVICES"] == "1,0"
 
 
-def test_an_image_of_weft_has_what_it_compiles_with() -> None:
-    gpu = services("Qwen3-0.6B --gpus 1xL4")["replica-0"]
-    file = gpu["build"]["dockerfile_inline"]
-    assert "install --yes --no-install-recommends g++ " in file and "COPY . " not in file and "whl/cpu" not in file
-    assert "weft:/root/.cache/weft" in gpu["volumes"]
-    assert all((DATA.parents[1] / name).exists() for name in ("pyproject.toml", "README.md", "LICENSE", "src"))
+def test_the_image_of_weft_is_that_of_the_recipe() -> None:
+    root = DATA.parents[1]
+    service = services("Qwen3-0.6B --gpus 1xL4")["replica-0"]
+    recipe = (root / service["build"]["dockerfile"]).read_text()
+    copied = re.search(r"^COPY (pyproject.*) \./$", recipe, re.MULTILINE)
+    assert copied and all((root / name).exists() for name in copied[1].split())
+    assert all(volume.partition(":")[2] in recipe for volume in service["volumes"])
+    assert "args" not in service["build"]
 
 
 def test_a_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +184,7 @@ def test_a_cpu_needs_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = cpu_spec(host, CpuSpeed(4e10, 1e12))
     monkeypatch.setattr("weft.cli.plan.described_cluster", lambda said: Cluster((Node((cpu,), "memory"),), 1e9))
     one = services("Qwen3-0.6B")["replica-0"]
-    assert "https://download.pytorch.org/whl/cpu" in one["build"]["dockerfile_inline"] and "deploy" not in one
+    assert one["build"]["args"] == {"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"} and "deploy" not in one
 
 
 @pytest.mark.parametrize("name", ["1e3", "0o17", "0x1F", "1_0", "12", ".5", "1.", ".inf", ".NaN", "on", "null", "~"])
@@ -189,34 +198,99 @@ def test_names_that_look_like_numbers_are_quoted(name: str) -> None:
 # --- KubeRay ---
 
 
-@pytest.mark.parametrize("plan", plans("kuberay"))
-def test_kuberay_s_fields(plan: str) -> None:
-    schema = json.loads((DATA / "kuberay/rayservice.json").read_text())
-    manifest = yaml.safe_load(parts("kuberay", plan)["kuberay"])
-    jsonschema.validate(manifest, schema)
-    serve = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    jsonschema.validate(serve, {**schema, **schema["$defs"]["serve"], "$defs": schema["$defs"]})
-    (config,) = serve["applications"][0]["args"]["llm_configs"]
-    assert {name.replace("_", "-") for name in config["engine_kwargs"]} <= VLLM
-    # Kubernetes gives as many GPUs as the replicas take.
-    cluster = manifest["spec"]["rayClusterConfig"]
+@pytest.fixture(scope="module")
+def kuberay() -> Any:
+    return json.loads((DATA / "kuberay/kuberay.json").read_text())
+
+
+def check_part(schema: Any, part: str, value: Any) -> None:
+    """Judge a value by one of the schema's definitions."""
+    jsonschema.Draft202012Validator({"$defs": schema["$defs"], "$ref": f"#/$defs/{part}"}).validate(value)
+
+
+def check_manifest(schema: Any, manifest: Any) -> Any:
+    """Judge a manifest by the schema; return its cluster."""
+    jsonschema.Draft202012Validator(schema).validate(manifest)
+    spec = manifest["spec"]
+    return spec["rayClusterConfig" if manifest["kind"] == "RayService" else "rayClusterSpec"]
+
+
+def given_gpus(cluster: Any) -> int:
+    """Number of GPUs that Kubernetes gives the workers."""
     given = 0
     for group in cluster["workerGroupSpecs"]:
         (container,) = group["template"]["spec"]["containers"]
         (gpus,) = (int(count) for name, count in container["resources"]["limits"].items() if name.endswith("/gpu"))
         assert group["rayStartParams"]["num-gpus"] == f"{gpus}"
         given += gpus * group["replicas"]
-    assert given == len(config["placement_group_config"]["bundles"]) * config["deployment_config"]["num_replicas"]
+    return given
+
+
+def images(cluster: Any) -> set[str]:
+    groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    return {group["template"]["spec"]["containers"][0]["image"] for group in groups}
+
+
+def uses_vllm(plan: str) -> bool:
+    return "--engine vllm" in (PLANS | MORE)[plan]
+
+
+@pytest.mark.parametrize("plan", [plan for plan in plans("kuberay") if uses_vllm(plan)])
+def test_kuberay_s_fields_with_vllm(plan: str, kuberay: Any) -> None:
+    manifest = yaml.safe_load(parts("kuberay", plan)["kuberay"])
+    cluster = check_manifest(kuberay, manifest)
+    serve = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    check_part(kuberay, "serve", serve)
+    (config,) = serve["applications"][0]["args"]["llm_configs"]
+    assert {name.replace("_", "-") for name in config["engine_kwargs"]} <= VLLM
+    bundles, replicas = config["placement_group_config"]["bundles"], config["deployment_config"]["num_replicas"]
+    assert given_gpus(cluster) == len(bundles) * replicas
     # Kubernetes sets variables from the names of services, and vLLM reads those that begin with its name.
     assert not manifest["metadata"]["name"].startswith("vllm")
-    images = {cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["image"], container["image"]}
-    (image,) = images
+    (image,) = images(cluster)
     assert f":{cluster['rayVersion']}-" in image or plan == "amd"
+
+
+@pytest.mark.parametrize("plan", [plan for plan in plans("kuberay") if not uses_vllm(plan)])
+def test_kuberay_s_fields_with_weft(plan: str, kuberay: Any) -> None:
+    """A RayService whose application `weft.ray.serve` builds, and a RayJob whose command `weft batch` reads."""
+    written = {name: yaml.safe_load(text) for name, text in parts("kuberay", plan).items()}
+    service, job = written["rayservice.yaml"], written["rayjob.yaml"]
+    cluster = check_manifest(kuberay, service)
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    check_part(kuberay, "serve", serve)
+    (application,) = serve["applications"]
+    wanted = msgspec.convert(application["args"], ServeArguments)
+    config = engine_config(wanted.model, wanted.engine)
+    replicas, gpus = wanted.deployment["num_replicas"], wanted.deployment["ray_actor_options"]["num_gpus"]
+    ranks = sized_ranks(config)
+    assert given_gpus(cluster) == replicas * (gpus or ranks)
+    assert gpus == (0 if config.executor == "ray" else len(set(config.device_ids or range(ranks))))
+    assert images(cluster) == {"REPLACE_WITH_IMAGE"}
+    assert f"ARG RAY_VERSION={cluster['rayVersion']}\n" in (DATA.parents[1] / "containers/Containerfile").read_text()
+    own = check_manifest(kuberay, job)
+    assert given_gpus(own) == given_gpus(cluster)
+    program, *words = shlex.split(job["spec"]["entrypoint"])
+    command, flags = find_command(words)
+    arguments = parse_command(command, flags)
+    assert (program, command.name, arguments.ray) == ("weft", "batch", True)
+    asked = cli_engine_config(arguments)
+    assert sized_ranks(asked) == ranks and asked.max_model_len == config.max_model_len
+    mounts = own["headGroupSpec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert all(name.startswith(mounts[0]["mountPath"]) for name in arguments.argument)
+
+
+def test_the_schema_refuses_what_kuberay_does_not_have(kuberay: Any) -> None:
+    job = yaml.safe_load(parts("kuberay", "one-gpu")["rayjob.yaml"])
+    validator = jsonschema.Draft202012Validator(kuberay)
+    for change in ({"retries": 3}, {"backoffLimit": "3"}, {"submissionMode": "SSHMode"}):
+        assert not validator.is_valid({**job, "spec": {**job["spec"], **change}}), change
+    assert validator.is_valid({**job, "spec": {**job["spec"], "submissionMode": "HTTPMode"}})
 
 
 @pytest.mark.parametrize("name", ["模型", "..", "$$", "A B!", "x" * 100, "-" * 39 + "x" * 9])
 def test_every_name_becomes_a_label(name: str) -> None:
-    _, out, _ = emit("kuberay", "Qwen3-0.6B --gpus 1xL4", "--served-model-name", f"a/{name}")
+    _, out, _ = emit("kuberay", "Qwen3-0.6B --gpus 1xL4 --engine vllm", "--served-model-name", f"a/{name}")
     manifest = yaml.safe_load(out)
     labels = [manifest["metadata"]["name"]]
     labels += [it["groupName"] for it in manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]]
@@ -236,7 +310,7 @@ def test_kuberay_spans_nodes_only_where_the_plan_does() -> None:
         (config,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"][0]["args"]["llm_configs"]
         return str(config["placement_group_config"]["strategy"])
 
-    assert (strategy("two-nodes"), strategy("tensor")) == ("PACK", "STRICT_PACK")
+    assert (strategy("two-nodes-vllm"), strategy("amd")) == ("PACK", "STRICT_PACK")
 
 
 # --- Transformers ---

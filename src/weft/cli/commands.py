@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.cli import values
+from weft.cli.batch_flags import ANSWERS, BATCH
 from weft.cli.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
 from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
@@ -23,7 +24,7 @@ class Command:
 
     `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
     `takes_prompt`, the words after MODEL are in `arguments.prompt_words`. If `own_config`, the file of --config has
-    more than flags, and `module` reads it.
+    more than flags, and `module` reads it. If `model_flag`, the model is the flag --model.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Command:
     needs_model: bool = True
     takes_prompt: bool = False
     own_config: bool = False
+    model_flag: bool = False
     log_level: str = "WARNING"
     example: str = ""
 
@@ -228,6 +230,19 @@ COMMANDS = {
             groups=(("checks", DOCTOR),),
             argument="",
             example="weft doctor --security",
+        ),
+        Command(
+            name="batch",
+            summary="Answer the rows of a JSONL or Parquet file; after a kill the same command goes on.",
+            module="weft.cli.batch",
+            groups=(("batch", BATCH), ("sampling", SAMPLING), ("answers", ANSWERS), *ENGINE),
+            argument="IN OUT",
+            about="a file of rows with prompt or messages, or of OpenAI's batch requests; the file of answers, which "
+            "must not be there yet. Failed rows go to OUT with .failed.jsonl for its suffix",
+            needs_model=False,
+            model_flag=True,
+            log_level="WARNING",
+            example="weft batch rows.jsonl answers.jsonl --model demo --max-tokens 100",
         ),
         Command(
             name="gateway",

@@ -151,7 +151,7 @@ def build_parser(command: Command) -> Parser:
     for title, flags in command.groups:
         group = parser.add_argument_group(title)
         for flag in flags:
-            if not (flag.name == "model" and command.argument != "MODEL"):
+            if flag.name != "model" or command.argument == "MODEL" or command.model_flag:
                 add_flag(group, flag)
     return parser
 

@@ -22,7 +22,7 @@ TARGETS = {
     "ollama": "a Modelfile, and the commands of its servers",
     "infernet": "the environment and engine configuration of a node",
     "nginx": "a load balancer with TLS",
-    "kuberay": "a RayService for Kubernetes",
+    "kuberay": "a RayService and a RayJob for Kubernetes",
     "compose": "a Docker Compose file",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from weft.cluster.facts import gather_facts, machine_id
 from weft.cluster.messages import Facts
 from weft.cluster.settings import NodeSettings
 from weft.config import EngineConfig
-from weft.errors import ConfigError, ModelError, PlanError, WeftError
+from weft.errors import ConfigError, ModelError, PlanError, WeftError, error_reason
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
 from weft.formats.checkpoint import Checkpoint
@@ -28,11 +29,12 @@ from weft.plan.nodes import config_over_nodes
 from weft.plan.opening import resolve_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 log = logging.getLogger("weft.cluster")
 
 FACTS_S = 30.0  # seconds for all nodes to report
+ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -74,14 +76,35 @@ def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -
     """Return True if the ranks shall run on Ray.
 
     Without a backend in the config: if this process runs in a placement group, or if the sizes exceed this node's GPUs
-    and RAY_ADDRESS names a cluster.
+    and a cluster answers at RAY_ADDRESS.
     """
     if config.executor is not None or config.nnodes not in (None, 1):
         return config.executor == "ray"
-    ranks = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
-    if environment.get("RAY_ADDRESS") and host.gpus and ranks > len(host.gpus):
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not host.gpus)
+    if not on_cpu and sized_ranks(config) > len(host.gpus) and _cluster_answers(environment.get("RAY_ADDRESS", "")):
         return True
     return bool(environment.get("RAY_JOB_ID")) and _in_placement_group()
+
+
+def sized_ranks(config: EngineConfig) -> int:
+    """Number of ranks by the sizes of a config; those that are left out count as 1."""
+    tensor = len(config.tensor_split) if config.tensor_split else config.tensor_parallel_size or 1
+    stages = len(config.pipeline_split) if config.pipeline_split else config.pipeline_parallel_size or 1
+    groups = config.data_parallel_size or 1 if config.enable_expert_parallel else 1
+    return tensor * stages * groups
+
+
+def _cluster_answers(address: str) -> bool:
+    """Return True if somebody listens at an address of RAY_ADDRESS. A word such as "auto" means a cluster here."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return bool(address) and address != "local"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except OSError as error:
+        log.warning("no Ray cluster answers at RAY_ADDRESS=%s: %s", address, error_reason(error))
+        return False
+    return True
 
 
 def _in_placement_group() -> bool:
@@ -250,10 +273,21 @@ def choose_seats(config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[S
     )
 
 
+def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
+    """A failure for each node that Ray knows by another address than its VLLM_HOST_IP."""
+    for seat in seats:
+        wanted = seat.facts.host_ip
+        if wanted and wanted != seat.node.address:
+            yield (
+                f"{seat.node.label} has VLLM_HOST_IP={wanted}, another address; start Ray there with --node-ip-address "
+                f"{wanted}, or unset the variable"
+            )
+
+
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
     facts = [msgspec.structs.replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    found = preflight.failures(facts, (), f"hf download {config.model}")
+    found = [*_other_addresses(seats), *preflight.failures(facts, (), f"hf download {config.model}")]
     for failure in found[1:]:
         log.error("%s", failure)
     if found:

@@ -12,30 +12,22 @@ from weft.export.files import ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.shell import Placeholder, Value, flag_words
 from weft.export.target import spans_nodes
-from weft.formats.yaml_text import Block, dump_yaml
+from weft.formats.yaml_text import dump_yaml
 from weft.planner.deployment import DeploymentLayout
 from weft.planner.question import Question
 
 PORT = 8000  # inside every container
 SHM = "16gb"  # ranks exchange data in /dev/shm, for which Docker's default is 64 MB; as in vLLM's documentation
 CACHES = {"huggingface": "/root/.cache/huggingface"}
-WEFT_CACHES = {**CACHES, "weft": "/root/.cache/weft"}  # the demo's file, and kernels compiled for the machine
+# Of the image's own user. weft: the demo's file, and kernels that are compiled for a GPU.
+WEFT_CACHES = {"huggingface": "/var/lib/weft/.cache/huggingface", "weft": "/var/lib/weft/.cache/weft"}
 HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
 START = "1h"  # the first start downloads the model
 SOURCE = Placeholder("WEFT_SOURCE", "directory of a checkout of Weft, to build the image from")
 IMAGE = "vllm/vllm-openai:latest"
 ROCM_IMAGE = Placeholder("VLLM_IMAGE", "an image with vLLM for ROCm")
-# g++, because Triton and the CPU's kernels are compiled where they run. Nothing else of a checkout is needed.
-DOCKERFILE = """\
-FROM python:3.12-slim
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-WORKDIR /weft
-COPY pyproject.toml README.md LICENSE ./
-COPY src src
-RUN pip install --no-cache-dir {index}.
-ENTRYPOINT ["weft"]
-"""
-CPU_TORCH = "--extra-index-url https://download.pytorch.org/whl/cpu "  # without gigabytes of CUDA
+RECIPE = "containers/Containerfile"  # in a checkout
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"  # without gigabytes of CUDA
 
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
@@ -115,8 +107,10 @@ def _image(deployment: Deployment) -> dict[str, Any]:
     if deployment.question.engine != "weft":
         image = ROCM_IMAGE.demand if deployment.gpu.gfx else IMAGE
         return {"image": image, "entrypoint": ["vllm", "serve"]}
-    dockerfile = DOCKERFILE.format(index=CPU_TORCH if hosts.on_cpu(deployment) else "")
-    return {"build": {"context": SOURCE.demand, "dockerfile_inline": Block(dockerfile)}, "image": "weft"}
+    build: dict[str, Any] = {"context": SOURCE.demand, "dockerfile": RECIPE}
+    if hosts.on_cpu(deployment):
+        build["args"] = {"TORCH_INDEX": CPU_TORCH}
+    return {"build": build, "image": "weft"}
 
 
 def _command(deployment: Deployment, server: ReplicaServer) -> list[str]:

@@ -1,4 +1,4 @@
-"""KubeRay: a RayService in which Ray Serve starts vLLM for each replica."""
+"""KubeRay: a RayService whose replicas are engines of Weft, or vLLM's, and a RayJob for an offline batch of Weft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from weft.export import hosts, vllm
+from weft.export import hosts, kuberay_weft, vllm, weft_serve
 from weft.export.deployment import Deployment
 from weft.export.files import ExportFile
 from weft.export.header import TargetRemarks, header_comment
@@ -17,7 +17,7 @@ from weft.planner.deployment import DeploymentLayout
 from weft.planner.domains import cluster_devices
 from weft.planner.question import Question
 
-# One version for the cluster and its images; each image has its own Python and CUDA.
+# Of vLLM's cluster and its images; each image has its own Python and CUDA.
 RAY_VERSION = "2.52.0"
 IMAGE = f"rayproject/ray-llm:{RAY_VERSION}-py311-cu128"
 ROCM_IMAGE = Placeholder("REPLACE_WITH_IMAGE", f"an image with Ray {RAY_VERSION} and vLLM for ROCm; Ray has none")
@@ -26,35 +26,50 @@ HEAD = {"cpu": "2", "memory": "8Gi"}
 CPUS, MEMORY_GIB, SHM_GIB = 4, 16, 4
 PORTS = {"gcs": 6379, "dashboard": 8265, "client": 10001, "serve": 8000}
 SECRET = {"name": "hf-token", "key": "token", "optional": True}
+API_KEY = {"name": "weft-api-key", "key": "key", "optional": True}
 NAME_LENGTH = 40  # KubeRay appends to the name, up to the 63 characters of a DNS label
+JOB_LENGTH = 47  # of KubeRay itself
 
 
 def unsupported(question: Question, layout: DeploymentLayout) -> str:
-    """The reason why Ray Serve's LLM application cannot run a layout, in words."""
+    """The reason why the engine cannot run a layout in a Ray cluster, in words."""
+    if question.engine == "weft":
+        return kuberay_weft.unsupported(question, layout)
     if layout.shares_experts:
         return "its replicas share no experts: each is a separate vLLM"
     return vllm.unsupported(question, layout)
 
 
+def is_weft(deployment: Deployment) -> bool:
+    return deployment.question.engine == "weft"
+
+
 def kuberay_files(deployment: Deployment) -> list[ExportFile]:
-    """The manifest of the RayService."""
-    remarks = TargetRemarks(omitted_options(deployment), placeholders(deployment), next_steps(deployment))
-    manifest = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayService",
-        "metadata": {"name": service_name(deployment)},
-        "spec": {
-            "serveConfigV2": Block(dump_yaml({"applications": [serve_application(deployment)]})),
-            "rayClusterConfig": {
-                "rayVersion": RAY_VERSION,
-                "headGroupSpec": head_group_spec(deployment),
-                "workerGroupSpecs": [
-                    worker_group_spec(deployment, gpus, count) for gpus, count in worker_groups(deployment).items()
-                ],
-            },
-        },
+    """The manifest of the RayService, and for Weft that of a RayJob."""
+    cluster = {
+        "rayVersion": kuberay_weft.RAY_VERSION if is_weft(deployment) else RAY_VERSION,
+        "headGroupSpec": head_group_spec(deployment),
+        "workerGroupSpecs": [
+            worker_group_spec(deployment, gpus, count) for gpus, count in worker_groups(deployment).items()
+        ],
     }
-    return [ExportFile("rayservice.yaml", f"{header_comment('kuberay', deployment, remarks)}\n\n{dump_yaml(manifest)}")]
+    application = kuberay_weft.serve_application(deployment) if is_weft(deployment) else vllm_application(deployment)
+    service = {"serveConfigV2": Block(dump_yaml({"applications": [application]})), "rayClusterConfig": cluster}
+    files = [_manifest(deployment, "RayService", service_name(deployment), service)]
+    if is_weft(deployment):
+        job = kuberay_weft.job_spec(deployment, cluster)
+        files.append(_manifest(deployment, "RayJob", f"batch-{service_name(deployment)}"[:JOB_LENGTH].rstrip("-"), job))
+    return files
+
+
+def _manifest(deployment: Deployment, kind: str, name: str, spec: dict[str, Any]) -> ExportFile:
+    remarks = TargetRemarks(
+        omitted_options(deployment, kind), placeholders(deployment, kind), next_steps(deployment, kind)
+    )
+    manifest = {"apiVersion": "ray.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    return ExportFile(
+        f"{kind.lower()}.yaml", f"{header_comment('kuberay', deployment, remarks)}\n\n{dump_yaml(manifest)}"
+    )
 
 
 def service_name(deployment: Deployment) -> str:
@@ -69,12 +84,14 @@ def dns_label(name: str) -> str:
 
 
 def container_image(deployment: Deployment) -> str:
-    """Image with Ray and vLLM for the vendor's GPUs."""
+    """Image with Ray and the engine, for the vendor's GPUs."""
+    if is_weft(deployment):
+        return kuberay_weft.IMAGE.name
     return ROCM_IMAGE.name if deployment.gpu.gfx else IMAGE
 
 
-def serve_application(deployment: Deployment) -> dict[str, Any]:
-    """Ray Serve's application: an OpenAI API for the replicas."""
+def vllm_application(deployment: Deployment) -> dict[str, Any]:
+    """Ray Serve's application of vLLM: an OpenAI API for the replicas."""
     layout = deployment.candidate.layout
     config: dict[str, Any] = {}
     config["model_loading_config"] = {"model_id": deployment.names[0], "model_source": deployment.checkpoint.word}
@@ -117,10 +134,11 @@ def worker_group_spec(deployment: Deployment, gpus: Sequence[str], count: int) -
     """A group of `count` equal workers, each with these GPUs."""
     resource, number = hosts.gpu_vendor(deployment).resource, len(gpus)
     resources = {"cpu": f"{number * CPUS}", "memory": f"{number * MEMORY_GIB}Gi", resource: f"{number}"}
+    secrets = {"HF_TOKEN": SECRET} | ({"VLLM_API_KEY": API_KEY} if is_weft(deployment) else {})
     container = {
         "name": "ray-worker",
         "image": container_image(deployment),
-        "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": SECRET}}],
+        "env": [{"name": name, "valueFrom": {"secretKeyRef": secret}} for name, secret in secrets.items()],
         "resources": {"limits": resources, "requests": resources},
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -157,28 +175,32 @@ def gpu_label(deployment: Deployment, gpu: str) -> Placeholder:
     return Placeholder(name, f"the label {hosts.gpu_vendor(deployment).product} of nodes with {gpu}")
 
 
-def placeholders(deployment: Deployment) -> list[Placeholder]:
-    """Words in the manifest that the user must replace."""
+def placeholders(deployment: Deployment, kind: str) -> list[Placeholder]:
+    """Words in a manifest that the user must replace."""
     checkpoint = deployment.checkpoint
     missing = [] if checkpoint.name else [Placeholder(checkpoint.word, checkpoint.wanted)]
+    image = [kuberay_weft.IMAGE] if is_weft(deployment) else [ROCM_IMAGE] if deployment.gpu.gfx else []
     types = dict.fromkeys(gpus[0] for gpus in worker_groups(deployment) if selects_nodes(deployment))
-    return [
-        *missing,
-        *([ROCM_IMAGE] if deployment.gpu.gfx else []),
-        *(gpu_label(deployment, name) for name in types),
-    ]
+    claim = [kuberay_weft.CLAIM] if kind == "RayJob" else []
+    return [*missing, *image, *claim, *(gpu_label(deployment, name) for name in types)]
 
 
-def omitted_options(deployment: Deployment) -> list[str]:
-    """Parts that are not in the manifest, in words."""
+def omitted_options(deployment: Deployment, kind: str) -> list[str]:
+    """Parts that are not in a manifest, in words."""
+    by_engine = weft_serve.omitted_options if is_weft(deployment) else vllm.omitted_options
     omissions = [
-        *vllm.omitted_options(deployment),
+        *by_engine(deployment),
         "the numbers of the GPUs: Kubernetes and Ray assign them",
-        "an API key: Ray Serve's application does not check one, so keep it behind an ingress that does",
         f"CPUs and memory of the nodes: {CPUS} and {MEMORY_GIB} GiB for each GPU are a guess; the plan has GPUs only",
     ]
-    if len(deployment.names) > 1:
-        omissions.append(f"other names than {deployment.names[0]}: an application has one name for each model")
+    if not is_weft(deployment):
+        omissions.append(
+            "an API key: Ray Serve's application does not check one, so keep it behind an ingress that does"
+        )
+        if len(deployment.names) > 1:
+            omissions.append(f"other names than {deployment.names[0]}: an application has one name for each model")
+    elif kind == "RayJob":
+        omissions.append("sampling parameters: the rows have them, or flags such as --max-tokens for all rows")
     if has_mixed_replicas(deployment):
         omissions.append(
             "the type of GPU of each stage: Ray does not know the plan's order; try it, or use one type of GPU"
@@ -188,10 +210,17 @@ def omitted_options(deployment: Deployment) -> list[str]:
     return omissions
 
 
-def next_steps(deployment: Deployment) -> list[str]:
+def next_steps(deployment: Deployment, kind: str) -> list[str]:
     """Next steps, in words."""
-    return [
-        "needs the KubeRay operator; kubectl apply -f rayservice.yaml",
+    steps = [
+        f"needs the KubeRay operator; kubectl apply -f {kind.lower()}.yaml",
         f"a Secret {SECRET['name']} with the key {SECRET['key']} gives HF_TOKEN; it may be missing",
-        f"the API is the service {service_name(deployment)}-serve-svc, port {PORTS['serve']}",
     ]
+    if kind == "RayJob":
+        return [*steps, "a job that is run again, or retried, goes on with the rows that have no answer yet"]
+    if is_weft(deployment):
+        steps.append(
+            f"a Secret {API_KEY['name']} with the key {API_KEY['key']} is the key that clients must send; without it "
+            "they need none"
+        )
+    return [*steps, f"the API is the service {service_name(deployment)}-serve-svc, port {PORTS['serve']}"]

@@ -32,7 +32,7 @@ TARGETS = {
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
         ExportTarget("nginx", "nginx", SERVERS, nginx.nginx_files, engines.unsupported),
-        ExportTarget("kuberay", "KubeRay", ("vllm",), kuberay.kuberay_files, kuberay.unsupported, port=0),
+        ExportTarget("kuberay", "KubeRay", ("weft", "vllm"), kuberay.kuberay_files, kuberay.unsupported, port=0),
         ExportTarget("compose", "Docker Compose", ("weft", "vllm"), compose.compose_files, compose.unsupported),
     )
 }

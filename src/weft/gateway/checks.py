@@ -36,7 +36,7 @@ class Load(msgspec.Struct):
 
 
 async def check_forever(
-    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | DnsWatch | None, also: Callable[[], None] = lambda: None
+    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | PollWatch | None, also: Callable[[], None] = lambda: None
 ) -> None:
     """Check the replicas and what is watched every CHECK_EVERY_S seconds, and call `also`, until it is cancelled."""
     due: dict[Replica, float] = {}
@@ -53,13 +53,13 @@ async def check_forever(
 
 
 async def _check_all(
-    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | DnsWatch | None, due: dict[Replica, float]
+    fleet: Fleet, timeouts: Timeouts, watch: FileWatch | PollWatch | None, due: dict[Replica, float]
 ) -> None:
     """Check every replica once, and what is watched. Raises the first unexpected exception, after all of them."""
     if isinstance(watch, FileWatch):
         watch.look()
     replicas = tuple(fleet.replicas.values())
-    looking = [watch.look()] if isinstance(watch, DnsWatch) else []  # a name server may take its time
+    looking = [watch.look()] if isinstance(watch, PollWatch) else []  # who is asked may take its time
     checking = [_check(replica, fleet, timeouts, due) for replica in replicas]
     found = await asyncio.gather(*looking, *checking, return_exceptions=True)
     for replica in [replica for replica in due if replica not in replicas]:
@@ -89,7 +89,7 @@ async def check_health(replica: Replica, fleet: Fleet, timeouts: Timeouts) -> No
         return
     attempt = Attempt(replica, counted=False, probes=True)
     try:
-        status, _ = await _get(attempt, "/health", timeouts)
+        status, _ = await get_small(attempt, "/health", timeouts)
         fault = f"status {status} of /health" if status >= 500 else ""
     except UpstreamError as error:
         fault = str(error)
@@ -106,7 +106,7 @@ async def read_models(replica: Replica, timeouts: Timeouts) -> None:
     """GET /v1/models. Without a list, requests for any model may go to the replica."""
     attempt = Attempt(replica, counted=False)
     try:
-        status, body = await _get(attempt, "/v1/models", timeouts)
+        status, body = await get_small(attempt, "/v1/models", timeouts)
         if status == 200:
             rows = msgspec.json.decode(body, type=ModelList).data[:MODEL_ROWS]
             replica.listed = {row["id"]: row for row in rows if isinstance(row.get("id"), str)}
@@ -122,7 +122,7 @@ async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
     """GET /load of a Weft replica: the planner's speed of prompts. Raises UpstreamError and DecodeError."""
     attempt = Attempt(replica, counted=False)
     try:
-        status, body = await _get(attempt, "/load", timeouts)
+        status, body = await get_small(attempt, "/load", timeouts)
         speed = msgspec.json.decode(body, type=Load).prefill_tok_s if status == 200 else None
         if speed is not None and speed > 0:
             replica.prefill_tok_s = speed
@@ -130,7 +130,7 @@ async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
         attempt.close()
 
 
-async def _get(attempt: Attempt, path: str, timeouts: Timeouts) -> tuple[int, bytes]:
+async def get_small(attempt: Attempt, path: str, timeouts: Timeouts) -> tuple[int, bytes]:
     """Status and body of a small response. Raises UpstreamError."""
     replica = attempt.replica
     key = f"authorization: Bearer {replica.key}\r\n" if replica.key else ""
@@ -204,31 +204,51 @@ class FileWatch(Watch):
         self.follow(upstreams)
 
 
-class DnsWatch(Watch):
+class PollWatch(Watch):
+    """Keeps the fleet as somebody in the network says, who is asked at every check."""
+
+    _failed = False
+
+    async def look(self) -> None:
+        """Ask. If there is no answer, that is logged once, and changes nothing."""
+        try:
+            upstreams = await self._ask()
+        except UpstreamError as error:
+            if not self._failed:
+                log.error("the upstreams stay as they are: %s", error)
+            self._failed = True
+            return
+        self._failed = False
+        self.follow(upstreams)
+
+    async def _ask(self) -> list[UpstreamConfig]:
+        """The upstreams that there are now. Raises UpstreamError."""
+        raise NotImplementedError
+
+
+class DnsWatch(PollWatch):
     """Keeps the fleet as the addresses of a host: each is an upstream, with the port and path of `url`."""
 
     def __init__(self, fleet: Fleet, url: str) -> None:
         super().__init__(fleet)
         self._url = parse_url(url)
-        self._failed = False
         if self._url.scheme != "http":
             raise ConfigError(
                 f"discover.dns is {url}; it must be an http:// URL, since a certificate names no address",
                 code="dns-not-http",
             )
 
-    async def look(self) -> None:
-        """Ask for the addresses. If there is no answer, that is logged once, and changes nothing."""
+    async def _ask(self) -> list[UpstreamConfig]:
         url, loop = self._url, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CHECK_S):
                 found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         except (OSError, TimeoutError) as error:
-            if not self._failed:
-                log.error("the upstreams stay as they are: no addresses of %s: %s", url.host, error_reason(error))
-            self._failed = True
-            return
-        self._failed = False
+            raise UpstreamError(f"no addresses of {url.host}: {error_reason(error)}", code="no-addresses") from None
         addresses = sorted({str(row[4][0]) for row in found})
-        hosts = [f"[{address}]" if ":" in address else address for address in addresses]
-        self.follow([UpstreamConfig(url=f"http://{host}:{url.port}{url.path}") for host in hosts])
+        return [UpstreamConfig(url=f"http://{bracketed(address)}:{url.port}{url.path}") for address in addresses]
+
+
+def bracketed(address: str) -> str:
+    """An IP address as URLs have it."""
+    return f"[{address}]" if ":" in address else address

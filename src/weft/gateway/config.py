@@ -86,15 +86,17 @@ class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class Discovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`file`: a YAML list of upstreams that is read again when it changes. `dns`: the URL of a host that has several
-    addresses, each of them an upstream. One of the two is given.
+    addresses, each of them an upstream. `ray`: the URL of a Ray cluster's dashboard; the proxies of Ray Serve in front
+    of Weft's applications are upstreams. One of the three is given.
     """
 
     file: str | None = None
     dns: str | None = None
+    ray: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.file is None) == (self.dns is None):
-            raise ValueError("discover needs file or dns")
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
+            raise ValueError("discover needs one of file, dns and ray")
 
 
 class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

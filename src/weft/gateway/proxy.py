@@ -18,7 +18,7 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import DnsWatch, FileWatch
+from weft.gateway.checks import FileWatch, PollWatch
 from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
@@ -53,7 +53,7 @@ class Proxy:
         timeouts: Timeouts,
         metrics: GatewayMetrics,
         access_log: AccessLog | None = None,
-        watch: FileWatch | DnsWatch | None = None,
+        watch: FileWatch | PollWatch | None = None,
         *,
         bodies: BodyPool,
         accounts: Accounts,

@@ -16,7 +16,7 @@ from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
 from weft.gateway.bodies import BodyPool
-from weft.gateway.checks import DnsWatch, FileWatch, check_forever
+from weft.gateway.checks import DnsWatch, FileWatch, PollWatch, check_forever
 from weft.gateway.config import ClientKey, GatewayConfig, UpstreamConfig, parse_url, read_keys
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
@@ -25,6 +25,7 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.policy import POLICIES
 from weft.gateway.prices import price_of
 from weft.gateway.proxy import Proxy
+from weft.gateway.ray_watch import RayWatch
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.certificate import CertificateFiles
@@ -55,9 +56,11 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
 def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
     """The proxy of a configuration, without a server. Raises ConfigError. Call it in the event loop."""
     fleet = Fleet(config.upstreams, POLICIES[config.policy](), time.monotonic)
-    watch: FileWatch | DnsWatch | None = None
+    watch: FileWatch | PollWatch | None = None
     if config.discover is not None and config.discover.dns is not None:
         watch = DnsWatch(fleet, config.discover.dns)
+    elif config.discover is not None and config.discover.ray is not None:
+        watch = RayWatch(fleet, config.discover.ray, config.timeouts)
     elif config.discover is not None and config.discover.file is not None:
         watch = FileWatch(fleet, config.discover.file)
         watch.apply()

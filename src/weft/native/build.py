@@ -25,6 +25,7 @@ from pathlib import Path
 from weft.cache import WAY_OUT, make_private, try_lock
 from weft.native import library
 from weft.native.library import SOURCES, BuildRecipe
+from weft.native.prebuilt import find_prebuilt
 
 TELL_AFTER_S = 10.0  # of waiting for another process's compiler
 PATIENCE_S = 60.0  # with another process's compiler: if it was stopped, it would never end
@@ -37,7 +38,7 @@ _building = threading.Lock()  # one thread of this process
 
 @functools.cache
 def build_library(dtype: str) -> Path:
-    """Path of the library for activations of a dtype of CPP_TYPES: from the cache, or compiled now, in some seconds.
+    """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now.
 
     One process compiles while others wait. A process that waits for longer than PATIENCE_S compiles as well. In
     whatever order they finish, the file is always a whole one. A damaged file is built again.
@@ -45,6 +46,8 @@ def build_library(dtype: str) -> Path:
     Raises FileNotFoundError without a compiler, OSError if the cache cannot be written or could have been written by
     other users, and subprocess.SubprocessError if the compiler fails.
     """
+    if prebuilt := find_prebuilt(dtype):
+        return prebuilt
     recipe = library.build_recipe(dtype)
     path = recipe.path
     with _building:
@@ -91,7 +94,7 @@ def _build_locked(recipe: BuildRecipe, lock: Path) -> None:
     for leftover in folder.glob(f"{lock.stem}-*"):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{lock.stem}-", dir=folder) as scratch:
-        library.install_library(_compile(recipe.compiler, recipe.flags, Path(scratch)), recipe.path)
+        library.install_library(compile_library(recipe.compiler, recipe.flags, Path(scratch)), recipe.path)
 
 
 def _make_folder(folder: Path) -> None:
@@ -152,7 +155,7 @@ def _lock_holder(lock: Path) -> str:
     return lock.read_text() or "another process"  # that has not signed yet
 
 
-def _compile(compiler: str, flags: Iterable[str], scratch: Path) -> Path:
+def compile_library(compiler: str, flags: Iterable[str], scratch: Path) -> Path:
     """Compile the sources into a library in `scratch`, one compiler per source, all at once."""
     objects = {source: scratch / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     _run_all([[compiler, *flags, "-c", str(source), "-o", str(object)] for source, object in objects.items()])

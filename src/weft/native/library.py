@@ -37,11 +37,17 @@ class BuildRecipe:
     path: Path
 
 
-def build_recipe(dtype: str) -> BuildRecipe:
-    """The recipe for activations of a dtype of CPP_TYPES. Raises FileNotFoundError without a compiler."""
+def find_compiler() -> str:
+    """Path of a C++ compiler. Raises FileNotFoundError without one."""
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler was found; install g++")
+    return compiler
+
+
+def build_recipe(dtype: str) -> BuildRecipe:
+    """The recipe for activations of a dtype of CPP_TYPES. Raises FileNotFoundError without a compiler."""
+    compiler = find_compiler()
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
     flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
     ingredients = (*sources, _file_version(compiler), *flags, platform.machine(), _cpu_features())
@@ -52,6 +58,10 @@ def build_recipe(dtype: str) -> BuildRecipe:
 def built_library() -> str | None:
     """Path of the library for DEFAULT_DTYPE; "" if it is not built yet or must not be loaded, None without a
     compiler."""
+    from weft.native.prebuilt import find_prebuilt
+
+    if prebuilt := find_prebuilt(DEFAULT_DTYPE):
+        return str(prebuilt)
     try:
         path = build_recipe(DEFAULT_DTYPE).path
     except FileNotFoundError:

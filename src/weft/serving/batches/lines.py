@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +88,16 @@ def _fault(text: bytes, endpoint: str, limits: LineLimits, seen: set[str]) -> tu
     if line.custom_id in seen:
         return "duplicate_custom_id", f"custom_id {line.custom_id!r:.100} is there twice"
     seen.add(line.custom_id)
+    return request_fault(line, (endpoint,))
+
+
+def request_fault(line: BatchLine, endpoints: Collection[str]) -> tuple[str, str] | None:
+    """Code and message for a request that none of the endpoints answers in a batch; None for one that can be asked."""
     if line.method != "POST":
         return "invalid_method", f"method is {line.method!r:.20}; it must be 'POST'"
-    if line.url != endpoint:
-        return "invalid_url", f"url is {line.url!r:.100}; the batch's endpoint is {endpoint!r}"
+    if line.url not in endpoints:
+        known = repr(*endpoints) if len(endpoints) == 1 else f"one of {', '.join(endpoints)}"
+        return "invalid_url", f"url is {line.url!r:.100}; the batch's endpoint is {known}"
     if line.body.get("stream"):
         return "invalid_request", "stream is not possible in a batch; leave it out"
     return None

@@ -19,6 +19,7 @@ import msgspec
 
 from weft.cache import make_private, try_lock
 from weft.errors import ConfigError, error_reason
+from weft.serving.batches import results
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
 
 BUSY_S = 30.0  # to wait for another server's transaction
@@ -29,9 +30,6 @@ CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row 
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
 );
-CREATE TABLE IF NOT EXISTS results (
-    batch TEXT NOT NULL, line INTEGER NOT NULL, failed INTEGER NOT NULL, row BLOB NOT NULL, PRIMARY KEY (batch, line)
-) WITHOUT ROWID;
 """
 
 
@@ -49,7 +47,8 @@ class Store:
                 make_private(part)
             self._rows = sqlite3.connect(folder / "store.sqlite", timeout=BUSY_S, check_same_thread=False)
             self._rows.execute("PRAGMA journal_mode = WAL")
-            self._rows.executescript(SCHEMA)
+            self._rows.executescript(SCHEMA + results.SCHEMA)
+            self._results = results.ResultTable(self._rows)
             self._remove_parts()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
@@ -168,20 +167,16 @@ class Store:
 
     def add_result(self, batch: str, line: int, row: bytes, *, failed: bool) -> str:
         """Keep the answer to a line, unless there is one; return the batch's status."""
-        with self._rows:
-            self._rows.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", (batch, line, failed, row))
+        self._results.add(batch, line, row, failed=failed)
         return self.status(batch)
 
     def answered(self, batch: str) -> set[int]:
         """The lines of a batch that have answers."""
-        rows = self._rows.execute("SELECT line FROM results WHERE batch = ?", (batch,))
-        return {line for (line,) in rows}
+        return self._results.answered(batch)
 
     def results(self, batch: str, *, failed: bool) -> Iterator[bytes]:
         """The answers of a batch, in order of its lines."""
-        query = "SELECT row FROM results WHERE batch = ? AND failed = ? ORDER BY line"
-        for (row,) in self._rows.execute(query, (batch, failed)):
-            yield row
+        return (row for _, row in self._results.rows(batch, failed=failed))
 
     @contextlib.contextmanager
     def claim(self, batch: str) -> Iterator[bool]:
@@ -191,10 +186,7 @@ class Store:
 
     def _counted(self, row: bytes) -> BatchObject:
         batch = BATCH.decode(row)
-        counts = dict(
-            self._rows.execute("SELECT failed, count(*) FROM results WHERE batch = ? GROUP BY failed", (batch.id,))
-        )
-        batch.request_counts.completed, batch.request_counts.failed = counts.get(0, 0), counts.get(1, 0)
+        batch.request_counts.completed, batch.request_counts.failed = self._results.counts(batch.id)
         return batch
 
 

@@ -1,0 +1,46 @@
+"""weft batch IN OUT: answer the rows of a file."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+
+from weft.cli.batch_flags import ANSWERS
+from weft.cli.flags import engine_config, given_values, sampling_options
+from weft.cli.parser import UsageError
+from weft.formats import model_names
+
+
+def main(arguments: Namespace) -> int:
+    """Answer the rows, and print how many have answers."""
+    if len(arguments.argument) != 2:
+        raise UsageError(
+            "weft batch takes an input and an output file, as in: weft batch rows.jsonl answers.jsonl --model demo",
+            code="batch-arguments",
+        )
+    from weft.serving.offline.job import Job, answer_here, open_job, run_job, summary
+    from weft.serving.options import ServeOptions
+
+    source, out = arguments.argument
+    defaults = sampling_options(arguments)
+    rows, name = open_job(source, out, getattr(arguments, "model", None))
+    model = model_names.full_name(name, folder=getattr(arguments, "download_dir", None))
+    if line := model_names.notice(name, model):
+        print(f"weft: {line}", file=sys.stderr)
+    arguments.model = model
+    config = engine_config(arguments)
+    given = given_values(arguments, ANSWERS)
+    names = (*given.pop("served_model_name", ()), name, model)
+    options = ServeOptions(**given, served_model_name=tuple(dict.fromkeys(names)))
+    answer = answer_here
+    if getattr(arguments, "ray", False):
+        from weft.ray.data import answer_on_ray
+
+        answer = answer_on_ray
+    job = Job(rows, out, config, options, defaults)
+    try:
+        print(summary(job, run_job(job, answer)))
+    except KeyboardInterrupt:
+        print("weft: stopped; the same command goes on with the rows that have no answer", file=sys.stderr)
+        raise
+    return 0

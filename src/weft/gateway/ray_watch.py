@@ -1,0 +1,99 @@
+"""RayWatch: the Ray Serve proxies of a cluster, in front of applications of `weft.ray.serve`, as upstreams.
+
+They are read from the cluster's dashboard, by Ray Serve's REST API: GET /api/serve/applications/.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from weft.gateway.checks import PollWatch, bracketed, get_small
+from weft.gateway.config import Timeouts, UpstreamConfig
+from weft.gateway.fleet import Fleet
+from weft.gateway.replica import Attempt, Replica
+from weft.gateway.upstream import UpstreamError
+
+PATH = "/api/serve/applications/"
+DEPLOYMENT = "weft"  # of weft.ray.serve's applications
+EVERY = ("", "0.0.0.0", "::")  # hosts of a proxy that listens at every address of its node
+ABSENT = ("NOT_STARTED", "DELETING")  # states of an application that nobody can ask; all others may still answer
+TOKEN = "RAY_AUTH_TOKEN"  # that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
+
+
+class Proxy(msgspec.Struct):
+    """Ray Serve's proxy on a node."""
+
+    node_ip: str | None = None
+    status: str | None = None
+
+
+class HttpOptions(msgspec.Struct):
+    """Address at which the proxies listen."""
+
+    host: str = ""
+    port: int = 8000
+
+
+class Application(msgspec.Struct):
+    """An application, and its deployments by name."""
+
+    status: str = ""
+    route_prefix: str | None = None
+    deployments: dict[str, Any] = {}
+
+
+class ServeState(msgspec.Struct):
+    """The parts of the dashboard's answer that matter here; a cluster on which Ray Serve does not run has none."""
+
+    http_options: HttpOptions | None = None
+    proxies: dict[str, Proxy] = {}
+    applications: dict[str, Application] = {}
+
+
+class RayWatch(PollWatch):
+    """Keeps the fleet as the proxies of Ray Serve in the cluster whose dashboard is at `url`."""
+
+    def __init__(self, fleet: Fleet, url: str, timeouts: Timeouts) -> None:
+        """Raises ConfigError for a URL that is none."""
+        super().__init__(fleet)
+        key = TOKEN if os.environ.get(TOKEN, "").strip() else None
+        self._dashboard = Replica(UpstreamConfig(url=url, key_env=key))
+        self._timeouts = timeouts
+
+    async def _ask(self) -> list[UpstreamConfig]:
+        attempt = Attempt(self._dashboard, counted=False)
+        try:
+            status, body = await get_small(attempt, PATH, self._timeouts)
+        finally:
+            attempt.close()
+        if status != 200:
+            raise UpstreamError(f"{self._dashboard.name}{PATH} answers with status {status}", code="ray-refused")
+        try:
+            return serve_upstreams(msgspec.json.decode(body, type=ServeState))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UpstreamError(f"{self._dashboard.name} is no dashboard of Ray: {error}", code="not-ray") from None
+
+
+def serve_upstreams(state: ServeState) -> list[UpstreamConfig]:
+    """An upstream for each healthy proxy and each application of Weft, in order of their addresses."""
+    options = state.http_options
+    if options is None:
+        return []
+    hosts = {
+        proxy.node_ip if options.host in EVERY else options.host
+        for proxy in state.proxies.values()
+        if proxy.status == "HEALTHY" and proxy.node_ip
+    }
+    paths = {
+        application.route_prefix.rstrip("/")
+        for application in state.applications.values()
+        if DEPLOYMENT in application.deployments and application.route_prefix and application.status not in ABSENT
+    }
+    return [
+        UpstreamConfig(url=f"http://{bracketed(host)}:{options.port}{path}")
+        for host in sorted(hosts)
+        for path in sorted(paths)
+    ]

@@ -1,0 +1,127 @@
+"""Offline batches on the engines of a Ray cluster: rows pass through Ray Data, which has an actor for each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from weft import logs
+from weft.cluster.ray_cluster import connect
+from weft.config import EngineConfig
+from weft.errors import CORE, Cause, EngineError
+from weft.ray.resources import actor_config, actor_resources, check_room, import_library
+from weft.serving.batches.answers import NotNowError
+from weft.serving.embedded import open_for_service, run_service
+from weft.serving.offline.answering import Answered, RowKind, answer_row
+from weft.serving.offline.job import Job, Keep, Rows
+from weft.serving.offline.rows import import_arrow
+from weft.serving.options import ServeOptions
+
+BLOCK_ROWS = 32  # that an engine gets together, and whose answers come together
+CALLS = 16  # blocks that an engine has at once
+
+T = TypeVar("T")
+
+
+def answer_on_ray(job: Job, rows: Rows, keep: Keep) -> None:
+    """Answer rows with engines in the actors of a Ray cluster.
+
+    Raises ConfigError if Ray Data or pyarrow is missing, PlanError if no node has room, and EngineError if an engine
+    dies.
+    """
+    data, arrow = import_library("data"), import_arrow()
+    ray = connect(os.environ)
+    config = actor_config(job.config)
+    resources = actor_resources(config, ray.cluster_resources().get("GPU", 0))
+    engines = job.config.data_parallel_size if not job.config.enable_expert_parallel else None
+    room = check_room(ray, resources)
+    if resources["num_gpus"] == 0:
+        room = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    context = data.DataContext.get_current()
+    context.enable_progress_bars = False  # the job has one
+    context.wait_for_min_actors_s = config.start_timeout  # by default Ray Data waits for ever
+    blocks = [ray.put(table) for table in _tables(arrow, rows)]
+    answers = data.from_arrow_refs(blocks).map_batches(
+        RowAnswerer,
+        batch_size=BLOCK_ROWS,
+        batch_format="pyarrow",
+        fn_constructor_args=tuple(msgspec.json.encode(part) for part in (config, job.options, job.kind)),
+        **resources,
+        **_pool(data, min(engines or room, len(blocks))),
+    )
+    try:
+        for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for answered in table.to_pylist():
+                keep(Answered(**answered))
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        raise EngineError(Cause(rank=CORE, phase="batch", code="ray-batch", cause=_last_line(error))) from None
+
+
+def _tables(arrow: Any, rows: Rows) -> Iterator[Any]:
+    """The rows in tables of `number` and `text`."""
+    while chunk := list(islice(rows, BLOCK_ROWS)):
+        numbers, texts = zip(*chunk, strict=True)
+        yield arrow.Table.from_pydict({"number": list(numbers), "text": list(texts)})
+
+
+def _pool(data: Any, engines: int) -> dict[str, Any]:
+    """Options of a pool whose actors answer several blocks at once, in the words of the installed Ray."""
+    words: dict[str, Any] = {
+        "size": engines,
+        "max_tasks_in_flight_per_actor": CALLS,
+        "enable_true_multi_threading": True,
+    }
+    if "max_concurrent_calls_per_actor" in inspect.signature(data.ActorPoolStrategy).parameters:
+        return {"compute": data.ActorPoolStrategy(**words, max_concurrent_calls_per_actor=CALLS)}
+    return {"compute": data.ActorPoolStrategy(**words), "max_concurrency": CALLS}
+
+
+def _last_line(error: BaseException) -> str:
+    """The last line of a remote traceback, which says what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+class RowAnswerer:
+    """An engine in an actor. Ray Data calls it from several threads, with a block of rows each."""
+
+    def __init__(self, config: bytes, options: bytes, kind: bytes) -> None:
+        logs.configure()
+        self._kind = msgspec.json.decode(kind, type=RowKind)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="weft-batch", daemon=True).start()
+        self._run(
+            self._open(msgspec.json.decode(config, type=EngineConfig), msgspec.json.decode(options, type=ServeOptions))
+        )
+
+    async def _open(self, config: EngineConfig, options: ServeOptions) -> None:
+        opened = await asyncio.to_thread(open_for_service, config)
+        self._stack = AsyncExitStack()  # its process ends with the job, and the engine with the process
+        self._service = await self._stack.enter_async_context(run_service(config, options, opened))
+        self._places = asyncio.Semaphore(min(self._service.capacity, self._service.plan.max_running + 1))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def __call__(self, rows: Any) -> dict[str, list[Any]]:
+        """The answers to a table with `number` and `text`, as columns of Answered."""
+        answers = self._run(self._answer_all(rows.to_pylist()))
+        return {name: [getattr(one, name) for one in answers] for name in Answered.__struct_fields__}
+
+    async def _answer_all(self, rows: list[dict[str, Any]]) -> list[Answered]:
+        async def take(row: dict[str, Any]) -> Answered:
+            async with self._places:
+                return await answer_row(self._service, self._kind, row["number"], row["text"])
+
+        try:
+            return await asyncio.gather(*map(take, rows))
+        except NotNowError:
+            raise RuntimeError(str(self._service.engine.failure or "the engine has ended")) from None

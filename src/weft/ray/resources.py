@@ -1,0 +1,77 @@
+"""Resources of a Ray actor that holds a whole engine, with its ranks as processes below it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from weft.cluster.ray_cluster import sized_ranks
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+
+
+def import_library(name: str) -> Any:
+    """Ray's library of this name. Raises ConfigError if it, or what it needs, is not installed."""
+    from importlib import import_module
+
+    try:
+        return import_module(f"ray.{name}")
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray {name.capitalize()} is not installed ({error}); pip install 'weft[ray-{name}]'", code=f"no-ray-{name}"
+        ) from None
+
+
+def actor_config(config: EngineConfig) -> EngineConfig:
+    """The config of one engine in an actor. Its ranks are processes, unless it asks for Ray's actors itself.
+
+    Raises ConfigError for a token: Ray keeps the arguments of actors, and its dashboard shows them.
+    """
+    if config.hf_token:
+        raise ConfigError(
+            "hf_token would be kept in the Ray cluster's state; set HF_TOKEN in the environment of its nodes",
+            code="token-in-cluster",
+        )
+    executor = "processes" if config.executor is None else config.executor
+    coupled = config.data_parallel_size if config.enable_expert_parallel else None
+    return replace(config, executor=executor, data_parallel_size=coupled)
+
+
+def actor_resources(config: EngineConfig, gpus: float) -> dict[str, float]:
+    """Options of an actor with an engine: a GPU, or in a cluster without `gpus` a CPU, for each rank.
+
+    An engine whose ranks are actors themselves needs none. Sizes that are left out count as 1: the planner sees only
+    the GPUs of the actor.
+    """
+    if config.executor == "ray":
+        return {"num_cpus": 0, "num_gpus": 0}
+    ranks = sized_ranks(config)
+    return {"num_cpus": ranks, "num_gpus": 0} if on_cpus(config, gpus) else {"num_cpus": 1, "num_gpus": ranks}
+
+
+def on_cpus(config: EngineConfig, gpus: float) -> bool:
+    """Return True if the ranks run on CPUs, in a cluster with so many GPUs."""
+    return config.device == "cpu" or not gpus
+
+
+def check_room(ray: Any, wanted: dict[str, float]) -> int:
+    """Number of actors that the nodes have room for. Raises PlanError if there is none: it would wait for ever."""
+    room, present = 0, []
+    kinds = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"]}
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = {kind: node["Resources"].get(kind, 0) for kind in kinds}
+            room += int(min((has[kind] // count for kind, count in kinds.items() if count), default=1))
+            present.append(f"{node['NodeManagerAddress']} has {describe(has)}")
+    if not room:
+        raise PlanError(
+            f"an engine wants {describe(kinds)} on one node, and of the Ray cluster {'; '.join(present)}; lower "
+            "--tensor-parallel-size, or give --distributed-executor-backend ray for an engine over several nodes",
+            code="ray-too-small",
+        )
+    return room
+
+
+def describe(kinds: dict[str, float]) -> str:
+    """Numbers of CPUs and GPUs in words."""
+    return " and ".join(f"{count:g} {kind}" for kind, count in kinds.items())

@@ -1,0 +1,53 @@
+"""A Service in this process without a server of its own: for offline batches, and for replicas of Ray Serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from weft.client.frontend import Frontend, TextTools
+from weft.client.opening import open_model, plan_engines
+from weft.client.replicas import start_engine
+from weft.cluster.assembly import AnyAssembly, assemble
+from weft.config import EngineConfig
+from weft.formats.checkpoint import Checkpoint
+from weft.hardware.host import Host, probe_host
+from weft.serving.options import ServeOptions
+from weft.serving.service import Service
+
+
+class OpenedModel(NamedTuple):
+    """A model that is ready to be planned and started here."""
+
+    checkpoint: Checkpoint
+    text_tools: TextTools
+    host: Host
+    assembly: AnyAssembly | None
+
+
+def open_for_service(config: EngineConfig) -> OpenedModel:
+    """Open the model, downloading it if needed, and the nodes that run it.
+
+    It blocks, so that Ctrl-C ends a download. Raises ConfigError, ModelError and PlanError.
+    """
+    checkpoint, text_tools = open_model(config)
+    host = probe_host()
+    return OpenedModel(checkpoint, text_tools, host, assemble(config, checkpoint, host))
+
+
+@contextlib.asynccontextmanager
+async def run_service(config: EngineConfig, options: ServeOptions, opened: OpenedModel) -> AsyncIterator[Service]:
+    """Start the engine, which ends with the block. Raises PlanError, ConfigError and EngineError."""
+    checkpoint, text_tools, host, assembly = opened
+    planned = plan_engines(config, checkpoint, host, assembly, whole=True)
+    grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
+    engine = await start_engine(planned, config, stall_s=options.progress_timeout, assembly=assembly)
+    try:
+        frontend = Frontend.for_engine(
+            config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
+        )
+        capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
+        yield Service(engine, frontend, options, model=config.model, capacity=capacity)
+    finally:
+        await engine.close()

@@ -1,0 +1,158 @@
+"""run_job(): the rows of a file are answered, kept as they come, and written at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.client.progress import Progress
+from weft.config import EngineConfig
+from weft.errors import ConfigError, EngineError
+from weft.serving.batches.answers import NotNowError
+from weft.serving.embedded import OpenedModel, open_for_service, run_service
+from weft.serving.offline.answering import Answered, RowKind, answer_row
+from weft.serving.offline.journal import Journal
+from weft.serving.offline.outputs import failed_path, write_outputs
+from weft.serving.offline.rows import RowFile, import_arrow, is_parquet, open_rows
+from weft.serving.options import ServeOptions
+from weft.serving.service import Service
+
+log = logging.getLogger("weft.serving")
+
+Rows = Iterator[tuple[int, bytes]]
+Keep = Callable[[Answered], None]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A batch: its input, the path of its output, its engine, and the fields of plain rows that do not have them."""
+
+    rows: RowFile
+    out: str
+    config: EngineConfig
+    options: ServeOptions
+    defaults: dict[str, Any] = {}
+
+    @property
+    def kind(self) -> RowKind:
+        return RowKind(self.rows.is_requests, self.rows.is_parquet, self.defaults)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Everything that the answers of this batch depend on."""
+        return {
+            "input (SHA-256)": self.rows.digest,
+            "model": self.config.model,
+            "sampling": msgspec.json.encode(self.defaults, order="sorted").decode(),
+        }
+
+
+# Answers rows, and hands each answer to the function in the order in which they come.
+Answer = Callable[[Job, Rows, Keep], None]
+
+
+def open_job(source: str, out: str, model: str | None) -> tuple[RowFile, str]:
+    """The rows of a batch and the name of its model. Raises ConfigError before anything is loaded."""
+    path = Path(out)
+    if is_parquet(out):
+        import_arrow()
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no directory {path.parent} for {path.name}; make it", code="no-output-directory")
+    if Path(source).absolute() == path.absolute():
+        raise ConfigError(f"{out} is the input; write to another file", code="output-is-input")
+    if path.exists() and not journal_path(out).exists():
+        raise ConfigError(f"{out} is there already; remove it, or write to another file", code="output-exists")
+    rows = open_rows(source)
+    name = model or rows.model
+    if not name:
+        raise ConfigError(f"which model? {source} names none: give --model NAME", code="batch-without-model")
+    return rows, name
+
+
+def journal_path(out: str) -> Path:
+    """Path of the answers up to now."""
+    return Path(f"{out}.progress")
+
+
+def run_job(job: Job, answer: Answer) -> tuple[int, int]:
+    """Answer the rows that have no answer yet, and write the output; return the numbers of answers and of errors.
+
+    After a kill, an error or Ctrl-C the same job goes on. Raises ConfigError, and what `answer` raises.
+    """
+    journal = Journal(journal_path(job.out), job.about)
+    try:
+        done = journal.answered()
+        with Progress(job.rows.count, bar=True) as progress:
+            for _ in done:
+                progress.advance()
+
+            def keep(answered: Answered) -> None:
+                journal.add(answered)
+                progress.advance()
+
+            rows = ((number, text) for number, text in job.rows.rows() if number not in done)
+            first = next(rows, None)
+            if first is not None:
+                if done:
+                    log.info("%d of %d rows have answers; going on", len(done), job.rows.count)
+                answer(job, chain([first], rows), keep)
+        counts = journal.counts()
+        if sum(counts) != job.rows.count:
+            raise ConfigError(
+                f"{sum(counts)} of the {job.rows.count} rows of {job.rows.path} have answers: was it changed?",
+                code="rows-missing",
+            )
+        write_outputs(job.rows, journal, job.out)
+        journal.remove()
+    finally:
+        journal.close()
+    return counts
+
+
+def answer_here(job: Job, rows: Rows, keep: Keep) -> None:
+    """Answer rows with an engine of this machine. Raises EngineError if it dies, ConfigError, ModelError, PlanError."""
+    opened = open_for_service(job.config)
+    with asyncio.Runner() as runner:
+        runner.run(_answer_all(job, opened, rows, keep))
+
+
+async def _answer_all(job: Job, opened: OpenedModel, rows: Rows, keep: Keep) -> None:
+    async with run_service(job.config, job.options, opened) as service:
+        await answer_rows(service, job.kind, rows, keep)
+
+
+async def answer_rows(service: Service, kind: RowKind, rows: Rows, keep: Keep) -> None:
+    """Answer rows, as many at once as the engine runs. Raises EngineError."""
+
+    async def take_rows() -> None:
+        for number, text in rows:
+            keep(await answer_row(service, kind, number, text))
+
+    places = min(service.capacity, service.plan.max_running * len(service.engine.replicas) + 1)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(places):
+                group.create_task(take_rows())
+    except ExceptionGroup as group_error:
+        error = group_error.exceptions[0]
+        if isinstance(error, NotNowError):
+            raise service.engine.failure or _ended() from None
+        raise error from None
+
+
+def _ended() -> EngineError:
+    from weft.executors.ranks import CLOSED
+
+    return EngineError(CLOSED)
+
+
+def summary(job: Job, counts: tuple[int, int]) -> str:
+    """The outcome of a batch, in a line."""
+    answered, failed = counts
+    line = f"{job.out}: {answered} of {job.rows.count} rows answered"
+    return f"{line}; {failed_path(job.out)}: {failed} failed" if failed else line

@@ -1,0 +1,83 @@
+"""Journal: the answers of a batch up to now, in an SQLite file beside its output, so that it goes on after a kill."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from weft.errors import ConfigError, error_reason
+from weft.serving.batches import results
+from weft.serving.offline.answering import Answered
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);"
+BATCH = ""  # the one of the file
+
+
+class Journal:
+    """The answers to the rows of one input. One process at a time has it, and a killed one lets go."""
+
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+        """`about` is what the answers depend on. Raises ConfigError for a journal of another batch, or in use."""
+        self.path = path
+        try:
+            self._rows = sqlite3.connect(path, timeout=0, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise _refused(path, error) from None
+        try:
+            self._rows.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._rows.execute("PRAGMA journal_mode = WAL")
+            self._rows.execute("PRAGMA synchronous = NORMAL")
+            self._rows.executescript(SCHEMA + results.SCHEMA)
+            self._check(about)
+        except BaseException as error:
+            self._rows.close()
+            if isinstance(error, sqlite3.Error):
+                raise _refused(path, error) from None
+            raise
+        self._results = results.ResultTable(self._rows)
+
+    def _check(self, about: Mapping[str, str]) -> None:
+        """Note what the answers depend on. Raises ConfigError if the file has others."""
+        with self._rows:
+            for name, value in about.items():
+                self._rows.execute("INSERT OR IGNORE INTO about VALUES (?, ?)", (name, value))
+        kept = dict(self._rows.execute("SELECT name, value FROM about"))
+        other = next((name for name, value in about.items() if kept[name] != value), None)
+        if other is not None:
+            raise ConfigError(
+                f"{self.path} has answers of another batch: its {other} is {kept[other]:.100}, and not "
+                f"{about[other]:.100}; remove it to begin again, or write to another file",
+                code="other-batch",
+            )
+
+    def add(self, answered: Answered) -> None:
+        """Keep the answer to a row, unless there is one."""
+        self._results.add(BATCH, answered.number, answered.row, failed=answered.failed)
+
+    def answered(self) -> set[int]:
+        """Numbers of the rows that have answers."""
+        return self._results.answered(BATCH)
+
+    def counts(self) -> tuple[int, int]:
+        """Number of the rows that have answers, and of those that have errors."""
+        return self._results.counts(BATCH)
+
+    def rows(self, *, failed: bool) -> Iterator[tuple[int, bytes]]:
+        """Numbers and answers, or errors, in order."""
+        return self._results.rows(BATCH, failed=failed)
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def remove(self) -> None:
+        """Forget all answers."""
+        self._rows.close()
+        for end in ("", "-wal", "-shm"):
+            Path(f"{self.path}{end}").unlink(missing_ok=True)
+
+
+def _refused(path: Path, error: sqlite3.Error) -> ConfigError:
+    if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+        return ConfigError(f"another weft batch writes {path}; wait for it", code="batch-in-use")
+    return ConfigError(f"cannot keep answers in {path}: {error_reason(error)}", code="cannot-keep")

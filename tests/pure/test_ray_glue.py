@@ -1,0 +1,236 @@
+"""Parts around Ray, without Ray: the discovery of its proxies, resources of actors, the choice of the backend."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.servers import Exchange, serving
+from tests.refusals import refuses
+from weft.cluster import ray_cluster
+from weft.cluster.messages import Facts
+from weft.cluster.ray_cluster import Seat, check_seats, uses_ray
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.executors.ray_nodes import RayNode
+from weft.gateway.config import Timeouts, make_config
+from weft.gateway.fleet import Fleet
+from weft.gateway.policy import POLICIES
+from weft.gateway.ray_watch import RayWatch, ServeState, serve_upstreams
+from weft.hardware.host import Host
+from weft.hardware.topology import Gpu
+from weft.ray import resources, serve
+from weft.ray.resources import actor_config, actor_resources, check_room
+from weft.serving.options import ServeOptions
+
+# --- discover: {ray: URL} ---
+
+
+def state(*nodes: str, host: str = "0.0.0.0", **applications: str) -> dict[str, Any]:
+    """The dashboard's answer: healthy proxies on the nodes, applications with their states."""
+    proxies = {node: {"node_id": node, "node_ip": node, "status": "HEALTHY", "actor_name": "x"} for node in nodes}
+    rows = {
+        name: {"route_prefix": f"/{name}", "status": status, "deployments": {"weft": {"status": "HEALTHY"}}}
+        for name, status in applications.items()
+    }
+    return {"http_options": {"host": host, "port": 8000}, "proxies": proxies, "applications": rows}
+
+
+def urls(answer: dict[str, Any]) -> list[str]:
+    return [upstream.url for upstream in serve_upstreams(msgspec.convert(answer, ServeState))]
+
+
+def test_upstreams_are_healthy_proxies_with_applications_of_weft() -> None:
+    both = state("10.0.0.2", "10.0.0.1", "fd00::1", llm="RUNNING", other="DEPLOYING", gone="DELETING")
+    assert urls(both) == [
+        *("http://10.0.0.1:8000/llm", "http://10.0.0.1:8000/other"),
+        *("http://10.0.0.2:8000/llm", "http://10.0.0.2:8000/other"),
+        *("http://[fd00::1]:8000/llm", "http://[fd00::1]:8000/other"),
+    ]
+    both["proxies"]["10.0.0.2"]["status"] = "DRAINING"
+    both["applications"]["other"]["deployments"] = {"somebody": {}}
+    assert urls(both) == ["http://10.0.0.1:8000/llm", "http://[fd00::1]:8000/llm"]
+    assert urls(state("10.0.0.1", host="127.0.0.1", llm="RUNNING")) == ["http://127.0.0.1:8000/llm"]
+    assert urls({}) == []  # Ray Serve does not run
+
+
+async def test_upstreams_come_and_go(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Also: a dashboard that does not answer, or wants a token, changes nothing and is logged once."""
+    answers: list[tuple[str, bytes]] = [
+        ("200 OK", json.dumps(state("10.0.0.1", llm="RUNNING")).encode()),
+        ("200 OK", json.dumps(state("10.0.0.1", "10.0.0.2", llm="RUNNING")).encode()),
+        ("401 Unauthorized", b"no"),
+        ("200 OK", b"<html>"),
+        ("200 OK", json.dumps(state("10.0.0.2", llm="RUNNING")).encode()),
+    ]
+    seen: list[Exchange] = []
+
+    async def dashboard(exchange: Exchange) -> None:
+        seen.append(exchange)
+        exchange.refuse(*answers[len(seen) - 1])
+
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    async with serving(dashboard) as address:
+        fleet = Fleet([], POLICIES["least_conn"](), lambda: 0.0)
+        watch = RayWatch(fleet, f"http://{address.host}:{address.port}", Timeouts())
+        found = []
+        for _ in answers:
+            await watch.look()
+            found.append([url.removeprefix("http://").partition(":")[0] for url in fleet.replicas])
+    assert found == [["10.0.0.1"], *[["10.0.0.1", "10.0.0.2"]] * 3, ["10.0.0.2"]]
+    assert {exchange.path for exchange in seen} == {"/api/serve/applications/"}
+    assert {exchange.headers["authorization"] for exchange in seen} == {"Bearer secret"}
+    assert [record.getMessage() for record in caplog.records if "stay as they are" in record.getMessage()] != []
+    assert caplog.text.count("stay as they are") == 1 and "secret" not in caplog.text
+
+
+def test_discover_has_one_source() -> None:
+    assert make_config({"discover": {"ray": "http://127.0.0.1:8265"}}).discover is not None
+    with refuses(ConfigError, "invalid-field", "one of file, dns and ray"):
+        make_config({"discover": {"ray": "http://127.0.0.1:8265", "dns": "http://a:1"}})
+    with refuses(ConfigError, "invalid-upstream"):
+        RayWatch(Fleet([], POLICIES["random"](), lambda: 0.0), "ray://10.0.0.1:x", Timeouts())
+
+
+# --- Actors with engines ---
+
+
+def config(**options: Any) -> EngineConfig:
+    return EngineConfig(model="tiny", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "cpu", "gpu"),
+    [
+        ({}, 0, 1, 0),
+        ({}, 4, 1, 1),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 8, 1, 4),
+        ({"tensor_split": (2.0, 1.0), "pipeline_split": (1, 1, 1)}, 0, 6, 0),
+        ({"device": "cpu", "tensor_parallel_size": 2}, 8, 2, 0),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, 8, 1, 2),
+        ({"data_parallel_size": 4}, 8, 1, 1),  # replicas are actors of their own
+        ({"executor": "ray", "tensor_parallel_size": 8}, 8, 0, 0),
+    ],
+    ids=str,
+)
+def test_resources_of_an_actor(options: dict[str, Any], gpus: int, cpu: int, gpu: int) -> None:
+    own = actor_config(config(**options))
+    assert actor_resources(own, gpus) == {"num_cpus": cpu, "num_gpus": gpu}
+    assert own.executor == options.get("executor", "processes")
+    assert own.data_parallel_size == (2 if own.enable_expert_parallel else None)
+
+
+def test_a_token_does_not_enter_the_cluster() -> None:
+    with refuses(ConfigError, "token-in-cluster", "HF_TOKEN") as raised:
+        actor_config(config(hf_token="hf_secret"))
+    assert "hf_secret" not in str(raised.value)
+
+
+def test_an_engine_that_no_node_has_room_for() -> None:
+    """Rather than an actor that is pending for ever."""
+    rows = [
+        {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0, "GPU": 2.0}},
+        {"Alive": True, "NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8.0}},
+        {"Alive": False, "NodeManagerAddress": "10.0.0.3", "Resources": {"CPU": 8.0, "GPU": 8.0}},
+    ]
+    ray = SimpleNamespace(nodes=lambda: rows)
+    assert check_room(ray, {"num_cpus": 1, "num_gpus": 1}) == 2
+    assert check_room(ray, {"num_cpus": 2, "num_gpus": 0}) == 8
+    with refuses(PlanError, "ray-too-small", "4 GPU", "10.0.0.1 has 8 CPU and 2 GPU", "10.0.0.2 has 8 CPU and 0 GPU"):
+        check_room(ray, {"num_cpus": 1, "num_gpus": 4})
+
+
+def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("serve", "data"):
+        monkeypatch.setitem(__import__("sys").modules, f"ray.{name}", None)
+        with refuses(ConfigError, f"no-ray-{name}", f"weft[ray-{name}]"):
+            resources.import_library(name)
+
+
+def test_arguments_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "import_library", lambda name: None)
+    with refuses(ConfigError, "invalid-argument", "model"):
+        serve.build({"engine": {}})
+    with refuses(ConfigError, "invalid-argument", "modle"):
+        serve.build({"model": "demo", "modle": 1})
+    with refuses(ConfigError, "unknown-argument", "max_model_length"):
+        serve.build({"model": "demo", "engine": {"max_model_length": 5}})
+    wanted = serve.ServeArguments(
+        model="demo", autoscaling_config={"max_replicas": 3}, deployment={"max_ongoing_requests": 7}
+    )
+    options = serve.deployment_options(wanted, actor_config(config(max_num_seqs=4)))
+    assert options["autoscaling_config"] == {"max_replicas": 3} and options["max_ongoing_requests"] == 7
+    assert serve.with_key(ServeOptions(), {"VLLM_API_KEY": "k"}).api_key == ("k",)
+    assert serve.with_key(ServeOptions(api_key=("own",)), {"VLLM_API_KEY": "k"}).api_key == ("own",)
+
+
+# --- The backend that is chosen ---
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """Address at which something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield f"127.0.0.1:{made.getsockname()[1]}"
+
+
+def host(gpus: int = 0) -> Host:
+    card = Gpu(index=0, name="L4", uuid="GPU-0", total_bytes=24 << 30, free_bytes=24 << 30, capability=(8, 9))
+    cards = tuple(msgspec.structs.replace(card, index=at, uuid=f"GPU-{at}") for at in range(gpus))
+    return Host(hostname="here", cores=(0, 1), memory_total_bytes=1 << 34, memory_free_bytes=1 << 34, gpus=cards)
+
+
+def test_the_backend_that_is_left_out(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = {"RAY_ADDRESS": listener}
+    four, two = config(tensor_parallel_size=2, pipeline_parallel_size=2), config(tensor_parallel_size=2)
+    assert uses_ray(four, host(2), at) and not uses_ray(two, host(2), at)
+    assert uses_ray(config(tensor_split=(1.0, 1.0, 1.0)), host(2), at)
+    assert not uses_ray(four, host(2), {}) and not uses_ray(four, host(2), {"RAY_ADDRESS": "local"})
+    assert not uses_ray(four, host(2), {"RAY_ADDRESS": "127.0.0.1:1"})  # nobody answers
+    assert not uses_ray(four, host(0), at)  # a CPU takes any number of ranks
+    assert uses_ray(config(device="cuda"), host(0), at)  # a head without GPUs
+    assert not uses_ray(config(executor="processes", tensor_parallel_size=4), host(2), at)
+    assert uses_ray(config(executor="ray"), host(0), {}) and not uses_ray(config(nnodes=2), host(0), at)
+    monkeypatch.setattr(ray_cluster, "_in_placement_group", lambda: True)
+    assert uses_ray(two, host(2), {"RAY_JOB_ID": "1"}) and not uses_ray(two, host(2), {})
+
+
+def test_addresses_are_compared(facts: Callable[..., Facts]) -> None:
+    """Ray's address of a node, and the one that its environment wants."""
+    node = RayNode("a" * 56, "one", "10.0.0.1")
+    check_seats([Seat(node, 1, facts(host_ip="10.0.0.1"))], config())
+    with refuses(ConfigError, "preflight", "10.0.0.1", "VLLM_HOST_IP=10.1.0.1", "--node-ip-address 10.1.0.1"):
+        check_seats([Seat(node, 1, facts(host_ip="10.1.0.1"))], config())
+
+
+@pytest.fixture
+def facts() -> Callable[..., Facts]:
+    def make(**changes: Any) -> Facts:
+        values: dict[str, Any] = {
+            "node": 0,
+            "nodes": 0,
+            "host": host(),
+            "address": "10.0.0.1",
+            "interface": "eth0",
+            "interfaces": (),
+            "host_ip": "",
+            "machine": "m",
+            "weft": "1",
+            "torch": "2",
+            "model": "tiny",
+            "model_digest": "d",
+            "problem": "",
+            "wrong_interface": "",
+            "shm_free_bytes": None,
+            "open_files": 65536,
+            "clock_s": 0.0,
+        }
+        return Facts(**{**values, **changes})
+
+    return make
