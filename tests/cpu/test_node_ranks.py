@@ -45,7 +45,7 @@ class Cluster:
         about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
         self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
         self.channel: Channel[ToNode] = Channel(self.theirs, ToNode)
-        self.ranks = NodeRanks(self.channel, 1, "lo", "")
+        self.ranks = NodeRanks(self.channel, 1, "127.0.0.1", "lo", "")
         self.ends: list[Cause] = []
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

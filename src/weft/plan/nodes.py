@@ -18,6 +18,48 @@ from weft.plan.plan import Plan, RankDevice
 from weft.plan.split import split
 
 
+def divide_nodes(nodes: int, replicas: int) -> list[range]:
+    """The nodes of each replica: neighbours, as many for each as the numbers allow.
+
+    With as many replicas as nodes or more, each lies inside one node.
+    """
+    if replicas <= nodes:
+        return split(nodes, [1.0] * replicas, minimum=1)
+    owners = split(replicas, [1.0] * nodes, minimum=1)
+    return [range(node, node + 1) for node, numbers in enumerate(owners) for _ in numbers]
+
+
+def place_on_node(nodes: int, replicas: int, replica: int, node: int) -> tuple[int, int]:
+    """Number of a replica among those on a node, and their count."""
+    there = [number for number, group in enumerate(divide_nodes(nodes, replicas)) if node in group]
+    return there.index(replica), len(there)
+
+
+def part_of_node(host: Host, number: int, count: int, *, on_cpu: bool) -> Host:
+    """The part of a machine that one of `count` replicas has: its share of the GPUs, else of the cores and memory.
+
+    Raises ConfigError for more replicas than GPUs or cores.
+    """
+    if count == 1:
+        return host
+    have, kind = (len(host.cores), "core") if on_cpu else (len(host.gpus), "GPU")
+    if count > have:
+        raise ConfigError(
+            f"{host.hostname} would have {count} replicas, and has {have} {kind}{'s' * (have != 1)}; "
+            "lower --data-parallel-size, or add nodes",
+            code="more-replicas-than-devices",
+        )
+    cores, gpus = split(len(host.cores), [1.0] * count)[number], split(len(host.gpus), [1.0] * count)[number]
+    if len(host.cores) < count:
+        cores = range(len(host.cores))
+    return msgspec.structs.replace(
+        host,
+        gpus=host.gpus[gpus.start : gpus.stop],
+        cores=host.cores[cores.start : cores.stop],
+        memory_free_bytes=host.memory_free_bytes // count,
+    )
+
+
 def joined_host(hosts: Sequence[Host]) -> Host:
     """All nodes as if they were one machine: its GPUs are numbered through, and its cores are the first node's."""
     gpus = [gpu for host in hosts for gpu in host.gpus]
@@ -116,7 +158,9 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
     nodes = [node for node, count in enumerate(counts) for _ in range(count)]
     before = list(accumulate((len(host.gpus) for host in hosts), initial=0))
     devices = tuple(
-        RankDevice(node, device.kind, device.index - before[node] if device.kind == "cuda" else 0)
+        RankDevice(
+            node, device.kind, hosts[node].gpus[device.index - before[node]].index if device.kind == "cuda" else 0
+        )
         for node, device in zip(nodes, plan.devices, strict=True)
     )
     cores = tuple(
@@ -125,6 +169,12 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
         for part in rank_cores(host, [device.name for device in devices if device.node == node])
     )
     return msgspec.structs.replace(plan, devices=devices, cores=cores)
+
+
+def on_other_nodes(plan: Plan, first: int) -> Plan:
+    """The plan with its nodes numbered from `first`."""
+    devices = tuple(msgspec.structs.replace(device, node=device.node + first) for device in plan.devices)
+    return msgspec.structs.replace(plan, devices=devices)
 
 
 def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:
