@@ -12,6 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.pure.joining import at_door, facts, free_port
 from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
@@ -262,29 +263,6 @@ def test_variables_that_name_interfaces() -> None:
 # --- the preflight ---
 
 
-def facts(node: int, **others: Any) -> Facts:
-    values: dict[str, Any] = {
-        "node": node,
-        "nodes": 2,
-        "host": host(hostname=f"host{node}"),
-        "address": f"10.0.0.{node + 1}",
-        "interface": "eth0",
-        "interfaces": ("eth0", "lo"),
-        "host_ip": "",
-        "machine": f"machine{node}",
-        "weft": "1.0",
-        "torch": "2.13.0",
-        "model": "m",
-        "model_digest": "abcdefabcdefabcd",
-        "problem": "",
-        "wrong_interface": "",
-        "shm_free_bytes": 10**10,
-        "open_files": 65536,
-        "clock_s": 0.0,
-    }
-    return Facts(**(values | others))
-
-
 FINE = Speed(first=1, second=0, round_trip_s=1e-4, bytes_per_s=1e9)
 
 
@@ -329,17 +307,6 @@ def test_the_network_is_measured_with_the_key() -> None:
 
 
 # --- the head's door ---
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-def at_door(port: int, **others: Any) -> NodeSettings:
-    values: dict[str, Any] = {"nodes": 2, "node": 0, "address": "127.0.0.1", "port": port}
-    values |= {"start_timeout_s": 30.0, "allow_public": False, "key": b"a" * 32}
-    return NodeSettings(**(values | others))
 
 
 def join(settings: NodeSettings, about: Facts, replica: int = 0) -> socket.socket:

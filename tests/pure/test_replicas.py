@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -15,9 +15,10 @@ from tests.pure.machines import host
 from tests.pure.worlds import PLAN, READY
 from tests.refusals import refuses
 from weft.client import handover, replica, replicas, restarts
+from weft.client.engine_nodes import EngineNodes
 from weft.client.handover import MOVES
 from weft.client.remote import OutputSink
-from weft.client.replicas import ReplicaSet
+from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.restarts import GIVE_UP
 from weft.client.routing import PIECE, Router
 from weft.config import EngineConfig
@@ -26,7 +27,7 @@ from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.core.token_ids import TokenIds
-from weft.errors import Cause, EngineError, QueueFullError, RequestError
+from weft.errors import Cause, ConfigError, EngineError, QueueFullError, RequestError
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
@@ -58,7 +59,7 @@ class FakeEngine:
         self._death = asyncio.Event()
 
     @classmethod
-    async def start(cls, plan: Plan, config: EngineConfig, worker: str) -> FakeEngine:
+    async def start(cls, plan: Plan, config: EngineConfig, worker: str, others: object = None) -> FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:
             FakeEngine.broken_starts -= 1
@@ -283,6 +284,43 @@ async def test_all_ends_after_too_many_failed_starts() -> None:
         assert not engine.alive and engine.failure
         with refuses(EngineError, "process-killed"):
             engine.submit([ask("1")])
+
+
+class FakeNodes:
+    """Nodes that are missing for some time whenever an engine starts again."""
+
+    lasting = True
+
+    def __init__(self, missing: int) -> None:
+        self.missing, self.taken, self.closed = missing, 0, False
+
+    async def take(self, number: int) -> tuple[Plan, object]:
+        await asyncio.sleep(0)
+        if self.taken and self.missing:
+            self.missing -= 1
+            raise ConfigError("node 1 did not come", code="nodes-missing")
+        self.taken += 1
+        return replace(PLAN, model=f"start {self.taken}"), object()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_an_engine_waits_for_its_nodes_as_long_as_it_takes() -> None:
+    """Missing nodes are no failed starts; the new plan is that for the nodes which have come."""
+    nodes = FakeNodes(GIVE_UP + 3)
+    planned = [ReplicaPlan(PLAN, host())]
+    engine = await start_engine(planned, EngineConfig(model="m"), nodes=cast(EngineNodes, nodes))
+    try:
+        assert isinstance(engine, ReplicaSet)
+        stream = engine.submit([ask("0")])
+        FakeEngine.started[0].fail()
+        await until(lambda: "node 1 did not come" in engine.outage)
+        assert await stepped(stream) == [{"0": [2, 3, 4, 5]}]
+        assert [one.plan.model for one in FakeEngine.started] == ["start 1", "start 2"] and not nodes.missing
+    finally:
+        await engine.close()
+    assert nodes.closed
 
 
 async def test_the_first_failed_start_ends_the_others() -> None:

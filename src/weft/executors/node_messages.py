@@ -48,7 +48,7 @@ class EndRanks(msgspec.Struct, frozen=True, tag=True):
     cause: Cause
 
 
-ToActor = ToRank | Ping
+ToActor = ToRank | Ping | PrintStacks
 
 ToNode = StartRanks | MeetAt | PassOn | Ping | PrintStacks | EndRanks
 

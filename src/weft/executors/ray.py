@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
-from weft.executors.node_messages import Ping
+from weft.executors.node_messages import Ping, PrintStacks
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
@@ -37,6 +37,8 @@ log = logging.getLogger("weft")
 
 ATTACH_S = 60.0  # seconds for the actors to start and to connect
 SAY_S = 10.0  # between two lines about resources that are missing
+STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
+RELEASE_S = 10.0  # seconds for Ray to take its resources back
 REASON_S = 5.0  # seconds for Ray to say why an actor has died
 
 
@@ -50,6 +52,10 @@ class AttachedRank:
     thread: threading.Thread
     sending: threading.Lock
     ended: bool = False
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Send a short message if that takes no waiting: its silence has to be noticed meanwhile."""
+        self.channel.offer(message, self.sending)
 
     def send_frame(self, frame: bytes) -> None:
         with self.sending, contextlib.suppress(OSError):
@@ -189,11 +195,10 @@ class RayExecutor(RankExecutor):
         if not isinstance(about, Attached):
             raise NotWeftError("it is no rank of this engine")
         rank = about.rank
-        ping = encode_frame(Ping())
         attached: AttachedRank = AttachedRank(
             channel=channel,
             about=about,
-            watch=Watch(lambda: attached.send_frame(ping), lambda: self._silent(rank), str(rank)),
+            watch=Watch(lambda: attached.offer(Ping()), lambda: self._silent(rank), str(rank)),
             thread=threading.Thread(target=self._listen, args=(rank, messages), name=f"weft-rank-{rank}", daemon=True),
             sending=threading.Lock(),
         )
@@ -235,6 +240,11 @@ class RayExecutor(RankExecutor):
         return message
 
     def _silent(self, rank: int) -> None:
+        """Handle an actor that sends nothing: have the others print their stacks, and fail."""
+        for other, attached in self._attached.items():
+            if other != rank:
+                attached.offer(PrintStacks())
+        time.sleep(STACKS_S)
         self._fail(
             Cause(
                 rank=rank,
@@ -247,12 +257,19 @@ class RayExecutor(RankExecutor):
 
     def _death(self, rank: int) -> str:
         """Ray's reason for the end of an actor, in one line."""
-        try:
-            self._ray.get(self._runs[rank], timeout=REASON_S)
-        except Exception as error:  # of the actor, or a timeout
-            lines = [line.strip() for line in error_reason(error).splitlines() if line.strip()]
-            return "its Ray actor has died: " + " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
-        return "its Ray actor has ended"
+        reasons: list[str] = []
+
+        def ask() -> None:
+            try:
+                self._ray.get(self._runs[rank], timeout=REASON_S)
+                reasons.append("its Ray actor has ended")
+            except Exception as error:  # of the actor, or a timeout
+                lines = [line.strip() for line in error_reason(error).splitlines() if line.strip()]
+                reason = " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
+                reasons.append(f"its Ray actor has died: {reason}")
+
+        _call_bounded(ask, REASON_S + 1)
+        return reasons[0] if reasons else "its Ray actor has died, and the head of the Ray cluster does not answer"
 
     def _kill(self) -> None:
         for attached in self._attached.values():
@@ -275,9 +292,21 @@ class RayExecutor(RankExecutor):
             return
         from ray.util.placement_group import remove_placement_group
 
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._actors.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        actors, group = self._actors, self._group
+        self._actors, self._group = [], None
+
+        def give_back() -> None:
+            for actor in actors:
+                self._ray.kill(actor)
+            if group is not None:
+                remove_placement_group(group)
+
+        # Ray itself gives them back when this process ends.
+        _call_bounded(give_back, RELEASE_S)
+
+
+def _call_bounded(function: Callable[[], None], seconds: float) -> None:
+    """Call a function of Ray's, which may hang while the head of its cluster is gone, and wait no longer than this."""
+    thread = threading.Thread(target=function, name="weft-ray", daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -17,7 +17,7 @@ from weft import logs
 from weft.executors.beats import Watch, keep_alive
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.keys import prove_to_acceptor
-from weft.executors.node_messages import Ping, ToActor
+from weft.executors.node_messages import Ping, PrintStacks, ToActor
 from weft.executors.rank import RankWorker, gc_paused, run_rank, worker_class
 from weft.executors.ray_nodes import Alive, Attached
 from weft.executors.rendezvous import join_rendezvous
@@ -78,7 +78,7 @@ class Driver:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self._channel: Channel[ToActor] = Channel(connection, ToActor)
         self._sending = threading.Lock()
-        self._watch = Watch(lambda: self.send(Alive()), self._channel.hang_up, "driver")
+        self._watch = Watch(lambda: self._channel.offer(Alive(), self._sending), self._channel.hang_up, "driver")
         self._watch.start()
         threading.Thread(target=self._listen, name="weft-driver", daemon=True).start()
 
@@ -91,7 +91,9 @@ class Driver:
         try:
             for message in self._channel:
                 self._watch.heard()
-                if not isinstance(message, Ping):
+                if isinstance(message, PrintStacks):
+                    faulthandler.dump_traceback()
+                elif not isinstance(message, Ping):
                     self.inbox.put(message)
         except FrameError as error:
             os.write(2, f"{error}\n".encode())
