@@ -452,6 +452,8 @@ def seats(*rooms: int) -> list[Seat]:
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (1, 2, 3), [[("id1", 2), ("id2", 2)]]),
         ({"tensor_parallel_size": 1, "data_parallel_size": 2}, (1, 1), [[("id0", 1)], [("id1", 1)]]),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, (3, 2), [[("id0", 2)], [("id1", 2)]]),
+        ({}, (2, 2), [[("id0", 1), ("id1", 1)]]),  # a stage per node
+        ({"data_parallel_size": 2}, (2, 2), [[("id0", 1)], [("id1", 1)]]),
     ],
 )
 def test_nodes_of_ray_are_chosen(

@@ -44,9 +44,9 @@ def choose_for_replicas(
 ) -> list[list[Seat]]:
     """The nodes of each replica, see `choose_seats`. Raises PlanError if the cluster is too small."""
     chosen: list[list[Seat]] = []
-    left = list(seats)
+    left, share = list(seats), max(1, len(seats) // replicas)
     for _ in range(replicas):
-        taken = choose_seats(config, checkpoint, left, replicas)
+        taken = choose_seats(config, checkpoint, left, replicas, share)
         chosen.append(taken)
         left = beside(left, {seat.node.id: seat.room for seat in taken})
     return _shared_cores(chosen)
@@ -72,22 +72,25 @@ def _with_cores(seat: Seat, number: int, count: int) -> Seat:
     return replace(seat, facts=replace(seat.facts, host=host))
 
 
-def choose_seats(config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int = 1) -> list[Seat]:
+def choose_seats(
+    config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int, share: int
+) -> list[Seat]:
     """The nodes for one of `replicas` engines, each with room for exactly the ranks that it gets.
 
     One node if one holds all ranks; else the first nodes that hold them with every tensor-parallel group inside a node;
-    else the first that hold them. Raises PlanError, with the wanted and the present resources, if there are too few.
+    else the first that hold them. Without sizes in the config, the first `share` nodes. Raises PlanError, with the
+    wanted and the present resources, if there are too few.
     """
     shape = checkpoint.shape
     if not config.enable_expert_parallel:
         config = dataclasses.replace(config, data_parallel_size=None)
-    if seats:
-        config = config_over_nodes(config, shape, [seat.facts.host for seat in seats])
-    weights, stages = rank_cut(config, shape)
-    tensor, groups = len(weights), len(stages) * expert_cut(config, shape, len(weights)).data_parallel
+    hosts = [seat.facts.host for seat in seats[:share]]
+    sized = config_over_nodes(config, shape, hosts) if hosts else config
+    weights, stages = rank_cut(sized, shape)
+    tensor, groups = len(weights), len(stages) * expert_cut(sized, shape, len(weights)).data_parallel
     ranks = tensor * groups
-    fitting = _first_fitting(seats, tensor, groups)
-    if fitting:
+    fitting = _first_fitting(seats, tensor, groups) if sized is config else list(seats[:share])
+    if fitting and sum(seat.room for seat in fitting) >= ranks:
         counts = divide_ranks(tensor, groups, [seat.room for seat in fitting])
         return [replace(seat, room=count) for seat, count in zip(fitting, counts, strict=True)]
     present = ", ".join(seat.label for seat in seats) or "no room left"
