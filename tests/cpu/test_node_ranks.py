@@ -163,8 +163,11 @@ def test_a_side_that_is_silent(
             monkeypatch.setattr(link, "send", lambda message: None)
             monkeypatch.setattr(link, "offer", lambda message: None)
         assert cluster.end().code == "head-silent"
-    time.sleep(0.1)  # the copier of the stacks
-    assert "most recent call first" in capfd.readouterr().err
+    printed, deadline = "", time.monotonic() + WAIT_S
+    while "most recent call first" not in printed:  # the copier of the stacks
+        assert time.monotonic() < deadline, printed
+        time.sleep(0.02)
+        printed += capfd.readouterr().err
 
 
 def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 BEAT_S = 0.5
 # A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
 SILENCE_S = 8.0
+STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
 USER_TIMEOUT_MS = 20_000  # for data that nobody acknowledges: the heartbeats end sooner, with a better cause
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import CORE, Cause
-from weft.executors.beats import SILENCE_S, Watch
+from weft.executors.beats import SILENCE_S, STACKS_S, Watch
 from weft.executors.causes import cause_of
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.messages import FromRank, Launch, RunStep
@@ -134,6 +135,7 @@ class NodeRanks:
 
     def _head_silent(self) -> None:
         self._processes.print_stacks()
+        time.sleep(STACKS_S)
         self._end = self._own_cause("head-silent", f"the head has been silent for {SILENCE_S:g} s")
         self._channel.hang_up()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from weft.errors import Cause
-from weft.executors.beats import SILENCE_S, Watch, keep_alive
+from weft.executors.beats import SILENCE_S, STACKS_S, Watch, keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
@@ -37,7 +37,6 @@ from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
 
-STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
 LOST = "the process there has ended, or the network is gone: see the log of that node"
 SILENT = "check that machine, and its network"
 
