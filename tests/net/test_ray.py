@@ -71,9 +71,9 @@ def on_ray(model: str, **options: Any) -> LLM:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes of ranks."""
+    """The processes of ranks on this process's cluster."""
     found = []
-    for one in psutil.process_iter():
+    for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if "RankActor.run" in " ".join(one.cmdline()):
                 found.append(one)
