@@ -21,7 +21,15 @@ GIVE_UP = 5  # failed starts of every replica in a row, after which all is over
 STALL_POLL_S = 1.0
 # Codes of failed starts that only wait for machines: these may come back at any time.
 WAITING = frozenset(
-    ("nodes-missing", "node-not-answering", "ray-too-small", "ray-without-devices", "ray-resources", "no-ray-cluster")
+    (
+        "nodes-missing",
+        "node-not-answering",
+        "ray-too-small",
+        "ray-without-devices",
+        "ray-resources",
+        "no-ray-cluster",
+        "no-route",
+    )
 )
 
 

@@ -131,6 +131,8 @@ class Session:
         keep_alive(connection)
         channel: Channel[ToJoined] = Channel(connection, ToJoined)
         self._channel = channel
+        if self._stopped.is_set():
+            channel.hang_up()
         if ended is not None:
             self._facts = msgspec.structs.replace(self._facts, host=probe_host(), clock_s=time.time())
         with contextlib.suppress(OSError):  # the head is gone, as the first read will tell
