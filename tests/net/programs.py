@@ -40,16 +40,25 @@ def _die_with_parent() -> None:
     _libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
+def own_environment() -> dict[str, str]:
+    """Variables of a program: no settings of Weft's, and no proxy, which Ray's gRPC would ask for private addresses."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("WEFT_") and not name.lower().endswith("_proxy")
+    }
+    return own | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"}
+
+
 class Program:
     """A process, with what it prints. `words` follow Python's name; `inside` runs it on a host."""
 
     def __init__(self, inside: Sequence[str], words: Sequence[str], log: Path, **environment: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [*inside, sys.executable, *words],
-                env={**inherited, "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment},
+                env={**own_environment(), **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

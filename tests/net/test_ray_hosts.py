@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import pytest
 from tests.cpu import tiny
 from tests.net import head as head_program
 from tests.net.namespaces import HOSTS, Cable, obstacle
-from tests.net.programs import COMMON, ROOT, Program
+from tests.net.programs import COMMON, ROOT, Program, own_environment
 from weft import LLM
 
 pytest.importorskip("ray", reason="needs the extra weft[ray]")
@@ -25,7 +27,8 @@ pytest.importorskip("ray", reason="needs the extra weft[ray]")
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(reason := obstacle()), reason=reason)]
 
 PORT = 26379
-PATHS = f"{ROOT}/src:{ROOT}"
+# `ray start` asks for a token.
+RAY = {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def cluster(cable: Cable, tmp_path: Path) -> Iterator[str]:
             f"-m ray.scripts.scripts start {words} --node-ip-address {HOSTS[host]} --num-cpus 2 --block "
             "--disable-usage-stats".split(),
             tmp_path / f"ray{host}.log",
-            PYTHONPATH=PATHS,
+            **RAY,
         )
         for host, words in enumerate((head, f"--address {address}"))
     ]
@@ -58,7 +61,8 @@ def cluster(cable: Cable, tmp_path: Path) -> Iterator[str]:
             node.close()
         for name in cable.names:
             inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            subprocess.run(["kill", "-9", *inside], capture_output=True)
+            for process in inside:
+                os.kill(int(process), signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -76,7 +80,7 @@ def wait_for_nodes(cable: Cable, address: str) -> None:
         "    time.sleep(0.5)\n"
         "sys.exit('no two nodes')\n"
     )
-    subprocess.run([*cable.inside(0), sys.executable, "-c", program], check=True, capture_output=True)
+    subprocess.run([*cable.inside(0), sys.executable, "-c", program], check=True, env=own_environment() | RAY)
 
 
 def test_a_pipeline_over_a_cable_that_is_cut(cable: Cable, cluster: str, tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_a_pipeline_over_a_cable_that_is_cut(cable: Cable, cluster: str, tmp_pat
     layout: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     words = [str(ROOT / "tests/net/head.py"), model, json.dumps({**COMMON, **layout, "executor": "ray"})]
     words[2] = words[2].replace('"executor"', '"distributed_executor_backend"')
-    head = Program(cable.inside(0), words, tmp_path / "head.log", RAY_ADDRESS=cluster, PYTHONPATH=PATHS)
+    head = Program(cable.inside(0), words, tmp_path / "head.log", RAY_ADDRESS=cluster, **RAY)
     try:
         nodes = [row["node"] for row in head.answer()["layout"]]
         assert len(set(nodes)) == 2 and nodes[0] == nodes[1] != nodes[2] == nodes[3]
