@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from weft.client.opening import plan_group
@@ -33,6 +34,8 @@ class EngineNodes:
         self._config, self._checkpoint, self._assembly = config, checkpoint, assembly
         self._first = {number: (one.plan, assembly.groups[number]) for number, one in enumerate(planned)}
         self._closing = threading.Event()
+        # Threads of its own: a wait for a machine may be long, and other work needs asyncio's.
+        self._threads = ThreadPoolExecutor(len(planned), thread_name_prefix="weft-nodes")
 
     @property
     def lasting(self) -> bool:
@@ -54,7 +57,8 @@ class EngineNodes:
             return plan, group.hand_over()
         cancelled = threading.Event()
         try:
-            return await asyncio.to_thread(self._gather, number, cancelled)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._gather, number, cancelled)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -72,6 +76,7 @@ class EngineNodes:
     def close(self) -> None:
         """Wait for no more nodes, and let those go that nobody has taken. May be called twice."""
         self._closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for _, group in self._first.values():
             group.dismiss(EngineError(CLOSED))
         self._first.clear()
