@@ -468,6 +468,9 @@ def test_a_cluster_without_room_for_all_replicas() -> None:
     config = EngineConfig(model="m", device="cpu", data_parallel_size=3, tensor_parallel_size=1)
     with refuses(PlanError, "ray-too-small", "3 replicas of 1 ranks"):
         choose_for_replicas(config, CHECKPOINT, seats(1, 1), 3)
+    # A replica without sizes that starts again waits for as many nodes as it had.
+    with refuses(PlanError, "ray-too-small", "2 nodes"):
+        choose_for_replicas(EngineConfig(model="m", device="cpu"), CHECKPOINT, seats(4), 1, 2)
 
 
 def test_a_replica_that_starts_again_leaves_others_their_nodes() -> None:
@@ -475,13 +478,13 @@ def test_a_replica_that_starts_again_leaves_others_their_nodes() -> None:
     key = RayNodes("cluster", "10.0.0.1", b"", 1.0, ())
     asked: list[dict[str, int]] = []
 
-    def gather(occupied: Mapping[str, int]) -> RayGroup:
-        asked.append(dict(occupied))
+    def gather(occupied: Mapping[str, int], share: int) -> RayGroup:
+        asked.append({**occupied, "share": share})
         return RayGroup(key, [two])
 
     assembly = RayAssembly([RayGroup(key, [one]), RayGroup(key, [two])], gather, lasting=True)
     assembly.gather_again(0, lambda: False)
-    assert asked == [{"id1": 1}]
+    assert asked == [{"id1": 1, "share": 1}]
     assert occupied_by(assembly.groups) == {"id1": 2}
 
 

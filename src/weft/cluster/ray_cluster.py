@@ -64,8 +64,8 @@ class RayGroup:
 class RayAssembly:
     """The nodes of an engine, or of several replicas, on Ray. `groups` are those of each replica."""
 
-    def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied], RayGroup], *, lasting: bool) -> None:
-        """`gather` finds the nodes of one replica, beside those that are occupied."""
+    def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied, int], RayGroup], *, lasting: bool) -> None:
+        """`gather` finds nodes of one replica beside those that are occupied, so many if the config has no sizes."""
         self.groups, self.lasting = groups, lasting
         self._gather = gather
         self._lock = threading.Lock()  # so that two replicas do not choose the same resources
@@ -74,7 +74,7 @@ class RayAssembly:
         """Find nodes for a replica whose engine has ended. Raises ConfigError, and PlanError if there are too few."""
         with self._lock:
             others = [group for replica, group in enumerate(self.groups) if replica != number]
-            self.groups[number] = self._gather(occupied_by(others))
+            self.groups[number] = self._gather(occupied_by(others), len(self.groups[number].seats))
             return self.groups[number]
 
     def dismiss(self, error: BaseException) -> None:
@@ -136,16 +136,16 @@ def assemble_on_ray(
     key, count = actors_key(config, environment), replica_count(config)
     lasting = lasting or count > 1
 
-    def gather(replicas: int, occupied: Occupied, timeout_s: float) -> list[RayGroup]:
+    def gather(replicas: int, occupied: Occupied, timeout_s: float, share: int | None = None) -> list[RayGroup]:
         with connected(environment, briefly=lasting) as ray:
             seats = find_seats(ray, config, on_cpu)
-            chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas)
+            chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
             return [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
 
     groups = gather(count, {}, float(config.start_timeout))
     # A replica that starts again looks anew, rather than wait long for nodes that are gone.
     again_s = min(float(config.start_timeout), AGAIN_S)
-    return RayAssembly(groups, lambda occupied: gather(1, occupied, again_s)[0], lasting=lasting)
+    return RayAssembly(groups, lambda occupied, share: gather(1, occupied, again_s, share)[0], lasting=lasting)
 
 
 def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: bytes, timeout_s: float) -> RayGroup:

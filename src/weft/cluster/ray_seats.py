@@ -40,15 +40,24 @@ def beside(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
 
 
 def choose_for_replicas(
-    config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int
+    config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int, share: int | None = None
 ) -> list[list[Seat]]:
-    """The nodes of each replica, see `choose_seats`. Raises PlanError if the cluster is too small."""
+    """The nodes of each replica, see `choose_seats`. Raises PlanError if the cluster is too small.
+
+    `share` is the number of nodes of a replica without sizes, None for an even share.
+    """
     chosen: list[list[Seat]] = []
-    left, share = list(seats), max(1, len(seats) // replicas)
+    left, share = list(seats), share or max(1, len(seats) // replicas)
+    # Without sizes each replica has nodes of its own, if there are as many.
+    hosts = [seat.facts.host for seat in seats]
+    whole = len(seats) >= replicas and config_over_nodes(config, checkpoint.shape, hosts) is not config
     for _ in range(replicas):
         taken = choose_seats(config, checkpoint, left, replicas, share)
         chosen.append(taken)
-        left = beside(left, {seat.node.id: seat.room for seat in taken})
+        if whole:
+            left = left[share:]
+        else:
+            left = beside(left, {seat.node.id: seat.room for seat in taken})
     return _shared_cores(chosen)
 
 
@@ -90,11 +99,13 @@ def choose_seats(
     tensor, groups = len(weights), len(stages) * expert_cut(sized, shape, len(weights)).data_parallel
     ranks = tensor * groups
     fitting = _first_fitting(seats, tensor, groups) if sized is config else list(seats[:share])
-    if fitting and sum(seat.room for seat in fitting) >= ranks:
+    nodes = 1 if sized is config else share
+    if len(fitting) >= nodes and sum(seat.room for seat in fitting) >= ranks:
         counts = divide_ranks(tensor, groups, [seat.room for seat in fitting])
         return [replace(seat, room=count) for seat, count in zip(fitting, counts, strict=True)]
     present = ", ".join(seat.label for seat in seats) or "no room left"
-    wanted = f"{ranks} ranks are" if replicas == 1 else f"{replicas} replicas of {ranks} ranks are"
+    one = f"{ranks} ranks" if len(seats) >= nodes else f"{nodes} nodes"
+    wanted = f"{one} are" if replicas == 1 else f"{replicas} replicas of {one} are"
     raise PlanError(
         f"{wanted} wanted, and the Ray cluster has {present}{' for the next one' * (replicas > 1)}; lower "
         "--tensor-parallel-size or --pipeline-parallel-size, or start Ray on more machines",
