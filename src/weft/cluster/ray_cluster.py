@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, WeftError
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
+from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host, probe_host
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weft.cluster")
 
+NO_TOKEN = (
+    "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, copy "
+    "~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
+)
 FACTS_S = 30.0  # seconds for all nodes to report
 
 
@@ -114,7 +120,12 @@ def assemble_on_ray(
             check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
     nodes = RayNodes(
-        cluster, own, actors_key(config, environment), float(config.start_timeout), tuple(seat.node for seat in chosen)
+        cluster,
+        own,
+        actors_key(config, environment),
+        float(config.start_timeout),
+        tuple(seat.node for seat in chosen),
+        load_certificate(config.cluster_cert_file),
     )
     return RayAssembly(nodes, chosen)
 
@@ -149,12 +160,20 @@ def connect(environment: Mapping[str, str], *, may_start: bool = True) -> Any:
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+    except ray.exceptions.AuthenticationError:
+        raise ConfigError(
+            f"the Ray cluster at {address or 'this machine'} asks for its token; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token)",
+            code="ray-token",
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot join the Ray cluster at {address or 'this machine'}: {' '.join(str(error).split())[:300]}; check "
             "RAY_ADDRESS, and `ray status`",
             code="no-ray-cluster",
         ) from None
+    if may_start and os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        log.warning("%s", NO_TOKEN)
     return ray
 
 
@@ -253,7 +272,7 @@ def choose_seats(config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[S
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
     facts = [msgspec.structs.replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    found = preflight.failures(facts, (), f"hf download {config.model}")
+    found = preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")
     for failure in found[1:]:
         log.error("%s", failure)
     if found:

@@ -11,13 +11,17 @@ import msgspec
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.executors.keys import load_key
+from weft.executors.tls import load_certificate
 from weft.hardware.addresses import check_private
 
 MASTER_PORT = 29501  # vLLM's default
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a node before it meets the others. `address` is the head's, as numbers; the timeout is in seconds."""
+    """Settings of a node before it meets the others. `address` is the head's, as numbers; the timeout is in seconds.
+
+    `certificate` is this node's bundle in PEM, "" without TLS.
+    """
 
     nodes: int
     node: int
@@ -26,6 +30,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
     allow_public: bool
     key: bytes
+    certificate: str = ""
 
     @property
     def head(self) -> str:
@@ -74,6 +79,7 @@ def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeS
         start_timeout_s=config.start_timeout,
         allow_public=config.allow_public,
         key=load_key(config.cluster_key_file, environment, nodes),
+        certificate=load_certificate(config.cluster_cert_file),
     )
 
 
