@@ -137,7 +137,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def hosts(site: Site) -> Iterator[str]:
     """A file whose model has a name that a shell would take apart."""
     model = tiny.write(site.folder / "a model; touch $HOME 'x'")
-    flags = "{pipeline-parallel-size: 2, load-format: dummy, dtype: float32, kv-cache-memory-bytes: 1000000, port: 8123}"
+    flags = (
+        "{pipeline-parallel-size: 2, load-format: dummy, dtype: float32, kv-cache-memory-bytes: 1000000, port: 8123}"
+    )
     yield site.write(f"model: {json.dumps(str(model))}\nserve: {flags}\n")
     for process in site.servers():
         process.kill()
@@ -199,7 +201,8 @@ ASK = """
 import json, sys, urllib.request
 url, body = sys.argv[1], json.load(sys.stdin)
 body["model"] = json.load(urllib.request.urlopen(url + "/v1/models"))["data"][0]["id"]
-request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
 print(urllib.request.urlopen(request).read().decode())
 """
 

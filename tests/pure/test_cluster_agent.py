@@ -16,7 +16,22 @@ import psutil
 import pytest
 
 from weft.cluster.agent import Agent, Input, Server
-from weft.cluster.agent_messages import Ended, Failed, Leave, Progress, Pull, Ready, Reply, Start, Started, Stop, Stopped
+from weft.cluster.agent_messages import (
+    Ended,
+    Failed,
+    Leave,
+    Progress,
+    Pull,
+    Ready,
+    Reply,
+    Start,
+    Started,
+    Stop,
+    Stopped,
+)
+
+# A server that runs on is nobody's child any more once the agent has left.
+pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 
 WAIT_S = 30
 KEY = "k" * 64

@@ -23,10 +23,12 @@ from weft.cluster.measured import load_cluster, store_cluster
 from weft.cluster.messages import ListeningForPeers, Measured, MeasureTo, Speed
 from weft.cluster.speed import PeerListener, measure_network
 from weft.comm import nccl_log
+from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors import secure
 from weft.executors.rank_processes import nccl_log_variables
-from weft.plan.nodes import check_node_memory, joined_host, over_nodes
+from weft.formats.checkpoint import Checkpoint
+from weft.planner.execution import plan_over_nodes
 
 KEY = b"a" * 32
 
@@ -89,15 +91,13 @@ def test_a_network_that_is_cut_everywhere_is_said_in_time(monkeypatch: pytest.Mo
 # --- free memory of GPUs ---
 
 
-def test_a_gpu_that_cannot_hold_its_ranks_weights() -> None:
-    taken = gpu(0, free=10**6)
-    hosts = [host((gpu(0),)), host((taken,), hostname="small")]
-    joined = joined_host(hosts)
-    config: dict[str, Any] = {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 10**9, "device_ids": (0, 1)}
-    plan = over_nodes(plan_on(joined, **config), hosts, (1, 1))
-    with refuses(PlanError, "node-without-memory", "GPU 0 of node 1 (small)", "CUDA_VISIBLE_DEVICES"):
-        check_node_memory(plan, hosts)
-    check_node_memory(plan, [hosts[0], hosts[0]])
+def test_a_gpu_that_cannot_hold_its_ranks_weights_is_named_with_its_node() -> None:
+    hosts = [host((gpu(0),)), host((gpu(0), gpu(1, free=10**6)), hostname="small")]
+    shape = plan_on(hosts[0]).shape
+    checkpoint = Checkpoint(model="m", path="/models/m", format="safetensors", shape=shape, generation={})
+    config = EngineConfig(model="m", tensor_parallel_size=1, pipeline_parallel_size=3, kv_cache_memory_bytes=10**9)
+    with refuses(PlanError, "weights-exceed-free-memory", "0.0 GB are free", "cuda:2 is GPU 1 of node 1 (small)"):
+        plan_over_nodes(config, checkpoint, hosts, [1, 2])
 
 
 # --- weft plan --cluster ---

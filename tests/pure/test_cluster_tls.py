@@ -142,7 +142,9 @@ def test_nothing_but_tls_is_on_the_wire(texts: dict[str, str], monkeypatch: pyte
         ("first", "", ("has no certificate", "this node has none")),
     ],
 )
-def test_certificates_that_do_not_fit(texts: dict[str, str], connector: str, acceptor: str, said: tuple[str, str]) -> None:
+def test_certificates_that_do_not_fit(
+    texts: dict[str, str], connector: str, acceptor: str, said: tuple[str, str]
+) -> None:
     """Both sides say why, and nobody gets as far as the key."""
     outcomes = meet(texts[connector], texts[acceptor])
     assert [type(outcome) for outcome in outcomes] == [CertificateError] * 2, outcomes
@@ -177,9 +179,11 @@ def test_somebody_between_two_nodes_is_noticed(texts: dict[str, str], tmp_path: 
         side.start()
     stolen = texts["second"]
     ends: list[socket.socket] = []
-    tapped = threading.Thread(target=lambda: ends.append(tls.start_tls(thief_in, stolen, server=True, within_s=5)[0]))
+    tapped = threading.Thread(
+        target=lambda: ends.append(tls.start_tls(thief_in, stolen, server=True, within_s=5).outer)
+    )
     tapped.start()
-    outer = tls.start_tls(thief_out, stolen, server=False, within_s=5)[0]
+    outer = tls.start_tls(thief_out, stolen, server=False, within_s=5).outer
     tapped.join(WAIT_S)
     (inner,) = ends
     copies = [threading.Thread(target=copy, args=pair) for pair in ((inner, outer), (outer, inner))]

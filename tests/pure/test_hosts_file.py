@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +209,7 @@ class FakeSsh:
         program.parent.mkdir()
         program.write_text(
             "#!/bin/sh\n"
-            'for word; do host=$command; command=$word; done\n'
+            "for word; do host=$command; command=$word; done\n"
             f'mkdir -p "{folder}/$host"\n'
             f'echo "$@" >> "{folder}/commands"\n'
             'echo "Welcome to $host"\n'
@@ -224,22 +225,20 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
     return FakeSsh(tmp_path, monkeypatch)
 
 
-def run(words: list[str]) -> tuple[int, str, str]:
-    return weft(*words)
-
-
 def here(**fields: Any) -> str:
-    import sys
-
     return "{" + ", ".join(f"{name}: {value}" for name, value in {**fields, "python": sys.executable}.items()) + "}"
 
 
-def test_down_goes_on_after_a_node_that_fails(fake_ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_down_goes_on_after_a_node_that_fails(
+    fake_ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A login shell's own lines do not matter."""
     monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[2]))
     hosts = written(tmp_path, f"hosts: [{here(host='refused')}, {here(host='second')}]")
-    status, out, err = run(["cluster", "down", hosts])
+    status, out, err = weft("cluster", "down", hosts)
     assert (status, err) == (1, "")
     first, second = out.splitlines()
-    assert first.startswith("node 0 (refused): ssh cannot connect: Permission denied") and "ssh-copy-id refused" in first
+    assert (
+        first.startswith("node 0 (refused): ssh cannot connect: Permission denied") and "ssh-copy-id refused" in first
+    )
     assert second == "node 1 (second): nothing runs"

@@ -71,9 +71,7 @@ def create_launch(hosts: HostsFile, model: str, path: str, environment: Mapping[
     missing = next((name for name in hosts.variables if name not in environment), None)
     if missing:
         raise ConfigError(f"{path} passes on {missing}, which is not set here; export it", code="variable-not-set")
-    return Launch(
-        model=model, flags=tuple(flags), variables={name: environment[name] for name in hosts.variables}
-    )
+    return Launch(model=model, flags=tuple(flags), variables={name: environment[name] for name in hosts.variables})
 
 
 def serve_flags(hosts: HostsFile, path: str) -> list[str]:
@@ -85,7 +83,9 @@ def serve_flags(hosts: HostsFile, path: str) -> list[str]:
         option = full_spelling(f"--{key}")
         name = option.removeprefix("--")
         if name in OURS:
-            raise UsageError(f"{path}: serve has {key!r}, which weft cluster up sets itself: leave it out", code="flag-of-up")
+            raise UsageError(
+                f"{path}: serve has {key!r}, which weft cluster up sets itself: leave it out", code="flag-of-up"
+            )
         if name in SECRETS:
             raise UsageError(
                 f"{path}: serve has {key!r}, which ps would show there; set {SECRETS[name]} here instead, and list it "

@@ -1,4 +1,4 @@
-"""`python -m weft.cli.node_agent`: the program that `weft cluster up`, `down` and `pull` start on a node through ssh."""
+"""`python -m weft.cli.node_agent`: the program that `weft cluster` starts on a node through ssh."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ HARDWARE = (
     Flag(
         name="cluster",
         metavar="FILE.yaml",
-        help="the machines and the network that the last start on several nodes has measured; they are written to a new "
+        help="the machines and the network that the last start on several nodes has measured; they are written to this "
         "file, which --gpus takes",
     ),
     Flag(name="refresh-hardware", parse=None, help="measure this machine again and ignore cached figures"),

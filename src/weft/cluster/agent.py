@@ -96,7 +96,8 @@ class Agent:
         try:
             version = msgspec.json.decode(line, type=Version).weft
             if version != __version__:
-                self._send(Failed(f"it has Weft {__version__} for {sys.executable}, and this machine has {version}"))
+                has = f"it has Weft {__version__} for {sys.executable}, and this machine has {version}"
+                self._send(Failed(f"{has}; install the same on both"))
                 return
             task = msgspec.json.decode(line, type=AnyTask)
             match task:
@@ -184,7 +185,7 @@ class Server:
 
     def start(self, task: Start) -> Started:
         """Start the server, or find the one that runs."""
-        with self._record.open("a+b") as record:
+        with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 found = self._read()
                 same = bool(found) and found.words == task.words
@@ -302,6 +303,10 @@ def write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, KEY_MODE)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, KEY_MODE)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -83,7 +83,7 @@ def _certificate(x509: Any, name: str, key: Any, authority: tuple[Any, Any] | No
 
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signing_key = (authority[0].subject, authority[1]) if authority else (subject, key)
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)

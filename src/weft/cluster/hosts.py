@@ -81,7 +81,8 @@ def read_hosts(path: str) -> HostsFile:
     try:
         hosts = msgspec.convert(load_yaml(text), HostsFile)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}", code="bad-hosts-file") from None
+        problem = str(error).replace("`", "")
+        raise ConfigError(f"{path}: {problem}; see docs/several-machines.md", code="bad-hosts-file") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not YAML: {error}", code="hosts-file-not-yaml") from None
     stem = re.sub(r"[^A-Za-z0-9_.-]", "-", file.stem).lstrip(".-")[:64]
@@ -120,7 +121,7 @@ def _check(hosts: HostsFile) -> None:
             raise _wrong("host", machine.host, "a name or an address, as ssh takes it")
         if machine.user and not USER.fullmatch(machine.user):
             raise _wrong("user", machine.user, "a user's name of letters, digits, dots, dashes and underscores")
-        if not PYTHON.fullmatch(machine.python) or machine.python.startswith("~") and machine.python[1:2] != "/":
+        if not PYTHON.fullmatch(machine.python) or (machine.python.startswith("~") and machine.python[1:2] != "/"):
             raise _wrong("python", machine.python, "a program's path, without quotes, backslashes and !")
     places = [(machine.host, machine.user, machine.port) for machine in hosts.hosts]
     if twice := next((place for place in places if places.count(place) > 1), None):

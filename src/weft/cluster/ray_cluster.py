@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("weft.cluster")
 
 NO_TOKEN = (
-    "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, copy "
-    "~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
+    "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
+    "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
 )
 FACTS_S = 30.0  # seconds for all nodes to report
 

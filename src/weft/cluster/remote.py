@@ -30,6 +30,7 @@ from weft.cluster.hosts import HostsFile
 from weft.cluster.ssh import Conversation, Gone, Node
 from weft.errors import ConfigError, WeftError, error_reason
 from weft.executors.keys import load_key, make_key
+from weft.executors.tls import load_certificate
 
 GRACE_S = 10.0  # for a node to end by itself after the head
 TERM_S = 40.0  # for a server to end its requests
@@ -118,14 +119,7 @@ def node_certificate(hosts: HostsFile, node: int) -> str:
     """The text of a node's certificate and key, "" without certificates. Raises ConfigError."""
     if not hosts.certificates:
         return ""
-    path = Path(hosts.certificates) / f"node{node}.pem"
-    try:
-        return path.read_text("ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the certificate {path}: {error_reason(error)}; make it with weft cluster cert",
-            code="cannot-read-cluster-certificate",
-        ) from None
+    return load_certificate(str(Path(hosts.certificates) / f"node{node}.pem"))
 
 
 def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:

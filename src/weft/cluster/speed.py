@@ -66,9 +66,7 @@ def answer_measurement(connection: socket.socket) -> None:
     connection.sendall(LAST)
 
 
-def measure_network(
-    first: int, second: int, address: str, port: int, key: bytes, certificate: str = ""
-) -> Speed:
+def measure_network(first: int, second: int, address: str, port: int, key: bytes, certificate: str = "") -> Speed:
     """Measure the network from node `first` to node `second`, which listens at the address.
 
     With a certificate the bytes are encrypted here and decrypted there, which a fast network is quicker than.

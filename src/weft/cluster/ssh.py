@@ -86,7 +86,9 @@ class Node:
             remedy = next(remedy for said, remedy in REMEDIES if said in gone.line.lower())
             return f"ssh cannot connect: {gone.line or 'no reason given'}; {remedy.format(target=self.target)}"
         if f"No module named {AGENT!r}" in gone.line or re.search(r"No module named '?weft", gone.line):
-            return f"{self.machine.python} there has no Weft {__version__}; install it there, or set python: of this host"
+            return (
+                f"{self.machine.python} there has no Weft {__version__}; install it there, or set python: of this host"
+            )
         if gone.status in NO_SUCH_PROGRAM:
             return f"{self.machine.python} does not run there: {gone.line}; set python: of this host"
         return f"the agent there has ended with status {gone.status}: {gone.line or 'no reason given'}"

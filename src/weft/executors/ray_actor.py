@@ -18,8 +18,8 @@ from weft.executors.beats import Watch, keep_alive
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.node_messages import Ping, ToActor
 from weft.executors.rank import RankWorker, gc_paused, run_rank, worker_class
-from weft.executors.ray_nodes import Alive, Attached
 from weft.executors.rank_processes import nccl_log_variables
+from weft.executors.ray_nodes import Alive, Attached
 from weft.executors.rendezvous import join_rendezvous
 from weft.executors.secure import connect_securely
 from weft.hardware.addresses import interface_of

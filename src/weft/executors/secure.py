@@ -64,15 +64,15 @@ def _secure(
         prove(connection, key, b"")
         return connection
     try:
-        secured, binding = start_tls(connection, certificate, server=server, within_s=HANDSHAKE_S)
+        pump = start_tls(connection, certificate, server=server, within_s=HANDSHAKE_S)
     except OSError as error:
         raise NotWeftError(error_reason(error)) from None
     try:
-        prove(secured, key, binding)
+        prove(pump.outer, key, pump.binding)
     except BaseException:
-        secured.close()
+        pump.finish()  # the other side learns of a wrong key
         raise
-    return secured
+    return pump.outer
 
 
 Greet = Callable[[socket.socket, str], Callable[[], object] | None]

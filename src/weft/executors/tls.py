@@ -55,7 +55,8 @@ def load_certificate(file: str | None) -> str:
         ) from None
     if mode & 0o077:
         raise ConfigError(
-            f"others than its owner may read or write {path} (mode {mode:04o}), which has a private key; chmod 600 {path}",
+            f"others than its owner may read or write {path} (mode {mode:04o}), which has a private key; chmod 600 "
+            f"{path}",
             code="open-cluster-certificate",
         )
     if fault := bundle_fault(text):
@@ -131,8 +132,8 @@ def _as_file(text: str) -> Iterator[str]:
         yield file.name
 
 
-def start_tls(connection: socket.socket, bundle: str, *, server: bool, within_s: float) -> tuple[socket.socket, bytes]:
-    """Do the handshake; return a plain socket in place of the connection, and the binding of both certificates.
+def start_tls(connection: socket.socket, bundle: str, *, server: bool, within_s: float) -> Pump:
+    """Do the handshake; return the running pump, to which the connection belongs.
 
     The connection stays the caller's to close if this raises: CertificateError, OSError.
     """
@@ -151,9 +152,9 @@ def start_tls(connection: socket.socket, bundle: str, *, server: bool, within_s:
             connection.sendall(side.outgoing.read())  # the alert, which tells the other side
         theirs = isinstance(error, ssl.SSLCertVerificationError)
         raise CertificateError(f"{'its' if theirs else 'our'} certificate {_fault(error)}") from None
-    ours, others = socket.socketpair()
-    Pump(connection, ours, side).start()
-    return others, side.binding
+    pump = Pump(connection, side)
+    pump.start()
+    return pump
 
 
 def _step(connection: socket.socket, side: Side, step: Callable[[], object], deadline: float) -> None:
@@ -180,13 +181,18 @@ def _step(connection: socket.socket, side: Side, step: Callable[[], object], dea
 
 
 class Pump:
-    """Carries bytes between a TLS connection and a plain socket until one of them ends, in a thread of its own."""
+    """Carries bytes between a TLS connection and a plain socket until one of them ends, in a thread of its own.
 
-    def __init__(self, connection: socket.socket, plain: socket.socket, side: Side) -> None:
+    `outer` is the socket to use in place of the connection. `binding` names both certificates.
+    """
+
+    def __init__(self, connection: socket.socket, side: Side) -> None:
         keep_alive(connection)
-        self._connection, self._plain, self._side = connection, plain, side
-        open_sockets.update((connection, plain))
-        for end in (connection, plain):
+        self._plain, self.outer = socket.socketpair()
+        self.binding = side.binding
+        self._connection, self._side = connection, side
+        open_sockets.update((connection, self._plain))
+        for end in (connection, self._plain):
             end.setblocking(False)
         self._to_network, self._to_plain = bytearray(), bytearray()
         self._ended = False  # one of the two has
@@ -197,9 +203,14 @@ class Pump:
         pumps.add(self)
         self.thread.start()
 
+    def finish(self) -> None:
+        """End both sides, after the last bytes."""
+        self.outer.close()
+        self.thread.join(FLUSH_S)
+
     def _run(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector, contextlib.suppress(OSError, ValueError):
+            with selectors.DefaultSelector() as selector, contextlib.suppress(OSError, ValueError, KeyError):
                 self._take_decrypted()  # what came with the end of the handshake
                 self._carry(selector)
         finally:
@@ -215,7 +226,9 @@ class Pump:
             for key, events in selector.select(FLUSH_S if self._ended else None):
                 self._handle(key.fileobj is self._plain, events)
 
-    def _choose(self, selector: selectors.BaseSelector, end: socket.socket, full: bytearray, waiting: bytearray) -> None:
+    def _choose(
+        self, selector: selectors.BaseSelector, end: socket.socket, full: bytearray, waiting: bytearray
+    ) -> None:
         """Read from an end while there is room for what comes from it; write to it if something waits."""
         events = selectors.EVENT_READ if len(full) < MOST_WAITING and not self._ended else 0
         events |= selectors.EVENT_WRITE if waiting else 0

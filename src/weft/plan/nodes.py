@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
@@ -127,10 +129,24 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
     return msgspec.structs.replace(plan, devices=devices, cores=cores)
 
 
+@contextmanager
+def named_gpus(hosts: Sequence[Host]) -> Iterator[None]:
+    """Have a PlanError about a GPU of `joined_host`, such as one whose memory is taken, say whose it is."""
+    try:
+        yield
+    except PlanError as error:
+        gpus = [(node, number) for node, host in enumerate(hosts) for number in range(len(host.gpus))]
+        found = re.search(r"\bcuda:(\d+)", str(error))
+        if found is None or int(found[1]) >= len(gpus):
+            raise
+        node, number = gpus[int(found[1])]
+        where = f"{found[0]} is GPU {number} of node {node} ({hosts[node].hostname})"
+        raise PlanError(f"{error}; {where}", code=error.code) from None
+
+
 def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:
-    """Raise PlanError for a node whose free memory, or that of a GPU, does not hold the weights of its ranks."""
+    """Raise PlanError for a node whose free memory does not hold the weights of its CPU ranks."""
     if not plan.on_cpu:
-        _check_gpu_memory(plan, hosts)
         return
     for node, host in enumerate(hosts[: plan.nodes]):
         need = sum(plan.weight_bytes(rank) for rank in plan.ranks_of(node))
@@ -139,23 +155,6 @@ def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:
                 f"the ranks of node {node} ({host.hostname}) have {format_bytes(need)} of weights, and "
                 f"{format_bytes(host.memory_free_bytes)} of its memory are free; free some, add nodes, or give it "
                 "fewer layers with --pipeline-split",
-                code="node-without-memory",
-            )
-
-
-def _check_gpu_memory(plan: Plan, hosts: Sequence[Host]) -> None:
-    for rank, device in enumerate(plan.devices):
-        if device.kind != "cuda":
-            continue
-        host, need = hosts[device.node], plan.weight_bytes(rank)
-        gpu = host.gpus[device.index]
-        if need > gpu.total_bytes - gpu.held_bytes:
-            holders = ", ".join(map(str, gpu.holders)) or "other processes"
-            held = f", of which {holders} hold {format_bytes(gpu.held_bytes)}" if gpu.held_bytes else ""
-            raise PlanError(
-                f"rank {rank} has {format_bytes(need)} of weights, and GPU {device.index} of node {device.node} "
-                f"({host.hostname}) has {format_bytes(gpu.total_bytes)}{held}; end those, add nodes, or choose another "
-                "GPU there with CUDA_VISIBLE_DEVICES",
                 code="node-without-memory",
             )
 
