@@ -59,7 +59,7 @@ class Version(msgspec.Struct):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is written about a server that has been started."""
+    """The file about a server that has been started."""
 
     pid: int
     words: tuple[str, ...]

@@ -233,5 +233,6 @@ def conversations(tasks: Mapping[Node, AnyTask]) -> Iterator[tuple[Sequence[Conv
             for node, task in tasks.items()
         ]
         # Left in the order in which it was entered last: all inputs end before the first is waited for.
-        open_talks.callback(lambda: [talk.end_input() for talk in talks])
+        for talk in talks:
+            open_talks.callback(talk.end_input)
         yield talks, iter(came.get, None)

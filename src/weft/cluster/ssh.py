@@ -32,6 +32,8 @@ OPTIONS = (
     "PermitLocalCommand=no",
 )
 SSH_FAILED, NO_SUCH_PROGRAM = 255, (126, 127)
+# Built here, not by the threads that read: msgspec may crash if two are the first to build it.
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 END_S = 20.0  # for an agent that ends a server
 # What ssh says, and the way out.
 REMEDIES = (
@@ -154,7 +156,7 @@ class Conversation:
                 _, mark, content = line.partition(MARK)
                 if mark:
                     with contextlib.suppress(msgspec.DecodeError):
-                        self._take(self.node, msgspec.json.decode(content, type=Reply))
+                        self._take(self.node, _replies.decode(content))
         self._process.wait()
         self._error_thread.join()
         self._take(self.node, Gone(self._process.returncode, self._errors[-1] if self._errors else ""))

@@ -195,7 +195,7 @@ class RayExecutor(RankExecutor):
             attached = self._attach(secured)
             return lambda: self._came.put(attached)
         except (NotWeftError, WrongKeyError, CertificateError, FrameError, OSError) as error:
-            log.warning("a connection from %s is refused: %s", peer, error or "it has another cluster key")
+            log.warning("a connection from %s is refused: %s", peer, str(error) or "it has another cluster key")
         secured.close()
         connection.close()
         return None

@@ -127,7 +127,7 @@ class Greeter:
             thread.start()
 
     def _run(self, connection: socket.socket, peer: str) -> None:
-        take_over = None
+        take_over: Callable[[], object] | None = None
         try:
             take_over = self._greet(connection, peer)
         finally:
