@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shlex
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import msgspec
 from weft.cluster import preflight
 from weft.cluster.facts import gather_facts
 from weft.cluster.groups import Cancelled, JoinedGroup, end_of_head
+from weft.cluster.measured import store_cluster
 from weft.cluster.messages import (
     HEAD_CLOSED,
     Dismissed,
@@ -33,13 +35,14 @@ from weft.cluster.messages import (
 )
 from weft.cluster.ray_cluster import RayAssembly, assemble_on_ray, uses_ray
 from weft.cluster.settings import NodeSettings, node_settings
-from weft.cluster.speed import PeerListener, measure_network
+from weft.cluster.speed import listen_for_peers, measure_network
 from weft.config import EngineConfig
 from weft.errors import ConfigError, error_reason
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError
-from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
+from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
+from weft.executors.secure import Greeter, accept_securely
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private, interface_of
 from weft.hardware.host import Host, probe_host
@@ -51,7 +54,7 @@ log = logging.getLogger("weft.cluster")
 ASK_S = 25.0  # seconds for an answer of a node that has joined
 LOOK_S = 0.5  # between two looks at whether the wait is still wanted
 SAY_S = 10.0  # between two lines about nodes that are missing
-MOST_CONNECTIONS = 64  # that prove their key at the same time
+MEASURED_S = 15.0  # seconds of measurements, of which some failed, after which no more are made
 NOT_ANSWERING = "node-not-answering"
 
 
@@ -163,7 +166,7 @@ class Gatherer:
     def _group(self, own: Facts, number: int, nodes: Sequence[JoinedNode]) -> JoinedGroup:
         """The nodes of a replica, checked."""
         settings = self.door.settings
-        speeds = check_nodes(own, nodes, settings.key, fetch_command(self._config))
+        speeds = check_nodes(own, nodes, settings, fetch_command(self._config))
         machines = {0: own.host} | {node.facts.node: node.facts.host for node in nodes}
         hosts = [self._part(number, node, machines[node]) for node in settings.groups[number]]
         return JoinedGroup(own, nodes, hosts, speeds, settings.groups[number].start, lasting=self._lasting)
@@ -248,8 +251,9 @@ def _flag_problem(facts: Facts, replica: int, settings: NodeSettings) -> str:
 def fetch_command(config: EngineConfig) -> str:
     """Command that fetches the model on another node."""
     if os.path.exists(config.model):
-        return f"rsync -a NODE0:{os.path.abspath(config.model)} {os.path.dirname(os.path.abspath(config.model))}/"
-    return f"hf download {config.model}"
+        path = os.path.abspath(config.model)
+        return f"rsync -a NODE0:{shlex.quote(path)} {shlex.quote(os.path.dirname(path))}/"
+    return f"weft pull {shlex.quote(config.model)}"
 
 
 class Door:
@@ -264,19 +268,17 @@ class Door:
         interface_of(settings.address)
         family = socket.AF_INET6 if ":" in settings.address else socket.AF_INET
         try:
-            self._listener = socket.create_server((settings.address, settings.port), family=family)
+            listener = socket.create_server((settings.address, settings.port), family=family)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {settings.head} for the other nodes: {error_reason(error)}; give all nodes another "
                 "--master-port",
                 code="cannot-listen",
             ) from None
-        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._thread = threading.Thread(target=self._accept, name="weft-door", daemon=True)
+        self._greeter = Greeter(listener, self._greet, "weft-door")
         self._changed = threading.Condition()  # guards the next
         self._joined: dict[tuple[int, int], JoinedNode] = {}  # by replica and node, until their engine starts
         self._wanted: set[tuple[int, int]] = set()
-        self._greeting: dict[socket.socket, threading.Thread] = {}  # connections that have not reported yet
         self._closed = False
 
     def __enter__(self) -> Door:
@@ -287,7 +289,7 @@ class Door:
         self.close()
 
     def open(self) -> None:
-        self._thread.start()
+        self._greeter.start()
 
     def close(self, error: BaseException | None = None) -> None:
         """Let nobody in any more; tell those that wait here about the error. May be called twice."""
@@ -295,17 +297,7 @@ class Door:
             if self._closed:
                 return
             self._closed = True
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-        with self._changed:
-            greeting = dict(self._greeting)
-            for connection in greeting:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        for thread in greeting.values():
-            thread.join()
+        self._greeter.close()
         reason = end_of_head(error) if error else ("node 0 no longer waits for nodes", HEAD_CLOSED)
         for node in self._joined.values():
             node.dismiss(*reason)
@@ -386,40 +378,27 @@ class Door:
         progress = f": {there} of {len(wanted) + 1}" if wanted else ""
         log.info("%s has joined%s%s", preflight.label(facts), progress, f"; missing: {left}" if left else "")
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while not self._closed:
-                connection, peer = self._listener.accept()
-                if not self._slots.acquire(blocking=False):
-                    connection.close()
-                    continue
-                thread = threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True)
-                with self._changed:
-                    self._greeting[connection] = thread
-                thread.start()
-
-    def _greet(self, connection: socket.socket, peer: str) -> None:
+    def _greet(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:
         """Have the other side prove the key, and read its report."""
+        settings = self.settings
+        secured = connection
         try:
-            check_private(peer, self.settings.allow_public)
-            check_connector(connection, self.settings.key)
-            node = JoinedNode(connection)
-            with self._changed:
-                del self._greeting[connection]
-            self._admit(node.replica, node)
-            return
+            check_private(peer, settings.allow_public)
+            secured = accept_securely(connection, settings.key, settings.certificate)
+            node = JoinedNode(secured)
+            return lambda: self._admit(node.replica, node)
         except WrongKeyError:
             log.error("%s has another cluster key: copy the key file of node 0 to it", peer)
+        except CertificateError as error:
+            log.error("%s is refused: %s", peer, error)
         except (NotWeftError, FrameError, ConfigError, OSError) as error:
             log.warning("a connection from %s is refused: %s", peer, error)
-        finally:
-            self._slots.release()
-        with self._changed:
-            del self._greeting[connection]
+        secured.close()
         connection.close()
+        return None
 
 
-def check_nodes(own: Facts, nodes: Sequence[JoinedNode], key: bytes, fetch: str) -> list[Speed]:
+def check_nodes(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings, fetch: str) -> list[Speed]:
     """Check all nodes and the network between them, before any weights are read. Raises ConfigError."""
     for node in nodes:
         asked = time.time()
@@ -429,7 +408,7 @@ def check_nodes(own: Facts, nodes: Sequence[JoinedNode], key: bytes, fetch: str)
         node.facts = msgspec.structs.replace(node.facts, skew_s=skew)
     facts = [own, *(node.facts for node in nodes)]
     found = preflight.failures(facts, (), fetch)
-    speeds: list[Speed] = [] if found else measure_all(own, nodes, key)
+    speeds: list[Speed] = [] if found else measure_all(own, nodes, settings)
     found = found or preflight.failures(facts, speeds, fetch)
     for failure in found[1:]:
         log.error("%s", failure)
@@ -438,24 +417,33 @@ def check_nodes(own: Facts, nodes: Sequence[JoinedNode], key: bytes, fetch: str)
         raise ConfigError(f"{found[0]}{more}", code="preflight")
     for line in preflight.summary(facts, speeds):
         log.info("%s", line)
+    store_cluster(facts, speeds)
     return speeds
 
 
-def measure_all(own: Facts, nodes: Sequence[JoinedNode], key: bytes) -> list[Speed]:
-    """Measure the network between every two nodes, one pair after the other."""
-    listener = PeerListener(own.address, key)
+def measure_all(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings) -> list[Speed]:
+    """Measure the network between every two nodes, one pair after the other.
+
+    Pairs that do not reach each other take CONNECT_S seconds each: after MEASURED_S seconds no further ones are tried.
+    """
+    listener = listen_for_peers(own.address, settings)
+    deadline = time.monotonic() + MEASURED_S
     try:
         ports = {0: (own.address, listener.port)}
-        speeds = []
+        speeds: list[Speed] = []
         for node in nodes:
             for other, (address, port) in ports.items():
+                if time.monotonic() > deadline and any(speed.problem for speed in speeds):
+                    return speeds
                 answer = node.ask(MeasureTo(other, address, port))
                 assert isinstance(answer, Measured)
                 speeds.append(answer.speed)
             listening = node.ask(ListenForPeers())
             assert isinstance(listening, ListeningForPeers)
             ports[node.facts.node] = node.facts.address, listening.port
-            back = measure_network(0, node.facts.node, node.facts.address, listening.port, key)
+            back = measure_network(
+                0, node.facts.node, node.facts.address, listening.port, settings.key, settings.certificate
+            )
             if back.problem:
                 speeds.append(back)
     finally:

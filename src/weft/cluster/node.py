@@ -28,15 +28,16 @@ from weft.cluster.messages import (
     ToJoined,
 )
 from weft.cluster.settings import NodeSettings
-from weft.cluster.speed import PeerListener, measure_network
+from weft.cluster.speed import PeerListener, listen_for_peers, measure_network
 from weft.config import EngineConfig
 from weft.errors import Cause, ConfigError, EngineError, ModelError, error_reason
 from weft.executors.beats import keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel
-from weft.executors.keys import NotWeftError, WrongKeyError, prove_to_acceptor
+from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.node_messages import StartRanks
 from weft.executors.node_ranks import NodeRanks
+from weft.executors.secure import connect_securely
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import probe_host
 from weft.plan.opening import resolve_checkpoint
@@ -160,6 +161,8 @@ def connect_to_head(
                 f"the head at {settings.head} has another cluster key; copy its key file to this node",
                 code="other-cluster-key",
             ) from None
+        except CertificateError as error:
+            raise ConfigError(f"the head at {settings.head} is refused: {error}", code="cluster-certificate") from None
         except (OSError, NotWeftError) as error:
             reason = error_reason(error)
             if not isinstance(error, ConnectionRefusedError):
@@ -181,14 +184,13 @@ def connect_to_head(
 
 
 def _open_connection(settings: NodeSettings) -> socket.socket:
-    """Connect once, and prove the key. Raises OSError, NotWeftError and WrongKeyError."""
+    """Connect once, and prove the key. Raises OSError, NotWeftError, WrongKeyError and CertificateError."""
     connection = socket.create_connection((settings.address, settings.port), REACH_S)
     try:
-        prove_to_acceptor(connection, settings.key)
+        return connect_securely(connection, settings.key, settings.certificate)
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 class Node:
@@ -219,10 +221,11 @@ class Node:
                     case TellTime():
                         self._channel.send(Time(time.time()))
                     case ListenForPeers():
-                        self._peers = self._peers or PeerListener(self._facts.address, self._settings.key)
+                        self._peers = self._peers or listen_for_peers(self._facts.address, self._settings)
                         self._channel.send(ListeningForPeers(self._peers.port))
                     case MeasureTo(node, address, port):
-                        speed = measure_network(self._settings.node, node, address, port, self._settings.key)
+                        own = self._settings
+                        speed = measure_network(own.node, node, address, port, own.key, own.certificate)
                         self._channel.send(Measured(speed))
                     case Dismissed(text, code):
                         raise ConfigError(text, code=code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, WeftError
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
+from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host, probe_host
@@ -33,6 +35,10 @@ from weft.plan.opening import resolve_checkpoint
 
 log = logging.getLogger("weft.cluster")
 
+NO_TOKEN = (
+    "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
+    "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
+)
 FACTS_S = 30.0  # seconds for all nodes to report
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
@@ -156,7 +162,9 @@ def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: b
         for address in (own, *(seat.node.address for seat in seats)):
             check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
-    return RayGroup(RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats)), seats)
+    certificate = load_certificate(config.cluster_cert_file)
+    nodes = RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
+    return RayGroup(nodes, seats)
 
 
 def actors_key(config: EngineConfig, environment: Mapping[str, str]) -> bytes:
@@ -214,19 +222,34 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
     try:
         try:
             ray.init(address=address or "auto", logging_level=logging.WARNING)
+            if may_start:
+                _warn_without_token()
             return True
         except ConnectionError:
             if address or not may_start:
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+            _warn_without_token()
             return False
+    except ray.exceptions.AuthenticationError:
+        raise ConfigError(
+            f"the Ray cluster at {address or 'this machine'} asks for its token; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token)",
+            code="ray-token",
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot join the Ray cluster at {address or 'this machine'}: {' '.join(str(error).split())[:300]}; check "
             "RAY_ADDRESS, and `ray status`",
             code="no-ray-cluster",
         ) from None
+
+
+def _warn_without_token() -> None:
+    """Warn that the cluster asks for no token."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        log.warning("%s", NO_TOKEN)
 
 
 def find_seats(ray: Any, config: EngineConfig, on_cpu: bool) -> list[Seat]:
@@ -300,7 +323,7 @@ def report_facts(number: int, question: bytes) -> bytes:
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
     facts = [replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    found = preflight.failures(facts, (), f"hf download {config.model}")
+    found = preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")
     for failure in found[1:]:
         log.error("%s", failure)
     if found:

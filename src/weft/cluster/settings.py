@@ -11,6 +11,7 @@ import msgspec
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.executors.keys import load_key
+from weft.executors.tls import load_certificate
 from weft.hardware.addresses import check_private
 from weft.plan.nodes import divide_nodes
 
@@ -20,7 +21,8 @@ MASTER_PORT = 29501  # vLLM's default
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a node before it meets the others.
 
-    `address` is the head's, as numbers; the timeout is in seconds. `replicas` is the number of engines.
+    `address` is the head's, as numbers; the timeout is in seconds. `replicas` is the number of engines. `certificate`
+    is this node's bundle in PEM, "" without TLS.
     """
 
     nodes: int
@@ -30,6 +32,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
     allow_public: bool
     key: bytes
+    certificate: str = ""
     replicas: int = 1
 
     @property
@@ -85,6 +88,7 @@ def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeS
         allow_public=config.allow_public,
         key=load_key(config.cluster_key_file, environment, nodes),
         replicas=replica_count(config),
+        certificate=load_certificate(config.cluster_cert_file),
     )
 
 

@@ -47,7 +47,12 @@ class Watch:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once."""
+    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once.
+
+    Without effect on a plain socket in place of a connection with TLS, which has this done itself.
+    """
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with suppress(AttributeError, OSError):  # Linux

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from weft.errors import CORE, Cause, EngineError, error_reason
 from weft.executors.beats import SILENCE_S, Watch, keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
-from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
+from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
 from weft.executors.node_messages import Ping, PrintStacks
 from weft.executors.rank import WORKER
@@ -30,12 +31,14 @@ from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Alive, Attached, FromActor, RayNodes
+from weft.executors.secure import Greeter, accept_securely
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
 
 log = logging.getLogger("weft")
 
 ATTACH_S = 60.0  # seconds for the actors to start and to connect
+LOOK_S = 0.5  # between two looks at actors that have not connected
 SAY_S = 10.0  # between two lines about resources that are missing
 STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
 RELEASE_S = 10.0  # seconds for Ray to take its resources back
@@ -73,6 +76,7 @@ class RayExecutor(RankExecutor):
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._attached: dict[int, AttachedRank] = {}
+        self._came: SimpleQueue[AttachedRank] = SimpleQueue()
         self._node_names: list[str] = []
 
     def _launch(self, plan: Plan) -> None:
@@ -84,9 +88,17 @@ class RayExecutor(RankExecutor):
         self._node_names = [self._nodes.nodes[device.node].id for device in plan.devices]
         self._reserve(plan)
         family = socket.AF_INET6 if ":" in self._nodes.address else socket.AF_INET
-        with socket.create_server((self._nodes.address, 0), family=family) as listener:
+        listener = socket.create_server((self._nodes.address, 0), family=family)
+        greeter = Greeter(listener, self._greet, "weft-ray-door")
+        greeter.start()
+        try:
             self._start_actors(plan, listener.getsockname()[1])
-            self._accept(len(plan.places), listener)
+            self._await_actors(len(plan.places))
+        finally:
+            greeter.close()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._came.get_nowait().channel.close()
         plan = self._with_gpus(plan)
         for rank, attached in self._attached.items():
             attached.thread.start()
@@ -161,23 +173,18 @@ class RayExecutor(RankExecutor):
             )
             self._actors.append(actor)
             address = (self._nodes.address, port)
-            self._runs.append(actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu))
+            self._runs.append(
+                actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu, self._nodes.certificate)
+            )
 
-    def _accept(self, count: int, listener: socket.socket) -> None:
+    def _await_actors(self, count: int) -> None:
         """Wait for the connections of all actors. Raises EngineError for one that has died or does not come."""
         deadline = time.monotonic() + ATTACH_S
-        listener.settimeout(0.5)
         while len(self._attached) < count:
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                try:
-                    check_connector(connection, self._nodes.key)
-                    self._attach(connection)
-                except (NotWeftError, WrongKeyError, FrameError) as error:
-                    log.warning("a connection is refused: %s", error)
-                    connection.close()
-                if time.monotonic() <= deadline:
-                    continue
+            with contextlib.suppress(Empty):
+                attached = self._came.get(timeout=LOOK_S)
+                self._attached[attached.about.rank] = attached
+                continue
             missing = next(rank for rank in range(count) if rank not in self._attached)
             ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
             if ended or time.monotonic() > deadline:
@@ -186,7 +193,20 @@ class RayExecutor(RankExecutor):
                     Cause(rank=missing, phase="start", code="actor-died" if ended else "actor-missing", cause=reason)
                 )
 
-    def _attach(self, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:
+        """Have an actor prove the key, and read its first message."""
+        secured = connection
+        try:
+            secured = accept_securely(connection, self._nodes.key, self._nodes.certificate)
+            attached = self._attach(secured)
+            return lambda: self._came.put(attached)
+        except (NotWeftError, WrongKeyError, CertificateError, FrameError, OSError) as error:
+            log.warning("a connection from %s is refused: %s", peer, str(error) or "it has another cluster key")
+        secured.close()
+        connection.close()
+        return None
+
+    def _attach(self, connection: socket.socket) -> AttachedRank:
         keep_alive(connection)
         open_sockets.add(connection)
         channel: Channel[FromActor] = Channel(connection, FromActor)
@@ -202,7 +222,7 @@ class RayExecutor(RankExecutor):
             thread=threading.Thread(target=self._listen, args=(rank, messages), name=f"weft-rank-{rank}", daemon=True),
             sending=threading.Lock(),
         )
-        self._attached[rank] = attached
+        return attached
 
     def _with_gpus(self, plan: Plan) -> Plan:
         """The plan with the GPUs that Ray has given to the actors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
@@ -175,6 +177,21 @@ def on_other_nodes(plan: Plan, first: int) -> Plan:
     """The plan with its nodes numbered from `first`."""
     devices = tuple(msgspec.structs.replace(device, node=device.node + first) for device in plan.devices)
     return msgspec.structs.replace(plan, devices=devices)
+
+
+@contextmanager
+def named_gpus(hosts: Sequence[Host]) -> Iterator[None]:
+    """Have a PlanError about a GPU of `joined_host`, such as one whose memory is taken, say whose it is."""
+    try:
+        yield
+    except PlanError as error:
+        gpus = [(node, number) for node, host in enumerate(hosts) for number in range(len(host.gpus))]
+        found = re.search(r"\bcuda:(\d+)", str(error))
+        if found is None or int(found[1]) >= len(gpus):
+            raise
+        node, number = gpus[int(found[1])]
+        where = f"{found[0]} is GPU {number} of node {node} ({hosts[node].hostname})"
+        raise PlanError(f"{error}; {where}", code=error.code) from None
 
 
 def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:
