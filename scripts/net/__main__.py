@@ -158,7 +158,7 @@ def main() -> int:
     if os.geteuid() != 0:
         print("scripts/bench net: error: network namespaces need root", file=sys.stderr)
         return 1
-    works = [{"requests": 16, "input": 128, "output": 64}, {"requests": 1, "input": 128, "output": 64}]
+    works = [{"requests": 16, "input": 32, "output": 48}, {"requests": 1, "input": 32, "output": 48}]
     results: dict[str, list[dict[str, Any]]] = {}
     remove_leftovers()
     with tempfile.TemporaryDirectory() as folder, SlowLink(arguments.rate, arguments.latency_ms / 1000) as link:

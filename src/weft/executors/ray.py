@@ -78,6 +78,8 @@ class RayExecutor(RankExecutor):
         self._attached: dict[int, AttachedRank] = {}
         self._came: SimpleQueue[AttachedRank] = SimpleQueue()
         self._node_names: list[str] = []
+        self._stacks = threading.Lock()  # guards the next
+        self._stacks_asked = False
 
     def _launch(self, plan: Plan) -> None:
         import ray  # slow, and an extra
@@ -261,8 +263,10 @@ class RayExecutor(RankExecutor):
 
     def _silent(self, rank: int) -> None:
         """Handle an actor that sends nothing: have the others print their stacks, and fail."""
+        with self._stacks:
+            first, self._stacks_asked = not self._stacks_asked, True
         for other, attached in self._attached.items():
-            if other != rank:
+            if first and other != rank:
                 attached.offer(PrintStacks())
         time.sleep(STACKS_S)
         self._fail(
