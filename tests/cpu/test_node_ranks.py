@@ -171,7 +171,7 @@ def test_a_side_that_is_silent(
 
 
 def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the engine starts again; it ends with the head, whose door is closed then."""
+    """It does so as often as the engine starts again, and ends with the head, whose door is closed then."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr("weft.cluster.node.CLOSED_S", 0.0)
     settings = at_door(free_port())

@@ -104,7 +104,7 @@ def choose_seats(
         counts = divide_ranks(tensor, groups, [seat.room for seat in fitting])
         return [replace(seat, room=count) for seat, count in zip(fitting, counts, strict=True)]
     present = ", ".join(seat.label for seat in seats) or "no room left"
-    one = f"{ranks} ranks" if len(seats) >= nodes else f"{nodes} nodes"
+    one = f"{ranks} ranks" if nodes == 1 or len(seats) >= nodes else f"{nodes} nodes"
     wanted = f"{one} are" if replicas == 1 else f"{replicas} replicas of {one} are"
     raise PlanError(
         f"{wanted} wanted, and the Ray cluster has {present}{' for the next one' * (replicas > 1)}; lower "
