@@ -25,7 +25,7 @@ from weft.cluster.speed import PeerListener, measure_network
 from weft.comm import nccl_log
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.executors import secure
+from weft.executors import framing, secure
 from weft.executors.rank_processes import nccl_log_variables
 from weft.formats.checkpoint import Checkpoint
 from weft.planner.execution import plan_over_nodes
@@ -230,3 +230,17 @@ def test_threads_of_greeted_connections_end() -> None:
     with socket.create_connection(("127.0.0.1", listener.port)):
         listener.close()
     assert threading.active_count() == before
+
+
+def test_decoders_are_built_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec 0.20 crashes now and then if two threads are the first to build those of the same types: nodes join at
+    the same moment."""
+    held: list[bool] = []
+
+    def build(messages: object) -> object:
+        held.append(framing._building.locked())
+        return msgspec.msgpack.Decoder(Any)
+
+    monkeypatch.setattr(framing, "msgspec", SimpleNamespace(msgpack=SimpleNamespace(Decoder=build)))
+    framing.FrameDecoder[Any](Any)
+    assert held == [True]
