@@ -167,11 +167,9 @@ def main() -> int:
                 here, head = Bench(arguments.model, link, Path(folder), stack).start(layout, PORT + number)
                 results[layout] = measure(here, head, works, arguments.runs)
     load = os.getloadavg()
-    first = next(iter(results.values()))[0]["network"]
-    print(
-        f"{arguments.model}, two ranks with a core each; the link by Weft's own measurement: {8 * first[0] / 1e9:.2f} "
-    )
-    print(f"Gb/s, {2e6 * first[1]:.0f} us there and back; load of the machine before the end: {load[0]:.1f}\n")
+    speed, seconds = next(iter(results.values()))[0]["network"]
+    print(f"{arguments.model}, two ranks with a core each. The link by Weft's own measurement: ", end="")
+    print(f"{8 * speed / 1e9:.2f} Gb/s, {2e6 * seconds:.0f} us there and back. Load at the end: {load[0]:.1f}.\n")
     print(table(results))
     print(json.dumps({"task": "net", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "layouts": results}))
     return 0
