@@ -247,6 +247,11 @@ class NodeOptions(Options):
         metavar="FILE",
         help="file with the key that all nodes have, which only you may read; else WEFT_CLUSTER_KEY of the environment",
     )
+    cluster_cert_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="certificate and key of this node, from weft cluster cert: connections between nodes run inside TLS",
+    )
     allow_public: bool = option(
         False, help="let nodes connect at addresses outside the private, link-local and loopback ranges"
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
+from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.local import LocalEngine
 from weft.client.opening import (
@@ -29,7 +30,7 @@ from weft.client.pooling import Pooler
 from weft.client.progress import Bar, Progress
 from weft.client.running import RunningReplica
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
-from weft.cluster.assembly import AnyAssembly, assemble
+from weft.cluster.assembly import assemble
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats
@@ -83,7 +84,8 @@ class LLM:
         planned = plan_engines(self.config, checkpoint, host, assembly)
         # Shared with the engine if that runs in this process: a vocabulary is prepared once.
         grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-        self._engine = start_replicas(planned, self.config, assembly, grammars)
+        nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
+        self._engine = start_replicas(planned, self.config, nodes, grammars)
         # When this object is collected, or else at exit, before the interpreter takes its modules apart.
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._frontend = Frontend.for_engine(
@@ -442,15 +444,15 @@ class AnswerStream(Generator[RequestOutput, None, None]):
 
 
 def start_replicas(
-    planned: Sequence[ReplicaPlan], config: EngineConfig, assembly: AnyAssembly | None, grammars: GrammarCompiler
+    planned: Sequence[ReplicaPlan], config: EngineConfig, nodes: EngineNodes | None, grammars: GrammarCompiler
 ) -> LocalEngine | ReplicaThread:
     """Start one engine in a thread of this process, or several in processes of their own. Raises EngineError.
 
-    `assembly` are the nodes that hold ranks of the one engine, if there are several. One engine computes its masks by
-    `grammars`, several have compilers of their own.
+    `nodes` are those that hold the ranks, if there are several. One engine computes its masks by `grammars`, several
+    have compilers of their own.
     """
     if len(planned) == 1:
-        return LocalEngine(config, planned[0], assembly, grammars)
+        return LocalEngine(config, planned[0], nodes, grammars)
     from weft.client.replica_thread import ReplicaThread  # imports asyncio, which one engine does not need
 
-    return ReplicaThread(planned, config)
+    return ReplicaThread(planned, config, nodes)

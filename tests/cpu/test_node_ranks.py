@@ -14,8 +14,12 @@ import pytest
 from fake_worker import HERE, make_plan, make_step, total
 
 from tests.cpu.families import family
+from tests.pure.joining import at_door, facts, free_port
+from weft.cluster.assembly import Door
+from weft.cluster.groups import JoinedGroup
+from weft.cluster.node import Session, run_sessions
 from weft.core.commands import RankReport, RankStats
-from weft.errors import Cause, EngineError
+from weft.errors import Cause, EngineError, WeftError
 from weft.executors.framing import Channel
 from weft.executors.node_messages import NodeSocket, OtherNodes, RankLost, ToNode
 from weft.executors.node_ranks import NodeRanks
@@ -45,7 +49,7 @@ class Cluster:
         about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
         self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
         self.channel: Channel[ToNode] = Channel(self.theirs, ToNode)
-        self.ranks = NodeRanks(self.channel, 1, "lo", "")
+        self.ranks = NodeRanks(self.channel, 1, "127.0.0.1", "lo", "")
         self.ends: list[Cause] = []
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -85,9 +89,10 @@ def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Cluster]]:
     [
         ({"stages": 4}, (0, 0, 1, 1)),  # shared memory, the network, shared memory
         ({"tensor": 2, "stages": 2}, (0, 0, 1, 1)),  # groups in shared memory, stages over the network
+        ({"tensor": 2}, (1, 1)),  # a replica without ranks on the head
         pytest.param({"tensor": 4}, (0, 0, 1, 1), marks=pytest.mark.long),
     ],
-    ids=["pp4", "tp2pp2", "tp4"],
+    ids=["pp4", "tp2pp2", "elsewhere", "tp4"],
 )
 def test_results_over_nodes(create: Callable[[], Cluster], layout: dict[str, int], nodes: tuple[int, ...]) -> None:
     plan = over_nodes(make_plan(**layout), *nodes)
@@ -99,7 +104,7 @@ def test_results_over_nodes(create: Callable[[], Cluster], layout: dict[str, int
     for step, future in zip(steps, futures, strict=True):
         assert future.result(WAIT_S).tokens == [total(plan, step.tokens)]
     reports = cluster.executor.call(RankStats()).result(WAIT_S)
-    assert [report.steps for report in reports if isinstance(report, RankReport)] == [12] * 4
+    assert [report.steps for report in reports if isinstance(report, RankReport)] == [12] * len(nodes)
     cluster.executor.close()
     assert cluster.end().phase == "shutdown"
 
@@ -158,8 +163,46 @@ def test_a_side_that_is_silent(
             monkeypatch.setattr(link, "send", lambda message: None)
             monkeypatch.setattr(link, "offer", lambda message: None)
         assert cluster.end().code == "head-silent"
-    time.sleep(0.1)  # the copier of the stacks
-    assert "most recent call first" in capfd.readouterr().err
+    printed, deadline = "", time.monotonic() + WAIT_S
+    while "most recent call first" not in printed:  # the copier of the stacks
+        assert time.monotonic() < deadline, printed
+        time.sleep(0.02)
+        printed += capfd.readouterr().err
+
+
+def test_a_node_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so as often as the engine starts again, and ends with the head, whose door is closed then."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setattr("weft.cluster.node.CLOSED_S", 0.0)
+    settings = at_door(free_port())
+    there = msgspec.structs.replace(settings, node=1)
+    here = facts(1, address="127.0.0.1", interface="lo")
+    ends: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            run_sessions([Session(there, here, "", 0)])
+            ends.append(None)
+        except WeftError as error:
+            ends.append(error)
+
+    node = threading.Thread(target=run)
+    with Door(settings) as door:
+        node.start()
+        for action in ("kill 1 step", "fine"):
+            [[joined]] = door.wait_for([0])
+            group = JoinedGroup(facts(0, address="127.0.0.1", interface="lo"), [joined], [], [], 0, lasting=True)
+            executor = NodesExecutor(group.hand_over(), HERE)
+            plan = over_nodes(make_plan(action, stages=2), 0, 1)
+            executor.start(plan)
+            error = executor.submit(make_step(0, [1])).exception(WAIT_S)
+            assert (error is None) == (action == "fine")
+            if error:
+                executor.close()
+    executor.close()
+    node.join(WAIT_S)
+    assert ends == [None]
+    assert family() == []
 
 
 def test_the_key_is_not_handed_on(create: Callable[[], Cluster], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 
+from scripts.net.links import ip, remove_leftovers
+
 HOSTS = ("10.231.77.1", "10.231.77.2")
 
 
@@ -25,6 +27,7 @@ class Cable:
     """Two namespaces, `names`, with the addresses HOSTS, and the cable between them."""
 
     def __init__(self) -> None:
+        remove_leftovers()
         self.names = tuple(f"weft-{os.getpid()}-{host}" for host in "ab")
         for name in self.names:
             ip("netns", "add", name)
@@ -49,7 +52,3 @@ class Cable:
     def close(self) -> None:
         for name in self.names:
             ip("netns", "del", name)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -20,77 +14,12 @@ import pytest
 from tests.cpu import tiny
 from tests.net import head as head_program
 from tests.net.namespaces import HOSTS, Cable, obstacle
+from tests.net.programs import COMMON, Pair, Program, ask, complete, until_health
 from weft import LLM
 
 pytestmark = pytest.mark.skipif(bool(reason := obstacle()), reason=reason)
 
-ROOT = Path(__file__).parents[2]
-WAIT_S = 90  # at most, for something that takes seconds
-COMMON: dict[str, Any] = {
-    "dtype": "float32",
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "kv_cache_memory_bytes": 1_000_000,
-}
-PORT = 29701
-
-
-class Program:
-    """A process on one of the hosts, with what it prints."""
-
-    def __init__(self, cable: Cable, host: int, words: list[str], log: Path, **environment: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
-        self.log = log
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [*cable.inside(host), sys.executable, *words],
-                env={**inherited, "PYTHONPATH": f"{ROOT}/src:{ROOT}", **environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-
-    def ask(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line, f"it has ended:\n{self.printed}"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    @property
-    def printed(self) -> str:
-        return self.log.read_text()
-
-    def until(self, pattern: str) -> None:
-        """Wait until the program has printed a line with this pattern."""
-        deadline = time.monotonic() + WAIT_S
-        while not re.search(pattern, self.printed):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.printed
-            time.sleep(0.05)
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end; return status and last line."""
-        status = self.process.wait(WAIT_S)
-        return status, self.printed.strip().splitlines()[-1]
-
-    def ranks(self) -> list[psutil.Process]:
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return [member for member in family if "weft.worker.process" in member.cmdline()]
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+LATE_S = 20  # for a node that comes late
 
 
 @pytest.fixture(scope="module")
@@ -112,41 +41,11 @@ def alone(model: str) -> list[list[int]]:
         return head_program.answers(llm)
 
 
-class Pair:
-    """Starts the head on the first host, and the other node on the second."""
-
-    def __init__(self, cable: Cable, model: str, folder: Path) -> None:
-        self._cable, self._model, self._folder = cable, model, folder
-        self.key = self.write_key("right.key", "7" * 64)
-        self.programs: list[Program] = []
-
-    def write_key(self, name: str, text: str) -> str:
-        file = self._folder / name
-        file.write_text(text)
-        file.chmod(0o600)
-        return str(file)
-
-    def head(self, **options: Any) -> Program:
-        address = {"nnodes": 2, "master_addr": HOSTS[0], "master_port": PORT, "cluster_key_file": self.key}
-        words = [str(ROOT / "tests/net/head.py"), self._model, json.dumps({**COMMON, **address, **options})]
-        return self._start(0, words, "head.log")
-
-    def other(self, key: str = "", **environment: str) -> Program:
-        words = f"-m weft serve {self._model} --load-format dummy --dtype float32 --headless --nnodes 2 --node-rank 1"
-        words += f" --master-addr {HOSTS[0]} --master-port {PORT} --cluster-key-file {key or self.key}"
-        return self._start(1, words.split(), "other.log", **environment)
-
-    def _start(self, host: int, words: list[str], log: str, **environment: str) -> Program:
-        self.programs.append(Program(self._cable, host, words, self._folder / log, **environment))
-        return self.programs[-1]
-
-
 @pytest.fixture
 def pair(cable: Cable, model: str, tmp_path: Path) -> Iterator[Pair]:
     pair = Pair(cable, model, tmp_path)
     yield pair
-    for program in pair.programs:
-        program.close()
+    pair.close()
     cable.join()
 
 
@@ -156,15 +55,15 @@ def test_pipeline_over_a_link_that_is_cut(pair: Pair, cable: Cable, alone: list[
     head.until("waiting at .* for 1 other")
     other = pair.other()
     assert [row["node"] for row in head.answer()["layout"]] == ["0", "1"]
-    head.ask()
+    head.say()
     assert head.answer()["tokens"] == alone
     cable.cut()
-    head.ask()
+    head.say()
     time.sleep(1)
     cable.join()
     assert head.answer()["tokens"] == alone
     cable.cut()
-    head.ask()
+    head.say()
     status, last = head.end()
     assert status == 1 and "node 1" in last and "silent" in last, head.printed
     assert "Current thread" in head.printed, "the stacks of the other ranks"
@@ -177,15 +76,85 @@ def test_a_rank_that_is_killed_on_the_other_host(pair: Pair, alone: list[list[in
     head, other = pair.head(tensor_parallel_size=2), pair.other()
     assert [row["node"] for row in head.answer()["layout"]] == ["0", "1"]
     assert re.search(r"spans nodes.*ms.*--pipeline-parallel-size 2", head.printed)
-    head.ask()
+    head.say()
     assert head.answer()["tokens"] == alone
     [rank] = other.ranks()
     rank.send_signal(signal.SIGKILL)
     for program in (head, other):
         if program is head:
-            head.ask()
+            head.say()
         status, last = program.end()
         assert status == 1 and "rank 1" in last and "SIGKILL" in last, program.printed
+
+
+def test_groups_inside_nodes_and_a_head_that_is_killed(pair: Pair, alone: list[list[int]]) -> None:
+    """Tensor parallel inside each node, stages across; the other node ends at once when the head is killed."""
+    head, other = pair.head(tensor_parallel_size=2, pipeline_parallel_size=2), pair.other()
+    rows = head.answer()["layout"]
+    assert [(row["stage"], row["node"]) for row in rows] == [(0, "0"), (0, "0"), (1, "1"), (1, "1")]
+    assert "spans nodes" not in head.printed
+    head.say()
+    assert head.answer()["tokens"] == alone
+    ranks = other.ranks()
+    head.kill()
+    status, last = other.end()
+    assert status == 1 and "the head has closed the connection" in last, other.printed
+    assert not psutil.wait_procs(ranks, 10)[1]
+
+
+def test_an_engine_starts_again_with_its_nodes(pair: Pair, model: str) -> None:
+    """After a rank and a node: /health says so meanwhile, and the answers are the same afterwards."""
+    server, other = pair.server("-pp", "2"), pair.other()
+    until_health(pair.socket, 200)
+    prompt = [3, 5, 7, 11]
+    expected = complete(pair.socket, model, prompt, 12)
+    [rank] = other.ranks()
+    rank.kill()
+    assert complete(pair.socket, model, prompt, 12) == expected  # it waits for the engine
+    assert other.process.poll() is None and "SIGKILL" in other.printed
+    other.kill()
+    assert "node 1" in str(until_health(pair.socket, 503)["error"])
+    assert ask(pair.socket, "/health/live")[0] == 200
+    again = pair.other()
+    until_health(pair.socket, 200)
+    assert complete(pair.socket, model, prompt, 12) == expected
+    server.process.terminate()
+    assert server.end()[0] == 0, server.printed
+    assert again.end()[0] == 0, again.printed
+
+
+@pytest.mark.long  # ten seconds of silence; the same with other faults above
+def test_an_engine_starts_again_with_its_link(pair: Pair, cable: Cable, model: str) -> None:
+    pair.server("-pp", "2")
+    other = pair.other()
+    until_health(pair.socket, 200)
+    prompt = [3, 5, 7, 11]
+    expected = complete(pair.socket, model, prompt, 12)
+    cable.cut()
+    until_health(pair.socket, 503)
+    other.until("silent for 8 s.* joins again")
+    cable.join()
+    until_health(pair.socket, 200)
+    assert complete(pair.socket, model, prompt, 12) == expected
+
+
+def test_replicas_on_different_nodes(pair: Pair, alone: list[list[int]]) -> None:
+    """One in each node; answers go on elsewhere if one is lost, and it comes back."""
+    head, other = pair.head(data_parallel_size=2), pair.other("-dp", "2")
+    rows = head.answer()["layout"]
+    assert [(row["replica"], row["node"]) for row in rows] == [(0, "0"), (1, "1")]
+    head.say()
+    assert head.answer()["tokens"] == alone
+    [rank] = other.ranks()
+    rank.kill()
+    head.say()
+    assert head.answer()["tokens"] == alone
+    head.until("replica 1 is back")
+    head.say()
+    assert head.answer()["tokens"] == alone
+    assert head.process.stdin
+    head.process.stdin.close()
+    assert head.end()[0] == other.end()[0] == 0, other.printed
 
 
 def test_a_node_that_does_not_come_is_named(pair: Pair) -> None:
@@ -196,7 +165,7 @@ def test_a_node_that_does_not_come_is_named(pair: Pair) -> None:
 def test_another_key(pair: Pair) -> None:
     """Both sides say so; the head goes on waiting for a node with the right one."""
     head = pair.head(pipeline_parallel_size=2)
-    status, last = pair.other(pair.write_key("other.key", "8" * 64)).end()
+    status, last = pair.other(key=pair.write_key("other.key", "8" * 64)).end()
     assert status == 1 and "another cluster key" in last
     head.until(f"{HOSTS[1]} has another cluster key")
 
@@ -222,3 +191,41 @@ def test_a_node_that_fails_the_preflight(pair: Pair, start: Callable[[Pair], tup
 def test_an_address_of_another_machine(pair: Pair) -> None:
     status, last = missing_route(pair)[0].end()
     assert status == 1 and "10.9.9.9 is no address of this machine" in last
+
+
+@pytest.mark.long  # the test of a link that is cut has a node that comes later
+def test_a_node_that_comes_late(pair: Pair, alone: list[list[int]]) -> None:
+    """The head names it meanwhile, and the order of the starts does not matter."""
+    head = pair.head(pipeline_parallel_size=2)
+    head.until("still missing: node 1")
+    time.sleep(LATE_S / 2)
+    pair.other()
+    assert [row["node"] for row in head.answer()["layout"]] == ["0", "1"]
+    head.say()
+    assert head.answer()["tokens"] == alone
+
+
+LAYOUTS = {
+    "pp2": ({"pipeline_parallel_size": 2}, ["0", "1"]),
+    "tp2": ({"tensor_parallel_size": 2}, ["0", "1"]),
+    "tp2pp2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, ["0", "0", "1", "1"]),
+}
+
+
+@pytest.mark.long  # the tests above run the same layouts with a tiny model
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_demo_over_nodes(cable: Cable, tmp_path: Path, name: str) -> None:
+    """SmolLM2-135M in every layout, with the tokens of one rank."""
+    layout, nodes = LAYOUTS[name]
+    options = {"dtype": "float32", "load_format": "auto", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
+    with LLM("demo", **options) as llm:
+        expected = head_program.answers(llm)
+    demo = Pair(cable, "demo", tmp_path)
+    try:
+        head = demo.head(**options, **layout)
+        demo.other("--load-format", "auto")
+        assert [row["node"] for row in head.answer()["layout"]] == nodes
+        head.say()
+        assert head.answer()["tokens"] == expected
+    finally:
+        demo.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import time
@@ -14,24 +16,18 @@ import pytest
 
 from tests.cpu import checkpoints, tiny
 from tests.net.head import answers
+from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
 from weft import LLM
 from weft.errors import ConfigError, EngineError, PlanError
 
 ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 
+PATHS = f"{ROOT}/src:{ROOT}:{ROOT}/tests/cpu"
+
 # Ray's own code leaves sockets and files to the garbage collector.
 LIBRARY_WARNINGS = ("ResourceWarning", "DeprecationWarning", "FutureWarning")
 pytestmark = pytest.mark.filterwarnings(*(f"ignore::{name}" for name in LIBRARY_WARNINGS))
-
-ROOT = Path(__file__).parents[2]
-WAIT_S = 90
-COMMON: dict[str, Any] = {
-    "dtype": "float32",
-    "load_format": "dummy",
-    "skip_tokenizer_init": True,
-    "kv_cache_memory_bytes": 1_000_000,
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +36,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}/src:{ROOT}:{ROOT}/tests/cpu")
+        patch.setenv("PYTHONPATH", PATHS)
         patch.setenv("RAY_DEDUP_LOGS", "0")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
@@ -74,23 +70,29 @@ def on_ray(model: str, **options: Any) -> LLM:
     return LLM(model, **(COMMON | {"distributed_executor_backend": "ray"} | options))
 
 
-def test_a_pipeline_over_two_nodes(cluster: Any, model: str, alone: list[list[int]]) -> None:
+def actors() -> list[psutil.Process]:
+    """The processes of ranks on this process's cluster."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RankActor.run" in " ".join(one.cmdline()):
+                found.append(one)
+    return found
+
+
+def test_a_pipeline_over_two_nodes_until_an_actor_dies(cluster: Any, model: str, alone: list[list[int]]) -> None:
+    """The engine fails at once, with Ray's reason, and gives its resources back."""
     with on_ray(model, pipeline_parallel_size=2) as llm:
         nodes = [row["node"] for row in llm.layout()]
         assert set(nodes) == {node["NodeID"] for node in ray.nodes()} and len(nodes) == 2
         assert answers(llm) == alone
-    wait_for_cpus(2)  # the bundles are given back
-
-
-def test_an_actor_that_dies_fails_the_engine_at_once(cluster: Any, model: str, alone: list[list[int]]) -> None:
-    with on_ray(model, tensor_parallel_size=2) as llm:
-        assert answers(llm) == alone
-        actors = [one for one in psutil.process_iter() if "RankActor.run" in " ".join(one.cmdline())]
-        assert len(actors) == 2
-        os.kill(max(actor.pid for actor in actors), signal.SIGKILL)
+        ranks = actors()
+        assert len(ranks) == 2
+        os.kill(max(rank.pid for rank in ranks), signal.SIGKILL)
         with refuses(EngineError, "actor-died", "Ray actor has died"):
             for _ in range(3):
                 answers(llm)
+    wait_for_cpus(2)  # the bundles are given back
 
 
 def test_a_cluster_that_is_too_small(cluster: Any, model: str) -> None:
@@ -118,22 +120,104 @@ def test_options_of_the_other_executor(model: str) -> None:
         on_ray(model, nnodes=2)
 
 
-@pytest.mark.long
-def test_eight_ranks_on_two_machines_of_four(cluster: Any, tmp_path: Path) -> None:
-    """Seed 004: gpt2 with tensor parallel 4 in each of two pipeline stages; every group is inside a node."""
-    for _ in range(2):
-        cluster.add_node(num_cpus=4)
+def until_replicas(llm: LLM, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while len(llm.replicas) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.long  # half a minute of processes that start; tests/pure has the choice of nodes
+def test_replicas_on_different_nodes(cluster: Any, model: str, alone: list[list[int]]) -> None:
+    """One in each node. An actor and then a whole node are lost: answers go on, and the replica comes back."""
+    with on_ray(model, data_parallel_size=2) as llm:
+        rows = llm.layout()
+        assert [row["replica"] for row in rows] == [0, 1]
+        assert {row["node"] for row in rows} == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        assert answers(llm) == alone
+        actors()[0].kill()
+        assert answers(llm) == alone
+        until_replicas(llm, 2)
+        lost = next(node for node in cluster.worker_nodes if node.node_id in {row["node"] for row in llm.layout()})
+        cluster.remove_node(lost, allow_graceful=False)
+        assert answers(llm) == alone
+        until_replicas(llm, 1)
+        cluster.add_node(num_cpus=1)
+        until_replicas(llm, 2)
+        assert lost.node_id not in {row["node"] for row in llm.layout()}
+        assert answers(llm) == alone
+
+
+@pytest.mark.long  # as an actor that dies, but for the node
+def test_a_raylet_that_is_killed(cluster: Any, model: str) -> None:
+    """The engine fails with Ray's reason, and does not hang."""
+    extra = cluster.add_node(num_cpus=2)
+    with on_ray(model, tensor_parallel_size=2) as llm:
+        assert {row["node"] for row in llm.layout()} == {extra.node_id}
+        cluster.remove_node(extra, allow_graceful=False)
+        with refuses(EngineError, "actor-died", "Ray actor"):
+            for _ in range(3):
+                answers(llm)
+
+
+@pytest.fixture(scope="module")
+def large_nodes(cluster: Any) -> list[str]:
+    """Ids of two nodes with four CPUs each."""
+    return [cluster.add_node(num_cpus=4).node_id for _ in range(2)]
+
+
+@pytest.mark.long  # up to eight processes
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (4, 2)], ids=["tp2 inside", "tp4 x pp2"])
+def test_groups_stay_inside_nodes(
+    large_nodes: list[str], tmp_path: Path, request: pytest.FixtureRequest, tensor: int, stages: int
+) -> None:
+    """Seed 004's gpt2, with tensor parallel 4 in each of two pipeline stages."""
     gpt2 = str(checkpoints.make("gpt2", tmp_path))
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "kv_cache_memory_bytes": 1_000_000}
+    options = {**COMMON, "load_format": "auto"}
     with LLM(gpt2, **options) as llm:
         expected = answers(llm)
-    with LLM(
-        gpt2,
-        **options,
-        distributed_executor_backend="ray",
-        tensor_parallel_size=4,
-        pipeline_parallel_size=2,
-    ) as llm:
+    with on_ray(gpt2, load_format="auto", tensor_parallel_size=tensor, pipeline_parallel_size=stages) as llm:
         assert answers(llm) == expected
         nodes = [row["node"] for row in llm.layout()]
-    assert len(set(nodes[:4])) == len(set(nodes[4:])) == 1 and nodes[0] != nodes[4]
+    groups = [set(nodes[start : start + tensor]) for start in range(0, len(nodes), tensor)]
+    assert [len(group) for group in groups] == [1] * stages
+    assert len(set.union(*groups)) == stages and set(nodes) <= set(large_nodes)
+
+
+@pytest.mark.long  # SmolLM2-135M; the same layouts run above with a tiny model
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    ],
+    ids=["pp2", "tp2", "tp2pp2"],
+)
+def test_the_demo(cluster: Any, layout: dict[str, int]) -> None:
+    options = {"dtype": "float32", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
+    with LLM("demo", **options) as llm:
+        expected = answers(llm)
+    with LLM("demo", **options, **layout, distributed_executor_backend="ray") as llm:
+        assert answers(llm) == expected
+
+
+@pytest.mark.long
+def test_the_head_of_the_cluster_is_killed(model: str, tmp_path: Path) -> None:
+    """The last line of a program that is a driver says why it ends."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    options = {**COMMON, "distributed_executor_backend": "ray", "pipeline_parallel_size": 2}
+    words = [str(ROOT / "tests/net/head.py"), model, json.dumps(options)]
+    head = Program([], words, tmp_path / "head.log", RAY_ADDRESS=cluster.address, PYTHONPATH=PATHS)
+    try:
+        assert len(head.answer()["layout"]) == 2
+        node = cluster.head_node
+        cluster.remove_node(node, allow_graceful=False)
+        head.say()
+        status, last = head.end()
+        assert status == 1 and "its Ray actor has died" in last, head.printed
+    finally:
+        head.close()
+        cluster.shutdown()

@@ -257,3 +257,17 @@ async def test_the_service_tells_and_forgets(told: Any) -> None:
 
 def test_lengths_are_a_token_at_least() -> None:
     assert expected().speed(0.2, 0.4, 0.1) == expected().speed(1, 1, 1)
+
+
+def test_ranks_on_nodes_of_their_own_wait_for_the_network() -> None:
+    """By what was measured of it: two sums per layer wait for the latency, a pipeline for one message per stage."""
+    slow = (125e6, 1e-3)  # bytes per second, seconds
+    work = {"input_len": 16, "output_len": 32, "concurrency": 8}
+    lost = {}
+    for layout in ("tensor_parallel_size", "pipeline_parallel_size"):
+        here = expected(**{layout: 2})
+        there = here.over_network(*slow)
+        assert there.plan is here.plan and len(there.cluster.nodes) == 2
+        lost[layout] = there.speed(**work).tpot_s - here.speed(**work).tpot_s
+    sums = 2 * len(expected().plan.shape.layers)
+    assert lost["tensor_parallel_size"] > sums * slow[1] > 10 * lost["pipeline_parallel_size"] > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,23 +12,37 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from tests.pure.joining import at_door, facts, free_port
+from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import refusals, refuses
 from weft.cluster.assembly import Door, JoinedNode
 from weft.cluster.facts import gather_facts, wrong_interface
-from weft.cluster.messages import Dismissed, Facts, Join, Speed
+from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, Join, Speed
 from weft.cluster.node import connect_to_head
 from weft.cluster.preflight import failures
-from weft.cluster.ray_cluster import actors_key
+from weft.cluster.ray_cluster import RayAssembly, RayGroup, actors_key, occupied_by
+from weft.cluster.ray_seats import Seat, choose_for_replicas
 from weft.cluster.settings import NodeSettings, node_settings, served_config
 from weft.cluster.speed import PeerListener, measure_network
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError
 from weft.executors.framing import Channel
 from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, load_key, prove_to_acceptor
+from weft.executors.ray_nodes import RayNode, RayNodes
 from weft.hardware.addresses import check_private, interface_of, own_address
-from weft.plan.nodes import check_node_memory, crossing_warning, divide_ranks, joined_host, over_nodes
+from weft.plan.nodes import (
+    check_node_memory,
+    crossing_warning,
+    divide_nodes,
+    divide_ranks,
+    joined_host,
+    on_other_nodes,
+    over_nodes,
+    part_of_node,
+    place_on_node,
+)
 
 KEY = "k" * 40
 Golden = Callable[[str, str], None]
@@ -249,29 +263,6 @@ def test_variables_that_name_interfaces() -> None:
 # --- the preflight ---
 
 
-def facts(node: int, **others: Any) -> Facts:
-    values: dict[str, Any] = {
-        "node": node,
-        "nodes": 2,
-        "host": host(hostname=f"host{node}"),
-        "address": f"10.0.0.{node + 1}",
-        "interface": "eth0",
-        "interfaces": ("eth0", "lo"),
-        "host_ip": "",
-        "machine": f"machine{node}",
-        "weft": "1.0",
-        "torch": "2.13.0",
-        "model": "m",
-        "model_digest": "abcdefabcdefabcd",
-        "problem": "",
-        "wrong_interface": "",
-        "shm_free_bytes": 10**10,
-        "open_files": 65536,
-        "clock_s": 0.0,
-    }
-    return Facts(**(values | others))
-
-
 FINE = Speed(first=1, second=0, round_trip_s=1e-4, bytes_per_s=1e9)
 
 
@@ -318,21 +309,10 @@ def test_the_network_is_measured_with_the_key() -> None:
 # --- the head's door ---
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-def at_door(port: int, **others: Any) -> NodeSettings:
-    values: dict[str, Any] = {"nodes": 2, "node": 0, "address": "127.0.0.1", "port": port}
-    values |= {"start_timeout_s": 30.0, "allow_public": False, "key": b"a" * 32}
-    return NodeSettings(**(values | others))
-
-
-def join(settings: NodeSettings, about: Facts) -> socket.socket:
+def join(settings: NodeSettings, about: Facts, replica: int = 0) -> socket.socket:
     connection = connect_to_head(settings)
     channel: Channel[Any] = Channel(connection, Join)
-    channel.send(Join(about))
+    channel.send(Join(about, replica))
     return connection
 
 
@@ -341,7 +321,7 @@ def test_nodes_join_in_any_order_and_once() -> None:
     with Door(settings) as door:
         numbers = (2, 2, 1)
         connections = [join(settings, facts(number, nodes=3)) for number in numbers]
-        joined: list[JoinedNode] = door.wait_for_all()
+        [joined] = door.wait_for([0])
     assert [node.facts.node for node in joined] == [1, 2]
     for node in joined:
         node.dismiss("the end", "the-end")
@@ -354,7 +334,7 @@ def test_a_node_with_a_public_address_is_refused() -> None:
     settings = at_door(free_port())
     admitted: list[JoinedNode] = []
     with Door(settings) as door:
-        waiting = threading.Thread(target=lambda: admitted.extend(door.wait_for_all()))
+        waiting = threading.Thread(target=lambda: admitted.extend(*door.wait_for([0])))
         waiting.start()
         with join(settings, facts(1, address="8.8.8.8")) as refused:
             (message,) = Channel[Any](refused, Dismissed)
@@ -365,10 +345,41 @@ def test_a_node_with_a_public_address_is_refused() -> None:
     admitted[0].dismiss("the end", "the-end")
 
 
+def test_a_node_joins_once_for_each_of_its_replicas() -> None:
+    """Replica 0 lies on node 0; the others wait for their connection, and another one in the place of a lost one."""
+    settings = at_door(free_port(), replicas=3)
+    assert settings.groups == [range(1), range(1), range(1, 2)]
+    with Door(settings) as door:
+        lost = join(settings, facts(1, replicas=3), 2)
+        with join(settings, facts(1, replicas=3), 0) as refused:
+            (message,) = Channel[Any](refused, Dismissed)
+        assert "no ranks of replica 0" in message.message
+        with join(settings, facts(1), 2) as refused:
+            (message,) = Channel[Any](refused, Dismissed)
+        assert "--data-parallel-size 1, and node 0 has 3" in message.message
+        lost.close()
+        with join(settings, facts(1, replicas=3), 2) as there:
+            groups = door.wait_for([0, 1, 2])
+            assert [len(nodes) for nodes in groups] == [0, 0, 1]
+            [[], [], [node]] = groups
+            assert node.present and node.connection.getpeername() == there.getsockname()
+            node.dismiss("the end", "the-end")
+
+
+def test_a_wait_that_is_given_up() -> None:
+    with Door(at_door(free_port())) as door, refuses(ConfigError, HEAD_CLOSED):
+        door.wait_for([0], lambda: True)
+
+
+def test_a_head_that_has_ended() -> None:
+    with refuses(ConfigError, "head-gone"):
+        connect_to_head(at_door(free_port()), gone_s=0.0)
+
+
 def test_nodes_that_do_not_come() -> None:
     settings = at_door(free_port(), nodes=4, start_timeout_s=0.2)
     with Door(settings) as door, refuses(ConfigError, "nodes-missing", "nodes 1, 2, 3", settings.head):
-        door.wait_for_all()
+        door.wait_for([0])
 
 
 def test_a_port_that_is_taken() -> None:
@@ -387,6 +398,94 @@ def test_a_head_that_does_not_come_or_has_another_key() -> None:
 
 
 # --- the division of ranks ---
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "groups"),
+    [
+        (2, 1, [range(2)]),
+        (2, 2, [range(1), range(1, 2)]),
+        (4, 2, [range(2), range(2, 4)]),
+        (3, 2, [range(2), range(2, 3)]),
+        (2, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+    ],
+)
+def test_nodes_are_divided_over_replicas(nodes: int, replicas: int, groups: list[range]) -> None:
+    assert divide_nodes(nodes, replicas) == groups
+    for number, group in enumerate(groups):
+        for node in group:
+            count = sum(node in other for other in groups)
+            assert place_on_node(nodes, replicas, number, node) == (
+                sum(node in other for other in groups[:number]),
+                count,
+            )
+
+
+def test_replicas_of_a_node_share_its_devices() -> None:
+    machine = host(4, cores=(0, 1, 2, 3))
+    parts = [part_of_node(machine, number, 2, on_cpu=False) for number in range(2)]
+    assert [[gpu.index for gpu in part.gpus] for part in parts] == [[0, 1], [2, 3]]
+    assert [part.cores for part in parts] == [(0, 1), (2, 3)]
+    whole = plan_on(parts[1], tensor_parallel_size=2, kv_cache_memory_bytes=10**9)
+    plan = on_other_nodes(over_nodes(whole, parts[1:], (2,)), 1)
+    assert [(device.node, device.name) for device in plan.devices] == [(1, "cuda:2"), (1, "cuda:3")]
+    with refuses(ConfigError, "more-replicas-than-devices", 5, "4 GPUs"):
+        part_of_node(machine, 0, 5, on_cpu=False)
+
+
+# --- the nodes of a Ray cluster ---
+
+
+CHECKPOINT = dummy_checkpoint("SmolLM2-135M")
+
+
+def seats(*rooms: int) -> list[Seat]:
+    return [Seat(RayNode(f"id{n}", f"host{n}", f"10.0.0.{n}"), room, facts(n)) for n, room in enumerate(rooms)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "rooms", "chosen"),
+    [
+        ({"pipeline_parallel_size": 2}, (1, 1), [[("id0", 1), ("id1", 1)]]),
+        ({"tensor_parallel_size": 2}, (1, 1, 2), [[("id2", 2)]]),  # one node rather than two
+        ({"tensor_parallel_size": 2}, (1, 1), [[("id0", 1), ("id1", 1)]]),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, (1, 2, 3), [[("id1", 2), ("id2", 2)]]),
+        ({"tensor_parallel_size": 1, "data_parallel_size": 2}, (1, 1), [[("id0", 1)], [("id1", 1)]]),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, (3, 2), [[("id0", 2)], [("id1", 2)]]),
+        ({}, (2, 2), [[("id0", 1), ("id1", 1)]]),  # a stage per node
+        ({"data_parallel_size": 2}, (2, 2), [[("id0", 1)], [("id1", 1)]]),
+    ],
+)
+def test_nodes_of_ray_are_chosen(
+    layout: dict[str, int], rooms: tuple[int, ...], chosen: list[list[tuple[str, int]]]
+) -> None:
+    config, replicas = EngineConfig(model="m", device="cpu", **layout), layout.get("data_parallel_size", 1)
+    found = choose_for_replicas(config, CHECKPOINT, seats(*rooms), replicas)
+    assert [[(seat.node.id, seat.room) for seat in group] for group in found] == chosen
+
+
+def test_a_cluster_without_room_for_all_replicas() -> None:
+    config = EngineConfig(model="m", device="cpu", data_parallel_size=3, tensor_parallel_size=1)
+    with refuses(PlanError, "ray-too-small", "3 replicas of 1 ranks"):
+        choose_for_replicas(config, CHECKPOINT, seats(1, 1), 3)
+    # A replica without sizes that starts again waits for as many nodes as it had.
+    with refuses(PlanError, "ray-too-small", "2 nodes"):
+        choose_for_replicas(EngineConfig(model="m", device="cpu"), CHECKPOINT, seats(4), 1, 2)
+
+
+def test_a_replica_that_starts_again_leaves_others_their_nodes() -> None:
+    [one, two] = seats(2, 1)
+    key = RayNodes("cluster", "10.0.0.1", b"", 1.0, ())
+    asked: list[dict[str, int]] = []
+
+    def gather(occupied: Mapping[str, int], share: int) -> RayGroup:
+        asked.append({**occupied, "share": share})
+        return RayGroup(key, [two])
+
+    assembly = RayAssembly([RayGroup(key, [one]), RayGroup(key, [two])], gather, lasting=True)
+    assembly.gather_again(0, lambda: False)
+    assert asked == [{"id1": 1, "share": 1}]
+    assert occupied_by(assembly.groups) == {"id1": 2}
 
 
 @pytest.mark.parametrize(

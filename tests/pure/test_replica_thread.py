@@ -37,7 +37,7 @@ class FakeSet:
         self.closed = asyncio.Event()
 
     @classmethod
-    async def start(cls, planned: list[ReplicaPlan], config: EngineConfig) -> FakeSet:
+    async def start(cls, planned: list[ReplicaPlan], config: EngineConfig, nodes: None) -> FakeSet:
         cls.made = cls()
         return cls.made
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -14,9 +14,12 @@ from msgspec.structs import replace
 from tests.pure.machines import host
 from tests.pure.worlds import PLAN, READY
 from tests.refusals import refuses
-from weft.client import replicas
+from weft.client import handover, replica, replicas, restarts
+from weft.client.engine_nodes import EngineNodes
+from weft.client.handover import MOVES
 from weft.client.remote import OutputSink
-from weft.client.replicas import GIVE_UP, MOVES, ReplicaSet
+from weft.client.replicas import ReplicaSet, start_engine
+from weft.client.restarts import GIVE_UP
 from weft.client.routing import PIECE, Router
 from weft.config import EngineConfig
 from weft.core.commands import Command, Done, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
@@ -24,7 +27,7 @@ from weft.core.identity import RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.core.token_ids import TokenIds
-from weft.errors import Cause, EngineError, QueueFullError, RequestError
+from weft.errors import Cause, ConfigError, EngineError, QueueFullError, RequestError
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
@@ -56,7 +59,7 @@ class FakeEngine:
         self._death = asyncio.Event()
 
     @classmethod
-    async def start(cls, plan: Plan, config: EngineConfig, worker: str) -> FakeEngine:
+    async def start(cls, plan: Plan, config: EngineConfig, worker: str, others: object = None) -> FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:
             FakeEngine.broken_starts -= 1
@@ -152,8 +155,8 @@ def callers_id(id: str) -> str:
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "AsyncEngine", FakeEngine)
-    monkeypatch.setattr(replicas, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(replicas, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(replica, "LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr(FakeEngine, "start_error", EngineError(CAUSE))
     FakeEngine.started, FakeEngine.broken_starts, FakeEngine.lengths = [], 0, []
 
@@ -219,7 +222,7 @@ async def test_requests_go_on_where_an_engine_lives() -> None:
         assert len(FakeEngine.started) == 3
         assert engine.stats.running == engine.stats.waiting == 0
         assert sum(stats.generation_tokens for stats in engine.replica_stats) == 48
-        assert [replica.load for replica in engine._replicas] == [0, 0]
+        assert [one.load for one in engine._replicas] == [0, 0]
 
 
 async def test_an_answer_that_began_elsewhere_keeps_its_beginning() -> None:
@@ -244,9 +247,9 @@ async def test_without_an_engine_requests_wait_for_one() -> None:
 
 
 async def test_requests_wait_no_longer_than_promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "WAIT_S", 0.0)
-    monkeypatch.setattr(replicas, "LONGEST_PAUSE_S", 60.0)
-    monkeypatch.setattr(replicas, "FIRST_PAUSE_S", 60.0)
+    monkeypatch.setattr(handover, "WAIT_S", 0.0)
+    monkeypatch.setattr(replica, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 60.0)
     async with running(1, 1) as engine:
         FakeEngine.broken_starts = 2
         stream = engine.submit([ask("0")])
@@ -281,6 +284,43 @@ async def test_all_ends_after_too_many_failed_starts() -> None:
         assert not engine.alive and engine.failure
         with refuses(EngineError, "process-killed"):
             engine.submit([ask("1")])
+
+
+class FakeNodes:
+    """Nodes that are missing for some time whenever an engine starts again."""
+
+    lasting = True
+
+    def __init__(self, missing: int) -> None:
+        self.missing, self.taken, self.closed = missing, 0, False
+
+    async def take(self, number: int) -> tuple[Plan, object]:
+        await asyncio.sleep(0)
+        if self.taken and self.missing:
+            self.missing -= 1
+            raise ConfigError("node 1 did not come", code="nodes-missing")
+        self.taken += 1
+        return replace(PLAN, model=f"start {self.taken}"), object()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_an_engine_waits_for_its_nodes_as_long_as_it_takes() -> None:
+    """Missing nodes are no failed starts; the new plan is that for the nodes which have come."""
+    nodes = FakeNodes(GIVE_UP + 3)
+    planned = [ReplicaPlan(PLAN, host())]
+    engine = await start_engine(planned, EngineConfig(model="m"), nodes=cast(EngineNodes, nodes))
+    try:
+        assert isinstance(engine, ReplicaSet)
+        stream = engine.submit([ask("0")])
+        FakeEngine.started[0].fail()
+        await until(lambda: "node 1 did not come" in engine.outage)
+        assert await stepped(stream) == [{"0": [2, 3, 4, 5]}]
+        assert [one.plan.model for one in FakeEngine.started] == ["start 1", "start 2"] and not nodes.missing
+    finally:
+        await engine.close()
+    assert nodes.closed
 
 
 async def test_the_first_failed_start_ends_the_others() -> None:
@@ -450,7 +490,7 @@ async def test_the_end_of_a_task_is_logged(monkeypatch: pytest.MonkeyPatch, capl
         def breaks(number: int) -> None:
             raise ZeroDivisionError("in the router")
 
-        monkeypatch.setattr(engine._router, "forget_replica", breaks)
+        monkeypatch.setattr(engine._keeper._router, "forget_replica", breaks)
         with caplog.at_level(logging.ERROR, "weft"):
             FakeEngine.started[0].fail()
             await until(lambda: any(record.exc_info for record in caplog.records))
@@ -465,7 +505,7 @@ async def test_an_engine_that_is_back_serves_no_shorter_requests() -> None:
         third, fourth = FakeEngine.started[2:]
         assert third.closed and fourth.plan.max_model_len == PLAN.max_model_len
         with refuses(EngineError, "replica-too-short", PLAN.max_model_len - 1, PLAN.max_model_len):
-            raise engine._last_death or AssertionError
+            raise engine._requests.last_death or AssertionError
 
 
 async def test_a_request_that_comes_back_to_an_engine_is_a_new_one_there() -> None:
@@ -505,7 +545,7 @@ async def test_waiting_requests_move_to_an_engine_that_is_back() -> None:
 
 
 async def test_an_engine_that_stalls_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "STALL_POLL_S", 0.0)
+    monkeypatch.setattr(restarts, "STALL_POLL_S", 0.0)
     async with running(1, 1, stall_s=0.05) as engine:
         stream = engine.submit([ask("0")])
         hanging = next(one for one in FakeEngine.started if one.requests)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from weft.cli import values
 from weft.cli.batch_flags import ANSWERS, BATCH
 from weft.cli.bench_flags import CALIBRATE, COMPARE, SERVE, SWEEP
+from weft.cli.cluster_flags import CERT, UP
+from weft.cli.cluster_flags import PULL as CLUSTER_PULL
 from weft.cli.cost_flags import COST
 from weft.cli.flags import ENGINE, SAMPLING, SERVER, Flag
 from weft.cli.gateway_flags import GATEWAY_FLAGS
@@ -261,6 +263,46 @@ COMMANDS = {
             groups=(("cluster", (AS_JSON,)),),
             argument="",
             example="weft cluster status --json",
+        ),
+        Command(
+            name="cluster up",
+            summary="Start one engine on several machines through ssh, and wait until it answers requests.",
+            module="weft.cli.cluster_hosts",
+            groups=(("cluster", UP),),
+            argument="HOSTS",
+            about="a YAML file with the machines, the model and the flags of weft serve (docs/several-machines.md)",
+            needs_model=False,
+            example="weft cluster up hosts.yaml --dry-run",
+        ),
+        Command(
+            name="cluster down",
+            summary="End the engine that weft cluster up has started.",
+            module="weft.cli.cluster_hosts",
+            groups=(),
+            argument="HOSTS",
+            about="the file that weft cluster up was given",
+            needs_model=False,
+            example="weft cluster down hosts.yaml",
+        ),
+        Command(
+            name="cluster pull",
+            summary="Fetch a model on every machine of a hosts file.",
+            module="weft.cli.cluster_hosts",
+            groups=(("cluster", CLUSTER_PULL),),
+            argument="NAME",
+            about="the model, as for weft pull; without it, the file's",
+            needs_model=False,
+            example="weft cluster pull Qwen/Qwen3-8B --hosts hosts.yaml",
+        ),
+        Command(
+            name="cluster cert",
+            summary="Make certificates for the connections between nodes, or new ones before they expire.",
+            module="weft.cli.cluster_cert",
+            groups=(("cluster", CERT),),
+            argument="HOSTS",
+            about="a hosts file, whose machines get certificates; or give --nodes",
+            needs_model=False,
+            example="weft cluster cert --nodes 2",
         ),
         Command(
             name="bench latency",

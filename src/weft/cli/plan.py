@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from weft.architectures.kv import number_bytes
 from weft.architectures.model import Model
 from weft.cli import emit, layout_flags, plan_flags, plan_outputs
 from weft.cli.parser import UsageError
-from weft.errors import ConfigError, ModelError
+from weft.errors import ConfigError, ModelError, error_reason
 from weft.formats import lookup
 from weft.formats.precision import canonical
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
@@ -31,7 +32,7 @@ from weft.probes import machine
 
 # Flags that a command for a similar question repeats.
 REPEATED = (*plan_flags.HARDWARE, *plan_flags.LAYOUT, *plan_flags.ENGINE, *plan_flags.LOAD, *plan_flags.PROMISE)
-NOT_REPEATED = ("refresh-hardware", "device-map")  # a map is a layout, and may be a long file
+NOT_REPEATED = ("refresh-hardware", "device-map", "cluster")  # a map is a layout, and may be a long file
 NOTHING_FITS = 3  # exit status: nothing fits, a claim is impossible, or a promise is not kept
 
 
@@ -231,9 +232,40 @@ def beside_cpu(given: dict[str, Any], cluster: Cluster) -> Cluster:
     return cluster.beside(machine.probe_cpu(refresh=refresh) if is_here else typical_cpu())
 
 
+def measured_cluster(given: dict[str, Any]) -> Cluster:
+    """The nodes of the last start; they are written to the file of --cluster.
+
+    Raises UsageError beside other hardware, and ConfigError for a file that exists, or if nothing has been measured.
+    """
+    from weft.cluster.measured import load_cluster
+
+    other = next((name for name in ("gpus", "nodes", "network") if given.get(name) is not None), None)
+    if other:
+        raise UsageError(f"--cluster and --{other} both describe the hardware; give one", code="cluster-and-other")
+    file = Path(given["cluster"]).expanduser()
+    if not hardware_file.is_hardware_file(file.name):
+        raise UsageError(
+            f"--cluster {file} is no name of a hardware file; give one that ends in .yaml", code="cluster-not-yaml"
+        )
+    cluster = load_cluster()
+    text = hardware_file.hardware_yaml(cluster)
+    try:
+        if file.exists() and file.read_text("utf-8") != text:
+            raise ConfigError(
+                f"{file} exists and has other machines; give --cluster a new name, or plan for it with --gpus {file}",
+                code="cluster-exists",
+            )
+        file.write_text(text, "utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot write {file}: {error_reason(error)}", code="cannot-write-cluster") from None
+    return cluster
+
+
 def described_cluster(given: dict[str, Any]) -> Cluster:
-    """The cluster of --gpus or --nodes, or this machine."""
+    """The cluster of --gpus, --nodes or --cluster, or this machine."""
     gpus, nodes, network = given.get("gpus"), given.get("nodes"), given.get("network")
+    if given.get("cluster") is not None:
+        return measured_cluster(given)
     if gpus is not None and nodes is not None:
         raise UsageError("--gpus and --nodes both describe the hardware; give one of them", code="gpus-and-nodes")
     if nodes is not None:

@@ -76,6 +76,12 @@ HARDWARE = (
     ),
     Flag(name="nodes", metavar="2x8xH100", help="several machines, or 1x8xH100+2x4xA100"),
     Flag(name="network", metavar="400Gb", help="network bandwidth of each machine"),
+    Flag(
+        name="cluster",
+        metavar="FILE.yaml",
+        help="the machines and the network that the last start on several nodes has measured; they are written to this "
+        "file, which --gpus takes",
+    ),
     Flag(name="refresh-hardware", parse=None, help="measure this machine again and ignore cached figures"),
     Flag(name="price", parse=price, metavar="DOLLARS", help="rent of one GPU per hour"),
 )

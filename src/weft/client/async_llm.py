@@ -14,6 +14,7 @@ from typing import Any, overload
 from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
+from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.opening import Message, check_params, describe_engine, list_prompts, open_model, plan_engines
 from weft.client.outputs import EmbeddingOutput, RequestOutput
@@ -315,7 +316,8 @@ class AsyncLLM:
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
         grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
         asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
-        engine = await start_engine(planned, self.config, assembly=assembly)
+        nodes = EngineNodes(self.config, checkpoint, assembly, planned) if assembly else None
+        engine = await start_engine(planned, self.config, nodes=nodes)
         frontend = Frontend.for_engine(
             self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
         )

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from weft.client.engine_nodes import EngineNodes
 from weft.client.heap import CallersHeap
 from weft.client.loop import CoreLoop
 from weft.client.running import RunningReplica
-from weft.cluster.assembly import AnyAssembly
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.engine import EngineCore
@@ -42,7 +42,7 @@ class LocalEngine:
     """An engine that has started.
 
     `plan` is the executed plan, with the served length. Every rank has `num_blocks` KV blocks and reported one of
-    `capacities`. `host` is the machine as probed before the start. `assembly` are the nodes that hold its ranks, if
+    `capacities`. `host` is the machine as probed before the start. `nodes` hold its ranks, if
     there are several. `grammars` compiles the requests' grammars; the frontend has the same.
 
     One thread owns the core and steps it. Every method may be called from any thread: the requests of all callers
@@ -50,11 +50,11 @@ class LocalEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, planned: ReplicaPlan, assembly: AnyAssembly | None, grammars: GrammarCompiler
+        self, config: EngineConfig, planned: ReplicaPlan, nodes: EngineNodes | None, grammars: GrammarCompiler
     ) -> None:
         plan, self.host, _ = planned
         kind = config.executor or ("inline" if len(plan.places) == 1 else "processes")
-        self._executor = create_executor(kind, WORKER, assembly.hand_over() if assembly else None)
+        self._executor = create_executor(kind, WORKER, nodes.take_first() if nodes else None)
         try:
             ready = self._executor.start(plan)
             self.num_blocks, self.capacities = ready.num_blocks, ready.ranks

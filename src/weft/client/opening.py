@@ -9,12 +9,14 @@ from typing import Any, cast
 
 from weft.client.frontend import Frontend, Prompt, PromptLike, TextTools
 from weft.cluster.assembly import AnyAssembly
-from weft.cluster.ray_cluster import RayAssembly
+from weft.cluster.groups import NodeGroup
+from weft.cluster.ray_cluster import RayGroup
 from weft.config import EngineConfig
 from weft.core.params import SamplingParams
-from weft.errors import ConfigError, ModelError, RequestError
+from weft.errors import ModelError, RequestError
 from weft.formats.checkpoint import Checkpoint, expected_tensors
 from weft.hardware.host import Host
+from weft.plan.nodes import on_other_nodes
 from weft.plan.opening import resolve_checkpoint
 from weft.plan.plan import Plan
 from weft.planner.execution import plan_over_nodes
@@ -39,27 +41,29 @@ def open_model(config: EngineConfig) -> tuple[Checkpoint, TextTools]:
 def plan_engines(
     config: EngineConfig, checkpoint: Checkpoint, host: Host, assembly: AnyAssembly | None, *, whole: bool = False
 ) -> list[ReplicaPlan]:
-    """The plans of all replicas on this machine, or of the one engine on all nodes of `assembly`.
+    """The plans of all replicas on this machine, or on the nodes of `assembly`.
 
     With `whole` the search chooses the number of replicas, see `plan_replicas`. The nodes learn of an error. Raises
     ConfigError and PlanError.
     """
     if assembly is None:
         return plan_replicas(config, checkpoint, host, whole=whole)
-    if isinstance(assembly, RayAssembly):
-        config = replace(config, executor="ray")
     try:
-        if (config.data_parallel_size or 1) > 1 and not config.enable_expert_parallel:
-            raise ConfigError(
-                f"data_parallel_size is {config.data_parallel_size}, and replicas lie on one machine each; start weft "
-                "serve on every machine, and weft gateway in front of them",
-                code="replicas-over-nodes",
-            )
-        plan = plan_over_nodes(config, checkpoint, assembly.hosts, assembly.rooms, assembly.round_trip_s)
+        plans = [plan_group(config, checkpoint, group) for group in assembly.groups]
     except BaseException as error:
         assembly.dismiss(error)
         raise
-    return [ReplicaPlan(plan, host)]
+    return [ReplicaPlan(plan, host) for plan in plans]
+
+
+def plan_group(config: EngineConfig, checkpoint: Checkpoint, group: NodeGroup) -> Plan:
+    """The plan of one engine on the nodes of a group. Raises ConfigError and PlanError."""
+    if isinstance(group, RayGroup):
+        config = replace(config, executor="ray")
+    if not config.enable_expert_parallel:
+        config = replace(config, data_parallel_size=None)
+    plan = plan_over_nodes(config, checkpoint, group.hosts, group.rooms, group.round_trip_s)
+    return on_other_nodes(plan, group.first) if group.first else plan
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Checkpoint, where: str) -> None:

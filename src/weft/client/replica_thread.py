@@ -12,6 +12,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from weft.client.engine_nodes import EngineNodes
 from weft.client.replicas import ReplicaSet
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
@@ -39,7 +40,7 @@ class ReplicaThread:
     `plan`, `num_blocks` and `host` are those of the first replica; `capacities` are its ranks'.
     """
 
-    def __init__(self, planned: Sequence[ReplicaPlan], config: EngineConfig) -> None:
+    def __init__(self, planned: Sequence[ReplicaPlan], config: EngineConfig, nodes: EngineNodes | None = None) -> None:
         self.host: Host = planned[0].host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-replicas", daemon=True)
@@ -49,7 +50,8 @@ class ReplicaThread:
         self._most = sum(one.plan.max_running for one in planned) * AHEAD
         try:
             # Callers wait for room, so the engines need not refuse any.
-            self._engine = self._run(ReplicaSet.start(planned, replace(config, max_num_queued_reqs=UNLIMITED)))
+            unlimited = replace(config, max_num_queued_reqs=UNLIMITED)
+            self._engine = self._run(ReplicaSet.start(planned, unlimited, nodes=nodes))
         except BaseException:
             self._run(_end_tasks())
             self._stop_loop()

@@ -53,6 +53,7 @@ def gather_facts(
         shm_free_bytes=_shm_free_bytes(),
         open_files=_open_files(),
         clock_s=time.time(),
+        replicas=settings.replicas,
     )
 
 

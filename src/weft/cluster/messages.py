@@ -14,6 +14,8 @@ from weft.executors.node_messages import (
 )
 from weft.hardware.host import Host
 
+HEAD_CLOSED = "head-closed"  # code of a Dismissed: the head waits for nodes no longer
+
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Report of a node about itself. Sizes are in bytes, times in seconds.
@@ -24,6 +26,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     - `model_digest`: of the headers of the model's files; `problem` says why there is none.
     - `wrong_interface`: an interface that a variable names and that the node does not have, as NAME=VALUE.
     - `clock_s`: its clock, when it answered; filled in by the head: `skew_s`, its difference from the head's.
+    - `replicas`: number of engines of all nodes, as its flags say.
     """
 
     node: int
@@ -44,6 +47,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     open_files: int
     clock_s: float
     skew_s: float = 0.0
+    replicas: int = 1
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +89,10 @@ ToJoined = (
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """A node's first message."""
+    """A node's first message on a connection, which is for its ranks of one replica."""
 
     facts: Facts
+    replica: int = 0
 
 
 class ListeningForPeers(msgspec.Struct, frozen=True, tag=True):

@@ -5,71 +5,100 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shlex
 import socket
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from weft import __version__
 from weft.cluster import preflight
 from weft.cluster.facts import gather_facts, machine_id
+from weft.cluster.groups import Cancelled
 from weft.cluster.messages import Facts
-from weft.cluster.settings import NodeSettings
+from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
+from weft.cluster.settings import NodeSettings, replica_count
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, WeftError, error_reason
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
+from weft.executors.tls import load_certificate
 from weft.formats.checkpoint import Checkpoint
 from weft.hardware.addresses import check_private
 from weft.hardware.host import Host, probe_host
 from weft.plan.devices import device_kind
-from weft.plan.layout import expert_cut, rank_cut
-from weft.plan.nodes import config_over_nodes
 from weft.plan.opening import resolve_checkpoint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 log = logging.getLogger("weft.cluster")
 
+NO_TOKEN = (
+    "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
+    "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
+)
 FACTS_S = 30.0  # seconds for all nodes to report
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
+AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """A node of the cluster, the number of ranks that it has room for, and its facts."""
+class RayGroup:
+    """The nodes of one engine on Ray, checked. Each has room for exactly the ranks that it gets."""
 
-    node: RayNode
-    room: int
-    facts: Facts
-
-    @property
-    def label(self) -> str:
-        return f"{self.node.label} with room for {self.room}"
-
-
-class RayAssembly:
-    """The nodes of an engine on Ray, checked."""
+    first = 0
+    round_trip_s: float | None = None
 
     def __init__(self, nodes: RayNodes, seats: Sequence[Seat]) -> None:
-        self.nodes, self._seats = nodes, seats
-        self.round_trip_s: float | None = None
+        self.nodes, self.seats = nodes, seats
 
     @property
     def hosts(self) -> list[Host]:
-        return [seat.facts.host for seat in self._seats]
+        return [seat.facts.host for seat in self.seats]
 
     @property
     def rooms(self) -> list[int | None]:
-        """Number of ranks that each node has room for."""
-        return [seat.room for seat in self._seats]
+        return [seat.room for seat in self.seats]
 
     def dismiss(self, error: BaseException) -> None:
         """Nobody waits."""
 
     def hand_over(self) -> RayNodes:
         return self.nodes
+
+
+class RayAssembly:
+    """The nodes of an engine, or of several replicas, on Ray. `groups` are those of each replica."""
+
+    def __init__(self, groups: list[RayGroup], gather: Callable[[Occupied, int], RayGroup], *, lasting: bool) -> None:
+        """`gather` finds nodes of one replica beside those that are occupied, so many if the config has no sizes."""
+        self.groups, self.lasting = groups, lasting
+        self._gather = gather
+        self._lock = threading.Lock()  # so that two replicas do not choose the same resources
+
+    def gather_again(self, number: int, cancelled: Cancelled) -> RayGroup:
+        """Find nodes for a replica whose engine has ended. Raises ConfigError, and PlanError if there are too few."""
+        with self._lock:
+            others = [group for replica, group in enumerate(self.groups) if replica != number]
+            self.groups[number] = self._gather(occupied_by(others), len(self.groups[number].seats))
+            return self.groups[number]
+
+    def dismiss(self, error: BaseException) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def occupied_by(groups: Iterable[RayGroup]) -> Occupied:
+    """Number of ranks that engines have on each node, by Ray's id of it."""
+    ranks: Counter[str] = Counter()
+    for group in groups:
+        for seat in group.seats:
+            ranks[seat.node.id] += seat.room
+    return ranks
 
 
 def uses_ray(config: EngineConfig, host: Host, environment: Mapping[str, str]) -> bool:
@@ -116,30 +145,49 @@ def _in_placement_group() -> bool:
 
 
 def assemble_on_ray(
-    config: EngineConfig, checkpoint: Checkpoint, host: Host, environment: Mapping[str, str] = os.environ
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    host: Host,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    lasting: bool = False,
 ) -> RayAssembly:
-    """Join a Ray cluster, or start a local one, and choose the nodes of an engine.
+    """Join a Ray cluster, or start a local one, and choose the nodes of an engine, or of several replicas.
 
-    Raises ConfigError if Ray is missing or a check fails, and PlanError if the cluster is too small.
+    With `lasting`, and for several replicas, engines start again after a failure. Raises ConfigError if Ray is missing
+    or a check fails, and PlanError if the cluster is too small.
     """
     if config.nnodes not in (None, 1):
         raise ConfigError(
             "--nnodes is for the processes executor; Ray knows its nodes: leave it out", code="nnodes-with-ray"
         )
-    ray = connect(environment)
     on_cpu = device_kind(config, host) == "cpu"
-    seats = find_seats(ray, config, on_cpu)
-    chosen = choose_seats(config, checkpoint, seats)
-    check_seats(chosen, config)
+    key, count = actors_key(config, environment), replica_count(config)
+    lasting = lasting or count > 1
+
+    def gather(replicas: int, occupied: Occupied, timeout_s: float, share: int | None = None) -> list[RayGroup]:
+        with connected(environment, briefly=lasting) as ray:
+            seats = find_seats(ray, config, on_cpu)
+            chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
+            return [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
+
+    groups = gather(count, {}, float(config.start_timeout))
+    # A replica that starts again looks anew, rather than wait long for nodes that are gone.
+    again_s = min(float(config.start_timeout), AGAIN_S)
+    return RayAssembly(groups, lambda occupied, share: gather(1, occupied, again_s, share)[0], lasting=lasting)
+
+
+def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: bytes, timeout_s: float) -> RayGroup:
+    """The group of these seats. Raises ConfigError if a check fails."""
+    check_seats(seats, config)
     own = ray.util.get_node_ip_address()
-    if any(seat.facts.machine != machine_id() for seat in chosen):
-        for address in (own, *(seat.node.address for seat in chosen)):
+    if any(seat.facts.machine != machine_id() for seat in seats):
+        for address in (own, *(seat.node.address for seat in seats)):
             check_private(address, config.allow_public)
     cluster = ray.get_runtime_context().gcs_address
-    nodes = RayNodes(
-        cluster, own, actors_key(config, environment), float(config.start_timeout), tuple(seat.node for seat in chosen)
-    )
-    return RayAssembly(nodes, chosen)
+    certificate = load_certificate(config.cluster_cert_file)
+    nodes = RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
+    return RayGroup(nodes, seats)
 
 
 def actors_key(config: EngineConfig, environment: Mapping[str, str]) -> bytes:
@@ -157,28 +205,74 @@ def connect(environment: Mapping[str, str], *, may_start: bool = True) -> Any:
 
     Raises ConfigError.
     """
+    ray = _import_ray()
+    _open_connection(ray, environment, may_start=may_start)
+    return ray
+
+
+@contextmanager
+def connected(environment: Mapping[str, str], *, briefly: bool) -> Iterator[Any]:
+    """The module `ray` with a connection, as of `connect`.
+
+    With `briefly`, a connection that this makes ends with it: a process that is connected ends when its cluster does.
+    A local cluster that it has started goes on.
+    """
+    ray = _import_ray()
+    joined = _open_connection(ray, environment, may_start=True)
+    try:
+        yield ray
+    finally:
+        if briefly and joined:
+            ray.shutdown()
+
+
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError:
         raise ConfigError("Ray is not installed; pip install 'weft[ray]'", code="no-ray") from None
+    return ray
+
+
+def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: bool) -> bool:
+    """Connect this process to a cluster, or start a local one; return True if it has joined one that was there.
+
+    Raises ConfigError.
+    """
     if ray.is_initialized():
-        return ray
+        return False
     address = environment.get("RAY_ADDRESS")
     try:
         try:
             ray.init(address=address or "auto", logging_level=logging.WARNING)
+            if may_start:
+                _warn_without_token()
+            return True
         except ConnectionError:
             if address or not may_start:
                 raise
             log.info("no Ray cluster runs here: starting a local one")
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+            _warn_without_token()
+            return False
+    except ray.exceptions.AuthenticationError:
+        raise ConfigError(
+            f"the Ray cluster at {address or 'this machine'} asks for its token; set RAY_AUTH_MODE=token, and "
+            "RAY_AUTH_TOKEN_PATH to the file with it (without: ~/.ray/auth_token)",
+            code="ray-token",
+        ) from None
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot join the Ray cluster at {address or 'this machine'}: {' '.join(str(error).split())[:300]}; check "
             "RAY_ADDRESS, and `ray status`",
             code="no-ray-cluster",
         ) from None
-    return ray
+
+
+def _warn_without_token() -> None:
+    """Warn that the cluster asks for no token."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        log.warning("%s", NO_TOKEN)
 
 
 def find_seats(ray: Any, config: EngineConfig, on_cpu: bool) -> list[Seat]:
@@ -246,31 +340,7 @@ def report_facts(number: int, question: bytes) -> bytes:
         key=b"",
     )
     facts = gather_facts(settings, probe_host(), config.model, checkpoint, os.environ)
-    return msgspec.json.encode(msgspec.structs.replace(facts, node=number))
-
-
-def choose_seats(config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat]) -> list[Seat]:
-    """The first nodes that hold all ranks with every tensor-parallel group inside a node, else that hold all ranks.
-
-    Raises PlanError, with the wanted and the present resources, if the cluster is too small.
-    """
-    shape = checkpoint.shape
-    config = config_over_nodes(config, shape, [seat.facts.host for seat in seats])
-    weights, stages = rank_cut(config, shape)
-    groups = len(stages) * expert_cut(config, shape, len(weights)).data_parallel
-    tensor = len(weights)
-    for count in range(1, len(seats) + 1):
-        if sum(seat.room // tensor for seat in seats[:count]) >= groups:
-            return [seat for seat in seats[:count] if seat.room >= tensor]
-    for count in range(1, len(seats) + 1):
-        if sum(seat.room for seat in seats[:count]) >= tensor * groups:
-            return list(seats[:count])
-    present = ", ".join(seat.label for seat in seats)
-    raise PlanError(
-        f"{tensor * groups} ranks are wanted, and the Ray cluster has {present}; lower --tensor-parallel-size or "
-        "--pipeline-parallel-size, or start Ray on more machines",
-        code="ray-too-small",
-    )
+    return msgspec.json.encode(replace(facts, node=number))
 
 
 def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
@@ -286,8 +356,8 @@ def _other_addresses(seats: Sequence[Seat]) -> Iterator[str]:
 
 def check_seats(seats: Sequence[Seat], config: EngineConfig) -> None:
     """Raise ConfigError for the first node that fails the preflight."""
-    facts = [msgspec.structs.replace(seat.facts, node=number) for number, seat in enumerate(seats)]
-    found = [*_other_addresses(seats), *preflight.failures(facts, (), f"hf download {config.model}")]
+    facts = [replace(seat.facts, node=number) for number, seat in enumerate(seats)]
+    found = [*_other_addresses(seats), *preflight.failures(facts, (), f"weft pull {shlex.quote(config.model)}")]
     for failure in found[1:]:
         log.error("%s", failure)
     if found:

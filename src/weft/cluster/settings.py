@@ -11,13 +11,19 @@ import msgspec
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.executors.keys import load_key
+from weft.executors.tls import load_certificate
 from weft.hardware.addresses import check_private
+from weft.plan.nodes import divide_nodes
 
 MASTER_PORT = 29501  # vLLM's default
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a node before it meets the others. `address` is the head's, as numbers; the timeout is in seconds."""
+    """Settings of a node before it meets the others.
+
+    `address` is the head's, as numbers; the timeout is in seconds. `replicas` is the number of engines. `certificate`
+    is this node's bundle in PEM, "" without TLS.
+    """
 
     nodes: int
     node: int
@@ -26,6 +32,13 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
     allow_public: bool
     key: bytes
+    certificate: str = ""
+    replicas: int = 1
+
+    @property
+    def groups(self) -> list[range]:
+        """The nodes of each replica."""
+        return divide_nodes(self.nodes, self.replicas)
 
     @property
     def head(self) -> str:
@@ -74,7 +87,14 @@ def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeS
         start_timeout_s=config.start_timeout,
         allow_public=config.allow_public,
         key=load_key(config.cluster_key_file, environment, nodes),
+        replicas=replica_count(config),
+        certificate=load_certificate(config.cluster_cert_file),
     )
+
+
+def replica_count(config: EngineConfig) -> int:
+    """Number of engines that the config asks for; attention groups that share experts are one."""
+    return 1 if config.enable_expert_parallel else config.data_parallel_size or 1
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:

@@ -3,72 +3,84 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from contextlib import suppress
 
 from weft.cluster.messages import Speed
+from weft.cluster.settings import NodeSettings
 from weft.errors import ConfigError, error_reason
-from weft.executors.keys import NotWeftError, WrongKeyError, check_connector, prove_to_acceptor
+from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
+from weft.executors.secure import Greeter, accept_securely, connect_securely
+from weft.hardware.addresses import check_private
 
 CONNECT_S = 5.0
 PINGS = 20
-BLOCK = bytes(1 << 18)
-LEAST_BLOCKS = 4  # of BLOCK's size
+BLOCK_BYTES = 1 << 18
+MORE, LAST = b"\0", b"\1"  # begin a block: another one follows, or none
+LEAST_BLOCKS = 4
 MEASURE_S = 0.25  # seconds in which blocks are sent, unless LEAST_BLOCKS take longer
 LIMIT_S = 15.0  # seconds for a whole measurement
 
 
 class PeerListener:
-    """Answers the measurements of other nodes, at a free port of `address`, until it is closed."""
+    """Answers the measurements of other nodes, several at a time, at a free port of `address`, until it is closed."""
 
-    def __init__(self, address: str, key: bytes) -> None:
+    def __init__(self, address: str, key: bytes, certificate: str = "", *, allow_public: bool = False) -> None:
         """Raises ConfigError if the address cannot be bound."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._listener = socket.create_server((address, 0), family=family)
+            listener = socket.create_server((address, 0), family=family)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen at {address}: {error_reason(error)}; check VLLM_HOST_IP", code="cannot-listen"
             ) from None
-        self.port: int = self._listener.getsockname()[1]
-        self._key = key
-        self._thread = threading.Thread(target=self._serve, name="weft-measured", daemon=True)
-        self._thread.start()
+        self.port: int = listener.getsockname()[1]
+        self._key, self._certificate, self._allow_public = key, certificate, allow_public
+        self._greeter = Greeter(listener, self._answer, "weft-measured")
+        self._greeter.start()
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
+        self._greeter.close()
 
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with connection, suppress(OSError, NotWeftError, WrongKeyError):
-                    check_connector(connection, self._key)
-                    answer_measurement(connection)
+    def _answer(self, connection: socket.socket, peer: str) -> None:
+        secured = connection
+        with suppress(OSError, NotWeftError, WrongKeyError, CertificateError, ConfigError):
+            check_private(peer, self._allow_public)
+            secured = accept_securely(connection, self._key, self._certificate)
+            answer_measurement(secured)
+        secured.close()
+
+
+def listen_for_peers(address: str, settings: NodeSettings) -> PeerListener:
+    """A listener with a node's key and certificate. Raises ConfigError."""
+    return PeerListener(address, settings.key, settings.certificate, allow_public=settings.allow_public)
 
 
 def answer_measurement(connection: socket.socket) -> None:
-    """Send PINGS bytes back one by one, then read blocks until the other side ends, and confirm that."""
-    connection.settimeout(LIMIT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Send PINGS bytes back one by one, then read blocks until the last one, and confirm that."""
+    _prepare(connection)
     for _ in range(PINGS):
-        connection.sendall(connection.recv(1))
-    while connection.recv(1 << 16):
+        connection.sendall(_receive(connection, 1))
+    while _receive(connection, BLOCK_BYTES)[:1] == MORE:
         pass
-    connection.sendall(b"\1")
+    connection.sendall(LAST)
 
 
-def measure_network(first: int, second: int, address: str, port: int, key: bytes) -> Speed:
-    """Measure the network from node `first` to node `second`, which listens at the address."""
+def measure_network(first: int, second: int, address: str, port: int, key: bytes, certificate: str = "") -> Speed:
+    """Measure the network from node `first` to node `second`, which listens at the address.
+
+    With a certificate the bytes are encrypted here and decrypted there, which a fast network is quicker than.
+    """
     try:
-        with socket.create_connection((address, port), CONNECT_S) as connection:
-            prove_to_acceptor(connection, key)
-            round_trip_s, bytes_per_s = _measure(connection)
-    except (OSError, NotWeftError) as error:
+        connection = socket.create_connection((address, port), CONNECT_S)
+        try:
+            secured = connect_securely(connection, key, certificate)
+        except BaseException:
+            connection.close()
+            raise
+        with secured:
+            round_trip_s, bytes_per_s = _measure(secured)
+    except (OSError, NotWeftError, CertificateError) as error:
         return Speed(first=first, second=second, problem=f"{address}:{port}: {error_reason(error)}")
     except WrongKeyError:
         return Speed(first=first, second=second, problem=f"{address}:{port}: it has another cluster key")
@@ -77,19 +89,34 @@ def measure_network(first: int, second: int, address: str, port: int, key: bytes
 
 def _measure(connection: socket.socket) -> tuple[float, float]:
     """Shortest round trip of one byte in seconds, and bytes per second."""
-    connection.settimeout(LIMIT_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _prepare(connection)
     round_trips = []
     for _ in range(PINGS):
         began = time.perf_counter()
-        connection.sendall(b"\0")
-        if not connection.recv(1):
-            raise OSError("the connection was closed")
+        connection.sendall(MORE)
+        _receive(connection, 1)
         round_trips.append(time.perf_counter() - began)
-    began, blocks = time.perf_counter(), 0
+    began, blocks, rest = time.perf_counter(), 1, bytes(BLOCK_BYTES - 1)
     while blocks < LEAST_BLOCKS or time.perf_counter() - began < MEASURE_S:
-        connection.sendall(BLOCK)
+        connection.sendall(MORE + rest)
         blocks += 1
-    connection.shutdown(socket.SHUT_WR)
-    connection.recv(1)
-    return min(round_trips), blocks * len(BLOCK) / (time.perf_counter() - began)
+    connection.sendall(LAST + rest)
+    _receive(connection, 1)
+    return min(round_trips), blocks * BLOCK_BYTES / (time.perf_counter() - began)
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(LIMIT_S)
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes; return the first piece of them. Raises OSError if the other side ends before."""
+    first = b""
+    while size:
+        data = connection.recv(min(size, 1 << 16))
+        if not data:
+            raise ConnectionError("the connection was closed")
+        first, size = first or data, size - len(data)
+    return first

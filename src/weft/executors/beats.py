@@ -11,6 +11,7 @@ from contextlib import suppress
 BEAT_S = 0.5
 # A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
 SILENCE_S = 8.0
+STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
 USER_TIMEOUT_MS = 20_000  # for data that nobody acknowledges: the heartbeats end sooner, with a better cause
 
 
@@ -46,7 +47,12 @@ class Watch:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once."""
+    """Have the system notice a machine that is gone, also while nothing is sent; send small messages at once.
+
+    Without effect on a plain socket in place of a connection with TLS, which has this done itself.
+    """
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with suppress(AttributeError, OSError):  # Linux

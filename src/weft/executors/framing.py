@@ -21,6 +21,8 @@ MAX_FRAME = 256 << 20  # bytes; the largest expected: prompt logprobs, 20 per to
 RECEIVE_BYTES = 64 << 10  # read from the socket at once
 
 _encoder = msgspec.msgpack.Encoder()
+# msgspec may crash if two threads are the first to build decoders of the same types.
+_building = threading.Lock()
 
 
 class FrameError(WeftError):
@@ -54,7 +56,8 @@ class FrameDecoder(Generic[M]):
     """
 
     def __init__(self, messages: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
+        with _building:
+            self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(messages)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[M]:

@@ -1,8 +1,8 @@
 """The cluster key, and the handshake by which both sides of a connection prove that they have it.
 
 The side that connects sends MAGIC and a nonce; the other answers with a nonce of its own and its proof; then the first
-sends its proof, and gets a verdict. A proof is an HMAC-SHA256 over the side's name and both nonces. All parts have a
-fixed length, and no message is read before the verdict.
+sends its proof, and gets a verdict. A proof is an HMAC-SHA256 over the side's name, both nonces and, inside TLS, both
+certificates. All parts have a fixed length, and no message is read before the verdict.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from weft.errors import ConfigError, error_reason
 
 VARIABLE = "WEFT_CLUSTER_KEY"
 LEAST_CHARACTERS = 32
+KEY_MODE = 0o600  # of files with a key
 MAKE = "(umask 077; openssl rand -hex 32 > cluster.key)"
 
 MAGIC = b"weft/1\r\n"
 NONCE_BYTES = PROOF_BYTES = 32
 ACCEPTED, REFUSED = b"\1", b"\0"
 HANDSHAKE_S = 5.0  # seconds for the whole handshake
+# Sent in place of MAGIC to a side that has TLS, or has not, as this one, so that it can tell its user.
+WANTS_TLS, WANTS_NO_TLS = b"weft/tls", b"weft/key"
 
 
 class WrongKeyError(Exception):
     """The other side has another key."""
+
+
+class CertificateError(Exception):
+    """The two sides do not trust each other's certificates, or only one has one."""
 
 
 class NotWeftError(Exception):
@@ -59,6 +66,11 @@ def load_key(file: str | None, environment: Mapping[str, str], nodes: int) -> by
     return text.encode()
 
 
+def make_key() -> str:
+    """A new cluster key, as text."""
+    return secrets.token_hex(32)
+
+
 def _read_key_file(path: Path) -> str:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -75,24 +87,28 @@ def _read_key_file(path: Path) -> str:
         ) from None
 
 
-def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
+def prove_to_acceptor(connection: socket.socket, key: bytes, binding: bytes = b"") -> None:
     """Do the handshake on the side that has connected.
 
-    Raises WrongKeyError if the other side has another key, and NotWeftError for anything else than a handshake.
+    Raises WrongKeyError if the other side has another key, CertificateError if it wants TLS, and NotWeftError for
+    anything else than a handshake.
     """
     deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
     try:
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(MAGIC + ours)
-        answer = _receive(connection, deadline, len(MAGIC) + NONCE_BYTES + PROOF_BYTES)
-        magic, theirs, proof = answer[: len(MAGIC)], answer[len(MAGIC) : -PROOF_BYTES], answer[-PROOF_BYTES:]
+        magic = _receive(connection, deadline, len(MAGIC))
+        if magic == WANTS_TLS:
+            raise CertificateError("it has a certificate: give this node --cluster-cert-file as well")
         if magic != MAGIC:
             raise NotWeftError("it does not speak Weft's protocol")
-        if not hmac.compare_digest(proof, _proof(key, b"acceptor", ours, theirs)):
+        answer = _receive(connection, deadline, NONCE_BYTES + PROOF_BYTES)
+        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(key, b"acceptor", ours + theirs + binding)):
             connection.sendall(bytes(PROOF_BYTES))  # so that the other side can tell its user
             raise WrongKeyError
-        connection.sendall(_proof(key, b"connector", ours, theirs))
+        connection.sendall(_proof(key, b"connector", ours + theirs + binding))
         if _receive(connection, deadline, 1) != ACCEPTED:
             raise WrongKeyError
     except OSError as error:
@@ -100,7 +116,7 @@ def prove_to_acceptor(connection: socket.socket, key: bytes) -> None:
     connection.settimeout(None)
 
 
-def check_connector(connection: socket.socket, key: bytes) -> None:
+def check_connector(connection: socket.socket, key: bytes, binding: bytes = b"") -> None:
     """Do the handshake on the side that was connected to. Raises as `prove_to_acceptor`."""
     deadline = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
@@ -109,9 +125,9 @@ def check_connector(connection: socket.socket, key: bytes) -> None:
         if not opening.startswith(MAGIC):
             raise NotWeftError("it does not speak Weft's protocol")
         theirs, ours = opening[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs, ours))
+        connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs + ours + binding))
         proof = _receive(connection, deadline, PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(key, b"connector", theirs, ours)):
+        if not hmac.compare_digest(proof, _proof(key, b"connector", theirs + ours + binding)):
             connection.sendall(REFUSED)
             raise WrongKeyError
         connection.sendall(ACCEPTED)
@@ -120,8 +136,9 @@ def check_connector(connection: socket.socket, key: bytes) -> None:
     connection.settimeout(None)
 
 
-def _proof(key: bytes, side: bytes, connector: bytes, acceptor: bytes) -> bytes:
-    return hmac.digest(key, b"weft cluster " + side + b"\0" + connector + acceptor, "sha256")
+def _proof(key: bytes, side: bytes, content: bytes) -> bytes:
+    """The proof of a side. `content` are the connector's nonce, the acceptor's, and the binding of certificates."""
+    return hmac.digest(key, b"weft cluster " + side + b"\0" + content, "sha256")
 
 
 def _receive(connection: socket.socket, deadline: float, size: int) -> bytes:

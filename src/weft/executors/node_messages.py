@@ -11,10 +11,14 @@ from weft.plan.wiring import Tcp
 
 
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
-    """Start the processes of this node's ranks. `worker` is "module:Class"."""
+    """Start the processes of this node's ranks. `worker` is "module:Class".
+
+    With `lasting`, an engine that fails starts again, and the node shall join again.
+    """
 
     plan: Plan
     worker: str
+    lasting: bool = False
 
 
 class MeetAt(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +48,7 @@ class EndRanks(msgspec.Struct, frozen=True, tag=True):
     cause: Cause
 
 
-ToActor = ToRank | Ping
+ToActor = ToRank | Ping | PrintStacks
 
 ToNode = StartRanks | MeetAt | PassOn | Ping | PrintStacks | EndRanks
 
@@ -94,11 +98,15 @@ class NodeSocket(msgspec.Struct, frozen=True):
 
 
 class OtherNodes(msgspec.Struct, frozen=True, tag=True):
-    """The nodes beside the head, and the head's own address and interface that route to them."""
+    """The nodes beside the head, and the head's own address and interface that route to them.
+
+    With `lasting`, an engine that fails starts again with nodes that join anew.
+    """
 
     address: str
     interface: str
     nodes: tuple[NodeSocket, ...]
+    lasting: bool = False
 
     @property
     def descriptors(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from queue import SimpleQueue
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import CORE, Cause
-from weft.executors.beats import SILENCE_S, Watch
+from weft.executors.beats import SILENCE_S, STACKS_S, Watch
 from weft.executors.causes import cause_of
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.messages import FromRank, Launch, RunStep
@@ -38,12 +39,12 @@ from weft.plan.wiring import Tcp
 class NodeRanks:
     """Runs this node's ranks as the head at the other end of `channel` asks, until one side ends.
 
-    `node` is this node's number, `interface` its network interface that routes to the others, `checkpoint` its own
-    copy of the model.
+    `node` is this node's number, `address` and `interface` those of its route to the others, `checkpoint` its own copy
+    of the model.
     """
 
-    def __init__(self, channel: Channel[Any], node: int, interface: str, checkpoint: str) -> None:
-        self._node, self._interface, self._checkpoint = node, interface, checkpoint
+    def __init__(self, channel: Channel[Any], node: int, address: str, interface: str, checkpoint: str) -> None:
+        self._node, self._address, self._interface, self._checkpoint = node, address, interface, checkpoint
         self._channel = channel
         self._sending = threading.Lock()
         self._processes = RankProcesses(self._take, self._lose)
@@ -103,7 +104,7 @@ class NodeRanks:
             self._lose(cause_of(error, plan.ranks_of(self._node)[0], "start"))
 
     def _start(self, plan: Plan, worker: str) -> None:
-        """Start the processes of this node's ranks, and launch them once rank 0 listens."""
+        """Start the processes of this node's ranks: rank 0 at once, the others once it listens."""
         plan = msgspec.structs.replace(plan, checkpoint=self._checkpoint)
         own = plan.ranks_of(self._node)
         if worker == WORKER:
@@ -113,9 +114,12 @@ class NodeRanks:
         with NodeWirings(plan, self._node) as wirings:
             for rank in own:
                 self._processes.start(rank, network_environment(plan, rank, self._interface), wirings.files[rank])
+        if 0 in own:
+            self._processes.send(Launch(plan, 0, worker, Tcp(self._address, 0), wirings.wirings[0]), [0])
         if address := self._addresses.get():
             for rank in own:
-                self._processes.send(Launch(plan, rank, worker, address, wirings.wirings[rank]), [rank])
+                if rank:
+                    self._processes.send(Launch(plan, rank, worker, address, wirings.wirings[rank]), [rank])
 
     def _take(self, rank: int, message: FromRank) -> None:
         self._send(RankMessage(rank, message))
@@ -131,6 +135,7 @@ class NodeRanks:
 
     def _head_silent(self) -> None:
         self._processes.print_stacks()
+        time.sleep(STACKS_S)
         self._end = self._own_cause("head-silent", f"the head has been silent for {SILENCE_S:g} s")
         self._channel.hang_up()
 

@@ -1,4 +1,4 @@
-"""NodesExecutor: ranks as processes on several nodes. This node, the head, has the first ranks; others have joined."""
+"""NodesExecutor: ranks as processes on several nodes: this one, the head, if it has any, and those that have joined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from weft.errors import Cause
-from weft.executors.beats import SILENCE_S, Watch, keep_alive
+from weft.executors.beats import SILENCE_S, STACKS_S, Watch, keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
@@ -37,7 +37,6 @@ from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
 
-STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
 LOST = "the process there has ended, or the network is gone: see the log of that node"
 SILENT = "check that machine, and its network"
 
@@ -112,17 +111,19 @@ class NodesExecutor(ProcessExecutor):
         self._node_of = [device.node for device in plan.devices]
         for link in self._links:
             link.start()
-            link.send(StartRanks(plan, self._worker))
-        own = plan.ranks_of(0)
-        if plan.on_cpu:
+            link.send(StartRanks(plan, self._worker, self._others.lasting))
+        own = plan.ranks_of(0)  # none, of a replica on other nodes
+        if own and plan.on_cpu:
             self._processes.prepare_forks(self._environment(plan, 0), len(own))
         with NodeWirings(plan) as wirings:
             for rank in own:
                 self._start_rank(plan, rank, wirings.files[rank])
-        self._send_launch(plan, 0, Tcp(self._others.address, 0), wirings.wirings[0])
+        if 0 in own:
+            self._send_launch(plan, 0, Tcp(self._others.address, 0), wirings.wirings[0])
         (listening,) = self._await_reports(Listening, 1)
-        for rank in own[1:]:
-            self._processes.send(Launch(plan, rank, self._worker, listening.address, wirings.wirings[rank]), [rank])
+        for rank in own:
+            if rank:
+                self._send_launch(plan, rank, listening.address, wirings.wirings[rank])
         for link in self._links:
             link.send(MeetAt(listening.address))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
+from weft.cache import cache_path, make_private
 from weft.errors import Cause
 from weft.executors.causes import cause_of
 from weft.executors.forks import Server, pool
@@ -142,4 +143,23 @@ def network_environment(plan: Plan, rank: int, interface: str) -> dict[str, str]
     environment = rank_environment(plan.threads(rank), plan.peer_to_peer, interface=interface)
     if "NCCL_SOCKET_IFNAME" not in os.environ:
         environment["NCCL_SOCKET_IFNAME"] = f"={interface}"  # NCCL takes a bare name as the beginning of names
-    return environment
+    return environment if plan.on_cpu else environment | nccl_log_variables(os.environ)
+
+
+def nccl_log_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables with which NCCL writes down its choices for the rank (`comm/nccl_log.py`), unless the user has others.
+
+    The file is in a folder of this user alone: NCCL would follow a link that others have put in its place.
+    """
+    if any(name in environment for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE")):
+        return {}
+    folder = cache_path() / "nccl"
+    try:
+        make_private(folder)
+    except (OSError, RuntimeError):
+        return {}
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
+        "NCCL_DEBUG_FILE": str(folder / "weft-nccl-%p.log"),
+    }

@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -22,21 +23,25 @@ from weft.errors import CORE, Cause, EngineError, error_reason
 from weft.executors.beats import SILENCE_S, Watch, keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
-from weft.executors.keys import NotWeftError, WrongKeyError, check_connector
+from weft.executors.keys import CertificateError, NotWeftError, WrongKeyError
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
-from weft.executors.node_messages import Ping
+from weft.executors.node_messages import Ping, PrintStacks
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
 from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Alive, Attached, FromActor, RayNodes
+from weft.executors.secure import Greeter, accept_securely
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
 
 log = logging.getLogger("weft")
 
 ATTACH_S = 60.0  # seconds for the actors to start and to connect
+LOOK_S = 0.5  # between two looks at actors that have not connected
 SAY_S = 10.0  # between two lines about resources that are missing
+STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
+RELEASE_S = 10.0  # seconds for Ray to take its resources back
 REASON_S = 5.0  # seconds for Ray to say why an actor has died
 
 
@@ -50,6 +55,10 @@ class AttachedRank:
     thread: threading.Thread
     sending: threading.Lock
     ended: bool = False
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Send a short message if that takes no waiting: its silence has to be noticed meanwhile."""
+        self.channel.offer(message, self.sending)
 
     def send_frame(self, frame: bytes) -> None:
         with self.sending, contextlib.suppress(OSError):
@@ -67,7 +76,10 @@ class RayExecutor(RankExecutor):
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._attached: dict[int, AttachedRank] = {}
+        self._came: SimpleQueue[AttachedRank] = SimpleQueue()
         self._node_names: list[str] = []
+        self._stacks = threading.Lock()  # guards the next
+        self._stacks_asked = False
 
     def _launch(self, plan: Plan) -> None:
         import ray  # slow, and an extra
@@ -78,9 +90,17 @@ class RayExecutor(RankExecutor):
         self._node_names = [self._nodes.nodes[device.node].id for device in plan.devices]
         self._reserve(plan)
         family = socket.AF_INET6 if ":" in self._nodes.address else socket.AF_INET
-        with socket.create_server((self._nodes.address, 0), family=family) as listener:
+        listener = socket.create_server((self._nodes.address, 0), family=family)
+        greeter = Greeter(listener, self._greet, "weft-ray-door")
+        greeter.start()
+        try:
             self._start_actors(plan, listener.getsockname()[1])
-            self._accept(len(plan.places), listener)
+            self._await_actors(len(plan.places))
+        finally:
+            greeter.close()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._came.get_nowait().channel.close()
         plan = self._with_gpus(plan)
         for rank, attached in self._attached.items():
             attached.thread.start()
@@ -155,23 +175,18 @@ class RayExecutor(RankExecutor):
             )
             self._actors.append(actor)
             address = (self._nodes.address, port)
-            self._runs.append(actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu))
+            self._runs.append(
+                actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu, self._nodes.certificate)
+            )
 
-    def _accept(self, count: int, listener: socket.socket) -> None:
+    def _await_actors(self, count: int) -> None:
         """Wait for the connections of all actors. Raises EngineError for one that has died or does not come."""
         deadline = time.monotonic() + ATTACH_S
-        listener.settimeout(0.5)
         while len(self._attached) < count:
-            with contextlib.suppress(TimeoutError):
-                connection, _ = listener.accept()
-                try:
-                    check_connector(connection, self._nodes.key)
-                    self._attach(connection)
-                except (NotWeftError, WrongKeyError, FrameError) as error:
-                    log.warning("a connection is refused: %s", error)
-                    connection.close()
-                if time.monotonic() <= deadline:
-                    continue
+            with contextlib.suppress(Empty):
+                attached = self._came.get(timeout=LOOK_S)
+                self._attached[attached.about.rank] = attached
+                continue
             missing = next(rank for rank in range(count) if rank not in self._attached)
             ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
             if ended or time.monotonic() > deadline:
@@ -180,7 +195,20 @@ class RayExecutor(RankExecutor):
                     Cause(rank=missing, phase="start", code="actor-died" if ended else "actor-missing", cause=reason)
                 )
 
-    def _attach(self, connection: socket.socket) -> None:
+    def _greet(self, connection: socket.socket, peer: str) -> Callable[[], None] | None:
+        """Have an actor prove the key, and read its first message."""
+        secured = connection
+        try:
+            secured = accept_securely(connection, self._nodes.key, self._nodes.certificate)
+            attached = self._attach(secured)
+            return lambda: self._came.put(attached)
+        except (NotWeftError, WrongKeyError, CertificateError, FrameError, OSError) as error:
+            log.warning("a connection from %s is refused: %s", peer, str(error) or "it has another cluster key")
+        secured.close()
+        connection.close()
+        return None
+
+    def _attach(self, connection: socket.socket) -> AttachedRank:
         keep_alive(connection)
         open_sockets.add(connection)
         channel: Channel[FromActor] = Channel(connection, FromActor)
@@ -189,15 +217,14 @@ class RayExecutor(RankExecutor):
         if not isinstance(about, Attached):
             raise NotWeftError("it is no rank of this engine")
         rank = about.rank
-        ping = encode_frame(Ping())
         attached: AttachedRank = AttachedRank(
             channel=channel,
             about=about,
-            watch=Watch(lambda: attached.send_frame(ping), lambda: self._silent(rank), str(rank)),
+            watch=Watch(lambda: attached.offer(Ping()), lambda: self._silent(rank), str(rank)),
             thread=threading.Thread(target=self._listen, args=(rank, messages), name=f"weft-rank-{rank}", daemon=True),
             sending=threading.Lock(),
         )
-        self._attached[rank] = attached
+        return attached
 
     def _with_gpus(self, plan: Plan) -> Plan:
         """The plan with the GPUs that Ray has given to the actors."""
@@ -235,6 +262,13 @@ class RayExecutor(RankExecutor):
         return message
 
     def _silent(self, rank: int) -> None:
+        """Handle an actor that sends nothing: have the others print their stacks, and fail."""
+        with self._stacks:
+            first, self._stacks_asked = not self._stacks_asked, True
+        for other, attached in self._attached.items():
+            if first and other != rank:
+                attached.offer(PrintStacks())
+        time.sleep(STACKS_S)
         self._fail(
             Cause(
                 rank=rank,
@@ -247,12 +281,19 @@ class RayExecutor(RankExecutor):
 
     def _death(self, rank: int) -> str:
         """Ray's reason for the end of an actor, in one line."""
-        try:
-            self._ray.get(self._runs[rank], timeout=REASON_S)
-        except Exception as error:  # of the actor, or a timeout
-            lines = [line.strip() for line in error_reason(error).splitlines() if line.strip()]
-            return "its Ray actor has died: " + " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
-        return "its Ray actor has ended"
+        reasons: list[str] = []
+
+        def ask() -> None:
+            try:
+                self._ray.get(self._runs[rank], timeout=REASON_S)
+                reasons.append("its Ray actor has ended")
+            except Exception as error:  # of the actor, or a timeout
+                lines = [line.strip() for line in error_reason(error).splitlines() if line.strip()]
+                reason = " ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines)
+                reasons.append(f"its Ray actor has died: {reason}")
+
+        _call_bounded(ask, REASON_S + 1)
+        return reasons[0] if reasons else "its Ray actor has died, and the head of the Ray cluster does not answer"
 
     def _kill(self) -> None:
         for attached in self._attached.values():
@@ -275,9 +316,21 @@ class RayExecutor(RankExecutor):
             return
         from ray.util.placement_group import remove_placement_group
 
-        for actor in self._actors:
-            self._ray.kill(actor)
-        self._actors.clear()
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        actors, group = self._actors, self._group
+        self._actors, self._group = [], None
+
+        def give_back() -> None:
+            for actor in actors:
+                self._ray.kill(actor)
+            if group is not None:
+                remove_placement_group(group)
+
+        # Ray itself gives them back when this process ends.
+        _call_bounded(give_back, RELEASE_S)
+
+
+def _call_bounded(function: Callable[[], None], seconds: float) -> None:
+    """Call a function of Ray's, which may hang while the head of its cluster is gone, and wait no longer than this."""
+    thread = threading.Thread(target=function, name="weft-ray", daemon=True)
+    thread.start()
+    thread.join(seconds)

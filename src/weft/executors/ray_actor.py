@@ -16,11 +16,12 @@ import msgspec
 from weft import logs
 from weft.executors.beats import Watch, keep_alive
 from weft.executors.framing import Channel, FrameError, encode_frame
-from weft.executors.keys import prove_to_acceptor
-from weft.executors.node_messages import Ping, ToActor
+from weft.executors.node_messages import Ping, PrintStacks, ToActor
 from weft.executors.rank import RankWorker, gc_paused, run_rank, worker_class
+from weft.executors.rank_processes import nccl_log_variables
 from weft.executors.ray_nodes import Alive, Attached
 from weft.executors.rendezvous import join_rendezvous
+from weft.executors.secure import connect_securely
 from weft.hardware.addresses import interface_of
 
 CONNECT_S = 20.0
@@ -29,16 +30,18 @@ CONNECT_S = 20.0
 class RankActor:
     """The class of the actors. Its process ends with the driver's connection, and with the driver."""
 
-    def run(self, rank: int, address: tuple[str, int], key: bytes, gpu: bool) -> None:
+    def run(self, rank: int, address: tuple[str, int], key: bytes, gpu: bool, certificate: str = "") -> None:
         """Run a rank for the driver that listens at `address`. Returns when the engine has ended."""
         logs.configure()
         faulthandler.enable()
         connection = socket.create_connection(address, CONNECT_S)
-        prove_to_acceptor(connection, key)
-        keep_alive(connection)
         own = str(connection.getsockname()[0])
+        secured = connect_securely(connection, key, certificate)
+        keep_alive(secured)
         _set_interface(interface_of(own))
-        driver = Driver(connection)
+        if gpu:
+            os.environ.update(nccl_log_variables(os.environ))
+        driver = Driver(secured)
         driver.send(Attached(rank, own, _own_gpu() if gpu else None))
         launch = driver.inbox.get()
         if launch is None:
@@ -78,7 +81,7 @@ class Driver:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self._channel: Channel[ToActor] = Channel(connection, ToActor)
         self._sending = threading.Lock()
-        self._watch = Watch(lambda: self.send(Alive()), self._channel.hang_up, "driver")
+        self._watch = Watch(lambda: self._channel.offer(Alive(), self._sending), self._channel.hang_up, "driver")
         self._watch.start()
         threading.Thread(target=self._listen, name="weft-driver", daemon=True).start()
 
@@ -91,7 +94,9 @@ class Driver:
         try:
             for message in self._channel:
                 self._watch.heard()
-                if not isinstance(message, Ping):
+                if isinstance(message, PrintStacks):
+                    faulthandler.dump_traceback()
+                elif not isinstance(message, Ping):
                     self.inbox.put(message)
         except FrameError as error:
             os.write(2, f"{error}\n".encode())

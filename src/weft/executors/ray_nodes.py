@@ -27,7 +27,8 @@ class RayNodes(msgspec.Struct, frozen=True, tag=True):
     """The nodes of an engine, in the order of the plan's nodes.
 
     `cluster` is the address of the cluster itself, `address` that of this process's node, to which actors connect.
-    `key` is the cluster key of this run. `timeout_s` limits the wait for resources.
+    `key` is the cluster key of this run, `certificate` a bundle in PEM, "" without TLS. `timeout_s` limits the wait for
+    resources.
     """
 
     cluster: str
@@ -35,6 +36,7 @@ class RayNodes(msgspec.Struct, frozen=True, tag=True):
     key: bytes
     timeout_s: float
     nodes: tuple[RayNode, ...]
+    certificate: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

@@ -99,18 +99,21 @@ def nearest_nvlink(gpu: GpuSpec) -> NvLinkFigures:
 
 
 @cache
-def all_reduce_cost(gpu: GpuSpec, kind: LinkKind, ranks: int, network_Bps: float, graphs: bool) -> LinkCost:
+def all_reduce_cost(
+    gpu: GpuSpec, kind: LinkKind, ranks: int, network_Bps: float, graphs: bool, network_s: float | None = None
+) -> LinkCost:
     """Time of an all-reduce among `ranks` GPUs like `gpu`.
 
-    `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another. With
-    `graphs` the all-reduce is a kernel in a CUDA graph, without it a call of NCCL.
+    `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another, and
+    `network_s` the measured time of a small message, None for that of the table. With `graphs` the all-reduce is a
+    kernel in a CUDA graph, without it a call of NCCL.
     """
     if ranks == 1:
         return LinkCost(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
     if kind == "network":
-        network = link_table().network
-        return LinkCost(network.latency_us * 1e-6 * log2(ranks), passes / (network_Bps * network.share))
+        latency = _network_latency(network_s)
+        return LinkCost(latency * log2(ranks), passes / (network_Bps * link_table().network.share))
     if kind == "nvlink":
         return _nvlink_cost(gpu, ranks, passes, graphs)
     if kind == "memory":
@@ -142,12 +145,16 @@ def has_peer(gpu: GpuSpec) -> bool:
 
 
 @cache
-def send_cost(gpu: GpuSpec, kind: LinkKind, network_Bps: float) -> LinkCost:
+def send_cost(gpu: GpuSpec, kind: LinkKind, network_Bps: float, network_s: float | None = None) -> LinkCost:
     """Time of a transfer from one stage to the next; an all-reduce of two ranks carries every byte once, too."""
     if kind == "network":
-        network = link_table().network
-        return LinkCost(network.latency_us * 1e-6, 1 / (network_Bps * network.share))
+        return LinkCost(_network_latency(network_s), 1 / (network_Bps * link_table().network.share))
     return all_reduce_cost(gpu, kind, 2, network_Bps, graphs=False)
+
+
+def _network_latency(measured_s: float | None) -> float:
+    """Seconds of a small message between nodes: as measured, else the table's."""
+    return link_table().network.latency_us * 1e-6 if measured_s is None else measured_s
 
 
 def _at(figures: tuple[float, float, float], ranks: int) -> float:

@@ -16,7 +16,7 @@ from weft.monitor.processes import SERVERS, Process
 
 KEY_FLAGS = ("--api-key", "--admin-key")
 KEY_FIELDS = ("api-key", "api-key-file", "keys")
-KEY_FILES = ("--api-key-file", "--ssl-keyfile", "--cluster-key-file", "--keys")
+KEY_FILES = ("--api-key-file", "--ssl-keyfile", "--cluster-key-file", "--cluster-cert-file", "--keys")
 KEY_VARIABLES = ("VLLM_API_KEY", "WEFT_API_KEY")
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
@@ -16,6 +18,48 @@ from weft.hardware.host import Host
 from weft.plan.devices import device_kind, rank_cores
 from weft.plan.plan import Plan, RankDevice
 from weft.plan.split import split
+
+
+def divide_nodes(nodes: int, replicas: int) -> list[range]:
+    """The nodes of each replica: neighbours, as many for each as the numbers allow.
+
+    With as many replicas as nodes or more, each lies inside one node.
+    """
+    if replicas <= nodes:
+        return split(nodes, [1.0] * replicas, minimum=1)
+    owners = split(replicas, [1.0] * nodes, minimum=1)
+    return [range(node, node + 1) for node, numbers in enumerate(owners) for _ in numbers]
+
+
+def place_on_node(nodes: int, replicas: int, replica: int, node: int) -> tuple[int, int]:
+    """Number of a replica among those on a node, and their count."""
+    there = [number for number, group in enumerate(divide_nodes(nodes, replicas)) if node in group]
+    return there.index(replica), len(there)
+
+
+def part_of_node(host: Host, number: int, count: int, *, on_cpu: bool) -> Host:
+    """The part of a machine that one of `count` replicas has: its share of the GPUs, else of the cores and memory.
+
+    Raises ConfigError for more replicas than GPUs or cores.
+    """
+    if count == 1:
+        return host
+    have, kind = (len(host.cores), "core") if on_cpu else (len(host.gpus), "GPU")
+    if count > have:
+        raise ConfigError(
+            f"{host.hostname} would have {count} replicas, and has {have} {kind}{'s' * (have != 1)}; "
+            "lower --data-parallel-size, or add nodes",
+            code="more-replicas-than-devices",
+        )
+    cores, gpus = split(len(host.cores), [1.0] * count)[number], split(len(host.gpus), [1.0] * count)[number]
+    if len(host.cores) < count:
+        cores = range(len(host.cores))
+    return msgspec.structs.replace(
+        host,
+        gpus=host.gpus[gpus.start : gpus.stop],
+        cores=host.cores[cores.start : cores.stop],
+        memory_free_bytes=host.memory_free_bytes // count,
+    )
 
 
 def joined_host(hosts: Sequence[Host]) -> Host:
@@ -116,7 +160,9 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
     nodes = [node for node, count in enumerate(counts) for _ in range(count)]
     before = list(accumulate((len(host.gpus) for host in hosts), initial=0))
     devices = tuple(
-        RankDevice(node, device.kind, device.index - before[node] if device.kind == "cuda" else 0)
+        RankDevice(
+            node, device.kind, hosts[node].gpus[device.index - before[node]].index if device.kind == "cuda" else 0
+        )
         for node, device in zip(nodes, plan.devices, strict=True)
     )
     cores = tuple(
@@ -125,6 +171,27 @@ def over_nodes(plan: Plan, hosts: Sequence[Host], counts: Sequence[int]) -> Plan
         for part in rank_cores(host, [device.name for device in devices if device.node == node])
     )
     return msgspec.structs.replace(plan, devices=devices, cores=cores)
+
+
+def on_other_nodes(plan: Plan, first: int) -> Plan:
+    """The plan with its nodes numbered from `first`."""
+    devices = tuple(msgspec.structs.replace(device, node=device.node + first) for device in plan.devices)
+    return msgspec.structs.replace(plan, devices=devices)
+
+
+@contextmanager
+def named_gpus(hosts: Sequence[Host]) -> Iterator[None]:
+    """Have a PlanError about a GPU of `joined_host`, such as one whose memory is taken, say whose it is."""
+    try:
+        yield
+    except PlanError as error:
+        gpus = [(node, number) for node, host in enumerate(hosts) for number in range(len(host.gpus))]
+        found = re.search(r"\bcuda:(\d+)", str(error))
+        if found is None or int(found[1]) >= len(gpus):
+            raise
+        node, number = gpus[int(found[1])]
+        where = f"{found[0]} is GPU {number} of node {node} ({hosts[node].hostname})"
+        raise PlanError(f"{error}; {where}", code=error.code) from None
 
 
 def check_node_memory(plan: Plan, hosts: Sequence[Host]) -> None:

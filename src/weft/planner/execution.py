@@ -63,7 +63,9 @@ def plan_over_nodes(
     if device_kind(config, joined) == "cpu" and config.executor != "ray":
         rooms = [None] * len(hosts)
     counts = nodes.divide_ranks(len(weights), len(stages) * experts.data_parallel, rooms)
-    plan = nodes.over_nodes(build_plan(nodes.seats(config, hosts, counts), checkpoint, joined), hosts, counts)
+    with nodes.named_gpus(hosts):
+        whole = build_plan(nodes.seats(config, hosts, counts), checkpoint, joined)
+    plan = nodes.over_nodes(whole, hosts, counts)
     nodes.check_node_memory(plan, hosts)
     if config.executor == "ray" and plan.on_cpu:
         plan = msgspec.structs.replace(plan, max_threads=1)  # a rank's bundle is one CPU

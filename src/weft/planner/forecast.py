@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -80,6 +80,14 @@ class Forecast:
             concurrency=max(1, round(concurrency)),
         )
         return predict(self.plan.shape, self.layout, self.cluster, work, self.profile, self.memory)
+
+    def over_network(self, network_Bps: float, network_s: float) -> Forecast:
+        """The forecast for the same ranks, each on a node of its own.
+
+        `network_Bps` is bytes per second from one node to another, `network_s` the time of a small message in seconds.
+        """
+        nodes = tuple(Node((gpu,), self.cluster.nodes[0].link) for gpu in self.cluster.gpus)
+        return replace(self, cluster=Cluster(nodes, network_Bps, network_s=network_s))
 
 
 def forecast_plan(plan: Plan, host: Host, known: Speeds) -> Forecast:

@@ -318,7 +318,7 @@ def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profil
     """An all-reduce between these GPUs, at the pace of their slowest link."""
     kind = slowest_link_between(cluster, indices)
     gpu = _slowest_sender(cluster, indices, kind)
-    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value))
+    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value), cluster.network_s)
 
 
 def stage_send(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
@@ -326,7 +326,7 @@ def stage_send(cluster: Cluster, indices: Sequence[int]) -> LinkCost:
     if len(indices) < 2:
         return LinkCost(0.0, 0.0)
     kind = slowest_link_between(cluster, indices)
-    return send_cost(_slowest_sender(cluster, indices, kind), kind, cluster.network_Bps)
+    return send_cost(_slowest_sender(cluster, indices, kind), kind, cluster.network_Bps, cluster.network_s)
 
 
 def _slowest_sender(cluster: Cluster, indices: Sequence[int], kind: LinkKind) -> GpuSpec:

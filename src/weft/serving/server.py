@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model, plan_engines
 from weft.client.replicas import start_engine
@@ -60,7 +61,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)
         host = probe_host()
-        assembly = assemble(config, checkpoint, host)
+        assembly = assemble(config, checkpoint, host, lasting=True)
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:  # closing it waits for threads
                 runner.run(_serve(config, options, checkpoint, text_tools, host, assembly, listener, began))
@@ -89,7 +90,8 @@ async def _serve(
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)
-    engine = await start_engine(planned, config, stall_s=options.progress_timeout, assembly=assembly)
+    nodes = EngineNodes(config, checkpoint, assembly, planned) if assembly else None
+    engine = await start_engine(planned, config, stall_s=options.progress_timeout, nodes=nodes)
     try:
         expected = await predicting if predicting else []
         for replica in engine.replicas:

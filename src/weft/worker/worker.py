@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from weft.comm import Links
+from weft.comm.nccl_log import read_choices
 from weft.core.commands import (
     CaptureGraph,
     Command,
@@ -45,6 +47,8 @@ from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positio
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
 from weft.worker.trace import RankTrace
+
+logger = logging.getLogger("weft")
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
 Result = StepResult | Callable[[], StepResult] | None
@@ -114,6 +118,8 @@ class Worker:
         if self.proposer:
             self.proposer.allocate(num_blocks)
         self.runner.allocate(num_blocks, self._rehearse)
+        for line in read_choices():
+            logger.info("rank %d, NCCL: %s", self.rank, line)
         return sum(runner.uncaptured for runner in self.runners)
 
     @torch.inference_mode()

@@ -1,0 +1,83 @@
+"""EngineNodes: the nodes that hold the ranks of engines, those of the first start and those that have come back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from weft.client.opening import plan_group
+from weft.cluster.assembly import AnyAssembly
+from weft.config import EngineConfig
+from weft.errors import EngineError
+from weft.executors.node_messages import OtherNodes
+from weft.executors.ranks import CLOSED
+from weft.executors.ray_nodes import RayNodes
+from weft.plan.plan import Plan
+from weft.planner.replicas import ReplicaPlan
+
+if TYPE_CHECKING:
+    from weft.formats.checkpoint import Checkpoint
+
+
+class EngineNodes:
+    """Gives each replica its nodes, and the plan for them, whenever it starts an engine.
+
+    `planned` are the plans of the first start, in the order of the assembly's groups.
+    """
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, assembly: AnyAssembly, planned: Sequence[ReplicaPlan]
+    ) -> None:
+        self._config, self._checkpoint, self._assembly = config, checkpoint, assembly
+        self._first = {number: (one.plan, assembly.groups[number]) for number, one in enumerate(planned)}
+        self._closing = threading.Event()
+        # Threads of its own: a wait for a machine may be long, and other work needs asyncio's.
+        self._threads = ThreadPoolExecutor(len(planned), thread_name_prefix="weft-nodes")
+
+    @property
+    def lasting(self) -> bool:
+        """True if an engine that has failed starts again once its nodes, or their resources, are back."""
+        return self._assembly.lasting
+
+    def take_first(self) -> OtherNodes | RayNodes:
+        """The nodes of the one engine, which has the plan of the first start. To be called once."""
+        _, group = self._first.pop(0)
+        return group.hand_over()
+
+    async def take(self, number: int) -> tuple[Plan, OtherNodes | RayNodes]:
+        """Wait for the nodes of a replica; return the plan for them. Raises ConfigError and PlanError.
+
+        The caller owns the connections that are handed over. It may be cancelled.
+        """
+        if first := self._first.pop(number, None):
+            plan, group = first
+            return plan, group.hand_over()
+        cancelled = threading.Event()
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._gather, number, cancelled)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def _gather(self, number: int, cancelled: threading.Event) -> tuple[Plan, OtherNodes | RayNodes]:
+        group = self._assembly.gather_again(number, lambda: cancelled.is_set() or self._closing.is_set())
+        try:
+            if cancelled.is_set():
+                raise EngineError(CLOSED)
+            return plan_group(self._config, self._checkpoint, group), group.hand_over()
+        except BaseException as error:
+            group.dismiss(error)
+            raise
+
+    def close(self) -> None:
+        """Wait for no more nodes, and let those go that nobody has taken. May be called twice."""
+        self._closing.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for _, group in self._first.values():
+            group.dismiss(EngineError(CLOSED))
+        self._first.clear()
+        self._assembly.close()

@@ -1,0 +1,62 @@
+"""Nodes that a start has checked, with the network between them, for `weft plan --cluster`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.cache import cache_path, warn_damaged, write_cache_file
+from weft.cluster.messages import Facts, Speed
+from weft.errors import ConfigError, WeftError
+from weft.hardware.cluster import Cluster
+from weft.hardware.host import Host
+from weft.probes import machine
+from weft.probes.speeds import load_speeds
+
+log = logging.getLogger("weft.cluster")
+
+FILE = "cluster.json"
+START = "start the engine once with --nnodes, or with weft cluster up: its checks measure them"
+
+
+class MeasuredCluster(msgspec.Struct, frozen=True):
+    """The machines, the head's first, and the slowest network between two of them, in bytes per second."""
+
+    hosts: tuple[Host, ...]
+    network_Bps: float
+
+
+def store_cluster(facts: Sequence[Facts], speeds: Sequence[Speed]) -> None:
+    """Keep what the checks have found; a cache that cannot be written is logged."""
+    measured = MeasuredCluster(tuple(node.host for node in facts), min(speed.bytes_per_s for speed in speeds))
+    try:
+        write_cache_file(cache_path() / FILE, msgspec.json.format(msgspec.json.encode(measured)))
+    except (OSError, RuntimeError, WeftError) as error:
+        log.info("weft plan --cluster will not know these nodes: %s", error)
+
+
+def load_cluster() -> Cluster:
+    """The nodes of the last start as hardware to plan for.
+
+    GPUs have the measured speeds of the same type on this machine, else those of their data sheet. Raises ConfigError
+    if there has been no start here, or if a node has no GPU.
+    """
+    try:
+        measured = msgspec.json.decode((cache_path() / FILE).read_bytes(), type=MeasuredCluster)
+    except (OSError, RuntimeError):
+        raise ConfigError(f"no nodes have been measured here yet; {START}", code="no-measured-cluster") from None
+    except msgspec.DecodeError as error:
+        warn_damaged(cache_path() / FILE, str(error), START)
+        raise ConfigError(f"the measured nodes cannot be read; {START}", code="no-measured-cluster") from None
+    for number, host in enumerate(measured.hosts):
+        if not host.gpus:
+            raise ConfigError(
+                f"node {number} ({host.hostname}) has no GPU, and several machines are planned with GPUs only; plan "
+                "for one machine, without --cluster",
+                code="measured-node-without-gpu",
+            )
+    speeds = load_speeds(measured.hosts[0])
+    nodes = tuple(machine.gpu_node(host, speeds) for host in measured.hosts)
+    return Cluster(nodes, measured.network_Bps)

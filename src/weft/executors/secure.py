@@ -1,0 +1,138 @@
+"""Connections between nodes, from both sides: TLS if this node has a certificate, then the proof of the key."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from weft.errors import error_reason
+from weft.executors.keys import (
+    HANDSHAKE_S,
+    WANTS_NO_TLS,
+    WANTS_TLS,
+    CertificateError,
+    NotWeftError,
+    check_connector,
+    prove_to_acceptor,
+)
+from weft.executors.tls import start_tls
+
+FIRST_BYTE = b"\x16"  # of a TLS connection: a record of its handshake
+MOST_GREETED = 64  # connections that prove their key at the same time
+AGAIN_S = 0.1  # after a connection that could not be accepted
+
+
+def connect_securely(connection: socket.socket, key: bytes, certificate: str = "") -> socket.socket:
+    """Prove the key to the side that was connected to; return the socket to use in place of the connection.
+
+    `certificate` is a node's bundle in PEM. The connection stays the caller's to close if this raises: WrongKeyError,
+    CertificateError, or NotWeftError.
+    """
+    return _secure(connection, key, certificate, prove_to_acceptor, server=False)
+
+
+def accept_securely(connection: socket.socket, key: bytes, certificate: str = "") -> socket.socket:
+    """Have the side that has connected prove the key; otherwise as `connect_securely`."""
+    try:
+        connection.settimeout(HANDSHAKE_S)
+        has_tls = connection.recv(1, socket.MSG_PEEK) == FIRST_BYTE
+        if has_tls and not certificate:
+            connection.recv(1 << 16)  # unread bytes would have the answer dropped
+            connection.sendall(WANTS_NO_TLS)
+            raise CertificateError("it has a certificate, and this node has none: give all nodes --cluster-cert-file")
+        if certificate and not has_tls:
+            connection.recv(1 << 16)
+            connection.sendall(WANTS_TLS)
+            raise CertificateError("it has no certificate: give it --cluster-cert-file, from weft cluster cert")
+    except OSError as error:
+        raise NotWeftError(error_reason(error)) from None
+    return _secure(connection, key, certificate, check_connector, server=True)
+
+
+def _secure(
+    connection: socket.socket,
+    key: bytes,
+    certificate: str,
+    prove: Callable[[socket.socket, bytes, bytes], None],
+    *,
+    server: bool,
+) -> socket.socket:
+    if not certificate:
+        prove(connection, key, b"")
+        return connection
+    try:
+        pump = start_tls(connection, certificate, server=server, within_s=HANDSHAKE_S)
+    except OSError as error:
+        raise NotWeftError(error_reason(error)) from None
+    try:
+        prove(pump.outer, key, pump.binding)
+    except BaseException:
+        pump.finish()  # the other side learns of a wrong key
+        raise
+    return pump.outer
+
+
+Greet = Callable[[socket.socket, str], Callable[[], object] | None]
+
+
+class Greeter:
+    """Accepts connections at a listener and greets each in a thread of its own, so that none waits for another.
+
+    `greet` gets a connection and its peer's address, and closes the connection, or returns a function that takes it
+    over. Beyond MOST_GREETED at a time, further ones are closed.
+    """
+
+    def __init__(self, listener: socket.socket, greet: Greet, name: str) -> None:
+        self._listener, self._greet = listener, greet
+        self._slots = threading.BoundedSemaphore(MOST_GREETED)
+        self._lock = threading.Lock()  # guards the next
+        self._greeting: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no longer, and end the connections that are being greeted."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            greeting = dict(self._greeting)
+            for connection in greeting:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in greeting.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:  # closed, or one that has gone before it was accepted
+                time.sleep(0 if self._closed else AGAIN_S)
+                continue
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._run, args=(connection, peer[0]), daemon=True)
+            with self._lock:
+                self._greeting[connection] = thread
+            thread.start()
+
+    def _run(self, connection: socket.socket, peer: str) -> None:
+        take_over: Callable[[], object] | None = None
+        try:
+            take_over = self._greet(connection, peer)
+        finally:
+            self._slots.release()
+            with self._lock:  # `close` ends the connection, or it is taken over
+                del self._greeting[connection]
+                if take_over:
+                    take_over()

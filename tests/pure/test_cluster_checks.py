@@ -1,0 +1,246 @@
+"""Connections that are silent, measured clusters, NCCL's log, and Ray's token."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.pure.commands import refused_line, weft, weft_json
+from tests.pure.machines import gpu, host, rig
+from tests.pure.machines import plan as plan_on
+from tests.pure.test_nodes import FINE, facts
+from tests.refusals import refuses
+from weft.cluster import assembly, ray_cluster
+from weft.cluster.measured import load_cluster, store_cluster
+from weft.cluster.messages import ListeningForPeers, Measured, MeasureTo, Speed
+from weft.cluster.speed import PeerListener, measure_network
+from weft.comm import nccl_log
+from weft.config import EngineConfig
+from weft.errors import ConfigError, PlanError
+from weft.executors import framing, secure
+from weft.executors.rank_processes import nccl_log_variables
+from weft.formats.checkpoint import Checkpoint
+from weft.planner.execution import plan_over_nodes
+
+KEY = b"a" * 32
+
+
+def test_silent_connections_keep_nobody_waiting() -> None:
+    """More than one at a time, each of which would take its whole limit."""
+    listener = PeerListener("127.0.0.1", KEY)
+    silent = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
+    try:
+        speed = measure_network(1, 0, "127.0.0.1", listener.port, KEY)
+        assert not speed.problem
+        assert [end.send(b"w") for end in silent] == [1] * 3, "they are still open"
+    finally:
+        listener.close()  # does not wait for their limits
+        for end in silent:
+            end.close()
+
+
+def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secure, "MOST_GREETED", 2)
+    listener = PeerListener("127.0.0.1", KEY)
+    try:
+        silent = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2)]
+        with socket.create_connection(("127.0.0.1", listener.port), 30) as third:
+            assert third.recv(1) == b""
+        silent.pop().close()
+        while measure_network(1, 0, "127.0.0.1", listener.port, KEY).problem:
+            pass  # until the place is free
+        silent.pop().close()
+    finally:
+        listener.close()
+
+
+class Unreachable:
+    """A node that no other reaches; each attempt takes a second of `clock`."""
+
+    def __init__(self, number: int, clock: list[float]) -> None:
+        self.facts, self.clock = facts(number), clock
+
+    def ask(self, question: object) -> object:
+        if isinstance(question, MeasureTo):
+            self.clock[0] += 5
+            return Measured(Speed(first=self.facts.node, second=question.node, problem="timed out"))
+        return ListeningForPeers(1)
+
+
+def test_a_network_that_is_cut_everywhere_is_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 pairs that each take 5 s: the first failures are enough."""
+    clock = [0.0]
+    monkeypatch.setattr(assembly, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    fine = msgspec.structs.replace(FINE, problem="")
+    monkeypatch.setattr(assembly, "measure_network", lambda *_: fine)
+    nodes: list[Any] = [Unreachable(number, clock) for number in range(1, 9)]
+    settings: Any = SimpleNamespace(key=KEY, certificate="", allow_public=False)
+    own = facts(0, address="127.0.0.1")
+    speeds = assembly.measure_all(own, nodes, settings)
+    assert clock[0] <= 25 and any(speed.problem for speed in speeds)
+
+
+# --- free memory of GPUs ---
+
+
+def test_a_gpu_that_cannot_hold_its_ranks_weights_is_named_with_its_node() -> None:
+    hosts = [host((gpu(0),)), host((gpu(0), gpu(1, free=10**6)), hostname="small")]
+    shape = plan_on(hosts[0]).shape
+    checkpoint = Checkpoint(model="m", path="/models/m", format="safetensors", shape=shape, generation={})
+    config = EngineConfig(model="m", tensor_parallel_size=1, pipeline_parallel_size=3, kv_cache_memory_bytes=10**9)
+    with refuses(PlanError, "weights-exceed-free-memory", "0.0 GB are free", "cuda:2 is GPU 1 of node 1 (small)"):
+        plan_over_nodes(config, checkpoint, hosts, [1, 2])
+
+
+# --- weft plan --cluster ---
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def store(*counts: int, bytes_per_s: float = 1.25e9) -> None:
+    nodes = [
+        facts(number, host=rig(*["NVIDIA GeForce RTX 4090"] * count, hostname=f"host{number}"))
+        for number, count in enumerate(counts)
+    ]
+    slow = msgspec.structs.replace(FINE, bytes_per_s=bytes_per_s)
+    store_cluster(nodes, [FINE, slow])
+
+
+def test_a_plan_for_measured_nodes_and_its_file(cache: Path) -> None:
+    """The slowest link counts, and the written file gives the same plan."""
+    store(2, 2, bytes_per_s=1.25e9)
+    file = cache / "measured.yaml"
+    status, planned = weft_json("plan", "Llama-3.1-8B", "--cluster", str(file))
+    assert status == 0
+    cluster = load_cluster()
+    assert [len(node.gpus) for node in cluster.nodes] == [2, 2] and cluster.network_Bps == min(1.25e9, FINE.bytes_per_s)
+    _, again = weft_json("plan", "Llama-3.1-8B", "--gpus", str(file))
+    assert again["best"]["predicted"] == planned["best"]["predicted"]
+    assert weft_json("plan", "Llama-3.1-8B", "--cluster", str(file))[0] == 0, "the same nodes again"
+    store(1, 2)
+    refused_line(f"plan Llama-3.1-8B --cluster {file}", 1, "cluster-exists", str(file))
+
+
+def test_clusters_that_cannot_be_planned_for(cache: Path) -> None:
+    name = str(cache / "c.yaml")
+    refused_line(f"plan Llama-3.1-8B --cluster {name}", 1, "no-measured-cluster", "--nnodes")
+    store(1, 0)
+    refused_line(f"plan Llama-3.1-8B --cluster {name}", 1, "measured-node-without-gpu", "node 1")
+    refused_line(f"plan Llama-3.1-8B --cluster {name} --gpus 4xH100", 2, "cluster-and-other")
+    refused_line("plan Llama-3.1-8B --cluster c.txt", 2, "cluster-not-yaml", "c.txt")
+    (cache / "cache/weft/cluster.json").write_text("{")
+    assert weft("plan", "Llama-3.1-8B", "--cluster", name)[0] == 1
+
+
+# --- NCCL's log ---
+
+NCCL = """\
+h:1:9 [0] NCCL INFO NCCL_IB_HCA set by environment to mlx5_0.
+h:1:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>
+h:1:9 [0] NCCL INFO Using network IB
+h:1:9 [0] NCCL INFO NET/IB : GPU Direct RDMA Enabled for HCA 0 'mlx5_0'
+h:1:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+h:1:9 [0] NCCL INFO Channel 01/0 : 1[0] -> 0[0] [receive] via NET/IB/0/GDRDMA
+h:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0/GDRDMA
+h:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+h:1:9 [0] NCCL INFO Using network IB
+"""
+
+
+def test_choices_of_nccl() -> None:
+    assert nccl_log.choices(NCCL) == [
+        "NCCL_IB_HCA=mlx5_0",
+        "NET/IB: [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
+        "network IB",
+        "GPUDirect RDMA enabled for HCA 0 'mlx5_0'",
+        "3 channel ends via NET/IB/0/GDRDMA",
+    ]
+    assert nccl_log.choices("h:1:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>\n") == [
+        "NET/Socket: [0]eth0:10.0.0.1<0>"
+    ]
+
+
+def test_the_file_is_a_private_one_unless_the_user_has_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nccl_log_variables({"NCCL_DEBUG": "WARN"}) == nccl_log_variables({"NCCL_DEBUG_FILE": "x"}) == {}
+    variables = nccl_log_variables({})
+    assert nccl_log.read_choices(variables) == [], "NCCL has written nothing"
+    monkeypatch.setattr(nccl_log.os, "getpid", lambda: 77)
+    file = Path(variables["NCCL_DEBUG_FILE"].replace("%p", "77"))
+    assert file.parent.stat().st_mode & 0o077 == 0
+    file.write_text(NCCL)
+    assert "network IB" in nccl_log.read_choices(variables) and not file.exists()
+    file.write_text(NCCL)
+    theirs = file.with_name("theirs.log")
+    file.rename(theirs)
+    assert nccl_log.read_choices({"NCCL_DEBUG_FILE": str(theirs)}) == [] and theirs.exists()
+
+
+# --- Ray's token ---
+
+
+class TokenError(Exception):
+    """Ray's AuthenticationError."""
+
+
+def fake_ray(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    def init(**_: object) -> None:
+        if error:
+            raise error
+
+    ray = ModuleType("ray")
+    ray.is_initialized = lambda: False  # type: ignore[attr-defined]
+    ray.init = init  # type: ignore[attr-defined]
+    ray.exceptions = SimpleNamespace(AuthenticationError=TokenError)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("token", False), ("disabled", True), ("", True)])
+def test_a_cluster_without_a_token_gets_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, warned: bool
+) -> None:
+    fake_ray(monkeypatch)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+    warnings = [record for record in caplog.records if "RAY_AUTH_MODE=token" in record.getMessage()]
+    assert len(warnings) == warned
+
+
+def test_a_cluster_that_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ray(monkeypatch, TokenError("no token"))
+    with refuses(ConfigError, "ray-token", "10.0.0.1:6379", "RAY_AUTH_MODE=token"):
+        ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+
+
+def test_threads_of_greeted_connections_end() -> None:
+    before = threading.active_count()
+    listener = PeerListener("127.0.0.1", KEY)
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        listener.close()
+    assert threading.active_count() == before
+
+
+def test_decoders_are_built_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec 0.20 crashes now and then if two threads are the first to build those of the same types: nodes join at
+    the same moment."""
+    held: list[bool] = []
+
+    def build(messages: object) -> object:
+        held.append(framing._building.locked())
+        return msgspec.msgpack.Decoder(Any)
+
+    monkeypatch.setattr(framing, "msgspec", SimpleNamespace(msgpack=SimpleNamespace(Decoder=build)))
+    framing.FrameDecoder[Any](Any)
+    assert held == [True]
