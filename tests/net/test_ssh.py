@@ -214,6 +214,7 @@ def test_a_start_that_fails_leaves_nothing(site: Site) -> None:
     assert site.servers() == []
 
 
+@pytest.mark.long  # the agent's own tests show the same
 def test_a_person_who_gives_up_leaves_nothing(site: Site, hosts: str) -> None:
     process = site.start("up", hosts)
     deadline = time.monotonic() + WAIT_S
@@ -242,6 +243,7 @@ def test_hosts_that_ssh_does_not_reach(site: Site, hosts: str, fault: str) -> No
     assert status == 1 and out.count(said) == 2, out
 
 
+@pytest.mark.long  # the agent's own tests show the same
 def test_a_model_that_is_fetched_nowhere_is_said_for_each_node(site: Site, hosts: str) -> None:
     status, out, _ = site.run("pull", "no such model; x", "--hosts", hosts)
     lines = out.splitlines()
