@@ -13,6 +13,7 @@ import socket
 import stat
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from weft.errors import ConfigError, error_reason
@@ -106,7 +107,8 @@ def prove_to_acceptor(connection: socket.socket, key: bytes, binding: bytes = b"
         answer = _receive(connection, deadline, NONCE_BYTES + PROOF_BYTES)
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not hmac.compare_digest(proof, _proof(key, b"acceptor", ours + theirs + binding)):
-            connection.sendall(bytes(PROOF_BYTES))  # so that the other side can tell its user
+            with suppress(OSError):
+                connection.sendall(bytes(PROOF_BYTES))  # so that the other side can tell its user
             raise WrongKeyError
         connection.sendall(_proof(key, b"connector", ours + theirs + binding))
         if _receive(connection, deadline, 1) != ACCEPTED:
@@ -128,7 +130,8 @@ def check_connector(connection: socket.socket, key: bytes, binding: bytes = b"")
         connection.sendall(MAGIC + ours + _proof(key, b"acceptor", theirs + ours + binding))
         proof = _receive(connection, deadline, PROOF_BYTES)
         if not hmac.compare_digest(proof, _proof(key, b"connector", theirs + ours + binding)):
-            connection.sendall(REFUSED)
+            with suppress(OSError):  # it may have gone, knowing that already
+                connection.sendall(REFUSED)
             raise WrongKeyError
         connection.sendall(ACCEPTED)
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -90,7 +89,7 @@ class Greeter:
         self._slots = threading.BoundedSemaphore(MOST_GREETED)
         self._lock = threading.Lock()  # guards the next
         self._greeting: dict[socket.socket, threading.Thread] = {}
-        self._closed = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
 
     def start(self) -> None:
@@ -98,7 +97,7 @@ class Greeter:
 
     def close(self) -> None:
         """Listen no longer, and end the connections that are being greeted."""
-        self._closed = True
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -112,11 +111,11 @@ class Greeter:
             thread.join()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 connection, peer = self._listener.accept()
             except OSError:  # closed, or one that has gone before it was accepted
-                time.sleep(0 if self._closed else AGAIN_S)
+                self._closed.wait(AGAIN_S)
                 continue
             if not self._slots.acquire(blocking=False):
                 connection.close()
