@@ -27,7 +27,7 @@ check_block = core.block_type.__init__
 
 
 class Nothing:
-    """What a launch restores at its end: nothing."""
+    """A scope that restores nothing at the end of a launch."""
 
     def restore(self) -> None:
         pass
