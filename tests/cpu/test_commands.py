@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from tests.cpu.families import family
 from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.errors import EngineError, RequestError
+from weft.monitor.trace_report import read_trace, report_traces
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=4, max_tokens=8, ignore_eos=True, repetition_penalty=1.2)
@@ -292,7 +292,7 @@ def test_figures_of_ranks(path: Path, layout: dict[str, Any]) -> None:
         for row in rows:
             assert row["steps"] == steps > 0
             assert row["compute_s"] > 0 and row["waiting_s"] > 0
-            assert row["communication_s"] == (0.0 if llm.plan.tensor_parallel == 1 else None)
+            assert (row["communication_s"] > 0) == (len(rows) > 1)
             assert row["allocated_bytes"] > 20 << 20 and row["reserved_bytes"] is None
         again = llm.rank_stats()
         assert all(row["steps"] == row["compute_s"] == 0 for row in again)
@@ -326,9 +326,15 @@ def test_a_trace_is_written_once_its_steps_are_over(path: Path, layout: dict[str
         assert len({*files}) == processes
         assert not any(file.exists() for file in files)
         answers(llm)
-        for file in files:
-            with gzip.open(file) as trace:
-                assert json.load(trace)["traceEvents"]
+        report = report_traces([read_trace(file) for file in files])
+        assert [(row.rank, row.steps) for row in report.ranks] == [(rank, 4) for rank in range(len(llm.plan.places))]
+        for row in report.ranks:
+            assert (
+                sum(row.shares.values()) == pytest.approx(1.0) and row.shares["products"] > 0 < row.shares["attention"]
+            )
+            assert (row.communication_s > 0) == (len(report.ranks) > 1) and row.waiting_s is not None
+        assert [*report.layers] == [*range(len(llm.plan.shape.layers))]
+        assert all(layer["attention"] > 0 < layer["feed-forward"] for layer in report.layers.values())
         endless = [Path(file) for file in llm.profile(10**6, tmp_path)]
         answers(llm)
         assert [Path(file) for file in llm.profile(0, tmp_path)] == endless

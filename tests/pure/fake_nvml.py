@@ -160,7 +160,9 @@ class FakeNvml:
         self.new()
         return device.bus_bits
 
-    def nvmlDeviceGetMaxClockInfo(self, handle: Card, type: int) -> int:
+    def nvmlDeviceGetMaxClockInfo(self, handle: Card | MigSlice, type: int) -> int:
+        if isinstance(handle, MigSlice):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return {pynvml.NVML_CLOCK_SM: handle.cores_mhz, pynvml.NVML_CLOCK_MEM: handle.memory_mhz}[type]
 
     def nvmlDeviceGetClockInfo(self, handle: Card, type: int) -> int:

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.fake_nvml import bridged, sliced, two_consumer_cards
 from tests.pure.worlds import DEAD, PLAN, READY, World
 from weft.client.running import RunningReplica
 from weft.core.commands import RankReport, RankStats, Replies
+from weft.gateway.config import UpstreamConfig
+from weft.gateway.fleet import Fleet
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.policy import POLICIES
 from weft.hardware import host, nvml
 from weft.hardware.host import Host
 from weft.serving.device_metrics import GPU_GAUGES, GPU_LABELS, MIB, DeviceMetrics, GpuWatch
 
+MONITORING = Path(__file__).parents[2] / "docs/monitoring"
 REPORTS: Replies = [
     RankReport(steps=3, compute_s=1.5, communication_s=0.25, waiting_s=4.0, allocated_bytes=100),
     RankReport(steps=3, compute_s=1.0, communication_s=None, waiting_s=4.5, allocated_bytes=200, driver_bytes=300),
@@ -144,3 +155,55 @@ def test_traffic_over_nvlink(watch: Any) -> None:
     gpus.sample()
     (figures,) = gpus.figures
     assert figures.nvlink_tx_Bps > 8 * figures.nvlink_rx_Bps > 0
+
+
+# --- boards ---
+
+
+async def test_every_metric_and_label_of_vllm_s_board_is_there() -> None:
+    board = json.loads((Path(__file__).parents[1] / "data/vllm_board.json").read_text())
+    world = World()
+    await world.complete(n=2)
+    page = (await world.client.get("/metrics")).text
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    missing = {name: wanted for name, wanted in board["queries"].items() if not {*wanted} <= labels.get(name, set())}
+    assert board["queries"] and missing == {}
+    assert await world.metric("vllm:request_max_num_generation_tokens_count") == 1
+    itl = [
+        await world.metric(f"vllm:{name}_count")
+        for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")
+    ]
+    assert itl[0] == itl[1] > 0
+
+
+def names_in(text: str) -> set[str]:
+    """Metrics that a query, a board or a rule names."""
+    return set(re.findall(r"\b(?:vllm:|weft:|DCGM_FI_DEV_)\w+", text))
+
+
+def page_names(page: str) -> set[str]:
+    return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}
+
+
+async def test_our_board_and_alerts_query_what_there_is() -> None:
+    world = World()
+    await world.complete()
+    page = (await world.client.get("/metrics")).text
+    fleet = Fleet([UpstreamConfig(url="http://127.0.0.1:1")], POLICIES["least_conn"](), lambda: 0.0)
+    gateway = GatewayMetrics(fleet).registry
+    known = page_names(page) | {f"DCGM_FI_DEV_{name}" for name, _, _ in GPU_GAUGES}
+    known |= {name for metric in gateway.collect() for name in (metric.name, f"{metric.name}_total")}
+    for file in ("board.json", "alerts.yml"):
+        named = names_in((MONITORING / file).read_text())
+        assert named and named - known == set()
+
+
+def test_the_alerts_are_rules_of_prometheus() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool (Debian: prometheus) is not here")
+    checked = subprocess.run([promtool, "check", "rules", MONITORING / "alerts.yml"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

@@ -98,6 +98,47 @@ DOCTOR = (
     Flag(name="security", parse=None, help="list open endpoints, keys, certificates and permissions instead"),
     Flag(name="json", parse=None, help="print one JSON object: {ok, checks: [{name, status, value, limit, remedy}]}"),
 )
+TOP = (
+    Flag(
+        name="url",
+        metavar="URL",
+        repeated=True,
+        help="server, or gateway, which stands for all its upstreams (default: this user's servers on this machine)",
+    ),
+    Flag(name="interval", metavar="S", parse=float, default=2.0, help="seconds between two looks"),
+    Flag(
+        name="format",
+        choices=("table", "json", "csv"),
+        default="table",
+        help="table for a person; json: an object per line; csv: a line per GPU, with nvidia-smi's columns",
+    ),
+    Flag(name="once", parse=None, help="print one look and end"),
+    Flag(name="json", parse=None, help="the same as --format json --once"),
+    Flag(
+        name="api-key",
+        metavar="KEY",
+        help="key of the servers named by --url; VLLM_API_KEY in the environment is safer. A gateway's status needs "
+        "WEFT_ADMIN_KEY there",
+    ),
+)
+PROFILE = (
+    Flag(name="url", metavar="URL", default="http://127.0.0.1:8000", help="the server"),
+    Flag(name="steps", parse=values.at_least(1), default=20, help="number of steps to trace"),
+    Flag(
+        name="output",
+        metavar="FILE",
+        default="weft-trace.json.gz",
+        help="trace of all ranks on one time axis, for chrome://tracing and ui.perfetto.dev",
+    ),
+    Flag(
+        name="timeout",
+        metavar="S",
+        parse=float,
+        default=60.0,
+        help="seconds to wait for the steps; then the trace ends with those that there were",
+    ),
+    Flag(name="json", parse=None, help="print one JSON object: {files, missing, report, predicted}"),
+)
 SHARD = tuple(group for group in ENGINE if group[0] in ("model", "layout"))
 
 COMMANDS = {
@@ -163,6 +204,22 @@ COMMANDS = {
             groups=TOPOLOGY,
             argument="",
             example="weft topo --json",
+        ),
+        Command(
+            name="top",
+            summary="Watch GPUs, models, ranks and what is wrong with them; q or Ctrl-C ends it.",
+            module="weft.cli.top",
+            groups=(("view", TOP),),
+            argument="",
+            example="weft top --url http://127.0.0.1:8000",
+        ),
+        Command(
+            name="profile",
+            summary="Trace steps of a server that works; its admin key is WEFT_ADMIN_KEY in the environment.",
+            module="weft.cli.profile",
+            groups=(("profile", PROFILE),),
+            argument="",
+            example="weft profile --url http://127.0.0.1:8000 --steps 20",
         ),
         Command(
             name="doctor",

@@ -9,19 +9,25 @@ from typing import Protocol
 
 import torch
 
+from weft.comm.times import ExchangeTimes, total_times
+
 
 class Group(Protocol):
     """A group of `size` ranks, of which this is `rank`.
 
     All ranks make the same calls in the same order, with tensors of one dtype. Every call raises ConnectionError if a
     peer has ended. Rows are the first dim of a tensor, columns the last. `sizes` has a number for each rank, is the
-    same on every rank, and may contain zeros. Every call may overwrite `x` and may return it.
+    same on every rank, and may contain zeros. Every call may overwrite `x` and may return it. `times` has the host's
+    time in these calls.
     """
 
     rank: int
     size: int
     # True if `sum` may be captured in a CUDA graph, that is, if no part of a sum happens on the host.
     capturable: bool
+
+    @property
+    def times(self) -> ExchangeTimes: ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over all ranks, the same bits on each."""
@@ -56,8 +62,11 @@ class StageLink(Protocol):
     """The links of a rank to the same tensor-parallel rank of the previous and of the next stage.
 
     The last stage does not send, and the first does not receive. Both calls raise ConnectionError if the other stage
-    has ended.
+    has ended. `times` has the host's time in these calls.
     """
+
+    @property
+    def times(self) -> ExchangeTimes: ...
 
     def send(self, x: torch.Tensor) -> None:
         """Send a tensor to the next stage, without waiting for it to be received. `x` may be overwritten afterwards."""
@@ -76,6 +85,7 @@ class Solo:
     capturable = True
 
     def __init__(self) -> None:
+        self.times = ExchangeTimes()
         self._sent: deque[torch.Tensor] = deque()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,6 +129,11 @@ class Links:
     stage: StageLink = field(default_factory=Solo)
     expert: Group = field(default_factory=Solo)
     data: Group = field(default_factory=Solo)
+
+    @property
+    def times(self) -> ExchangeTimes:
+        """Times of all exchanges together."""
+        return total_times(link.times for link in (self.tensor, self.stage, self.expert, self.data))
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

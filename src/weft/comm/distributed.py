@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.base import add_up
+from weft.comm.times import ExchangeTimes, timed
 
 # Before torch 2.13 it has the name that warns since.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,23 +20,27 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class DistributedGroup:
     """A `Group` over a process group of NCCL or gloo.
 
-    Gloo works in the host's memory, through which it passes tensors on a GPU.
+    Gloo works in the host's memory, through which it passes tensors on a GPU. Its operations do not tell a wait for
+    other ranks from a transfer, so `times` has no waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.times = ExchangeTimes()
         self._group = group
         self._device = device
         self._transfer_device = transfer_device(group, device)
         self.capturable = self._transfer_device == device
 
+    @timed
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         local = self._to_transfer(x)
         with peers_may_vanish():
             dist.all_reduce(local, group=self._group)
         return local.to(self._device)
 
+    @timed
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         # Not dist.gather: its parts are all of one size.
         local = self._to_transfer(x)
@@ -51,6 +57,7 @@ class DistributedGroup:
                 work.wait()
         return torch.cat(parts, dim=-1).to(self._device) if self.rank == 0 else None
 
+    @timed
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         # Gloo wants parts of one size: uneven ones are filled up to the largest.
         most, local = max(sizes), self._to_transfer(x)
@@ -64,6 +71,7 @@ class DistributedGroup:
             out = torch.cat([part[:size] for part, size in zip(out.split(most), sizes, strict=True)])
         return out.to(self._device)
 
+    @timed
     def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         # Each rank gets all parts of its rows: as many bytes as in a ring, one hop, and sums that are rounded once. For
         # gloo torch has no operation with rows of several sizes.
@@ -71,6 +79,7 @@ class DistributedGroup:
         parts = parts.view(self.size, sizes[self.rank], *x.shape[1:])
         return add_up(parts.unbind(), torch.empty_like(parts[0]))
 
+    @timed
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         local = self._to_transfer(x)
         out = local.new_empty(sum(receive), *x.shape[1:])
@@ -78,6 +87,7 @@ class DistributedGroup:
             dist.all_to_all_single(out, local, list(receive), list(send), group=self._group)
         return out.to(self._device)
 
+    @timed
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         local = self._to_transfer(x)
         with peers_may_vanish():
@@ -96,11 +106,13 @@ class DistributedLink:
     """A `StageLink` over a process group whose rank is the number of the stage."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.times = ExchangeTimes()
         self._group, self._device = group, device
         self._stage, self._stages = group.rank(), group.size()
         self._transfer_device = transfer_device(group, device)
         self._sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
 
+    @timed
     def send(self, x: torch.Tensor) -> None:
         copy = x.to(self._transfer_device, copy=True, memory_format=torch.contiguous_format)
         with peers_may_vanish():
@@ -113,10 +125,13 @@ class DistributedLink:
                 if sending is not None:  # None for a rank outside the group, which sends nothing
                     sending.wait()
 
+    @timed
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         local = torch.empty(tuple(shape), dtype=dtype, device=self._transfer_device)
+        began = perf_counter()
         with peers_may_vanish():
             dist.recv(local, group=self._group, group_src=self._stage - 1)
+        self.times.add_waited(began)  # with the transfer, which is short beside the work of a stage
         return local.to(self._device)
 
 

@@ -16,6 +16,7 @@ from time import perf_counter
 import torch
 
 from weft.comm.base import StageLink
+from weft.comm.times import ExchangeTimes, timed, total_times
 
 SLOT_BYTES, SLOTS = 1 << 20, 64  # of the ring of pieces in flight; the system gives memory only to slots in use
 SPIN_S = 50e-6  # time to poll for a piece before sleeping until it comes
@@ -37,6 +38,7 @@ class Edge:
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
+        self.times = ExchangeTimes()
         os.ftruncate(memory, slots * slot_bytes)
         pages = mmap.mmap(memory, slots * slot_bytes)
         self._slots = torch.frombuffer(pages, dtype=torch.uint8).view(slots, slot_bytes).unbind()
@@ -47,14 +49,18 @@ class Edge:
     def put_piece(self, piece: torch.Tensor) -> None:
         """Copy bytes [n] into the next slot, once it is free."""
         if self._empty == 0:
+            began = perf_counter()
             self._empty += self._free.wait()
+            self.times.add_waited(began)
         self._empty -= 1
         self._next_slot()[: len(piece)] = piece
         self._full.ring()
 
     def take_piece(self, out: torch.Tensor) -> None:
         """Copy the next slot's bytes into `out` [n], once they have arrived."""
+        began = perf_counter()
         self._full.wait(1)
+        self.times.add_waited(began)
         out.copy_(self._next_slot()[: len(out)])
         self._free.ring()
 
@@ -100,14 +106,20 @@ class SharedMemoryLink:
     """
 
     def __init__(self, before: Edge | None, after: Edge | None, device: torch.device) -> None:
+        self.times = ExchangeTimes()
+        for edge in (before, after):
+            if edge is not None:
+                edge.times = self.times
         self._before, self._after, self._device = before, after, device
 
+    @timed
     def send(self, x: torch.Tensor) -> None:
         assert self._after is not None, "the last stage sends to no other"
         local = x.cpu().contiguous().view(-1).view(torch.uint8)
         for piece in local.split(self._after.slot_bytes):
             self._after.put_piece(piece)
 
+    @timed
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         assert self._before is not None, "the first stage receives from no other"
         out = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
@@ -121,6 +133,11 @@ class JoinedLink:
 
     def __init__(self, before: StageLink, after: StageLink) -> None:
         self._before, self._after = before, after
+
+    @property
+    def times(self) -> ExchangeTimes:
+        """Times of both links together."""
+        return total_times({self._before.times, self._after.times})
 
     def send(self, x: torch.Tensor) -> None:
         self._after.send(x)

@@ -18,6 +18,7 @@ from time import perf_counter
 import torch
 
 from weft.comm.base import add_up, rank_range
+from weft.comm.times import ExchangeTimes, timed
 
 SLOT_BYTES = 4 << 20  # of each rank and turn; larger tensors go in pieces, which stay in the cache
 HEAD_BYTES = 4096  # before the slots of kernels that sum by themselves
@@ -42,6 +43,7 @@ class SharedMemoryGroup:
     ) -> None:
         self.rank = rank
         self.size = len(pipes)
+        self.times = ExchangeTimes()
         self._slot_bytes = slot_bytes
         slots = 2 * self.size * slot_bytes
         os.ftruncate(memory, slots + HEAD_BYTES + slots)
@@ -61,6 +63,7 @@ class SharedMemoryGroup:
         self._reached = [0] * self.size
         self._reached[rank] = sys.maxsize
 
+    @timed
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type != "cpu":
             return x.copy_(self.sum(x.cpu()))
@@ -70,6 +73,7 @@ class SharedMemoryGroup:
             add_up(self._exchange(piece), piece)
         return x
 
+    @timed
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1]).cpu()
         out = torch.empty((len(rows), sum(sizes)), dtype=x.dtype) if self.rank == 0 else None
@@ -87,12 +91,14 @@ class SharedMemoryGroup:
                     at += size
         return None if out is None else out.view(*x.shape[:-1], sum(sizes)).to(x.device)
 
+    @timed
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         width = prod(x.shape[1:])
         numels = [size * width for size in sizes]
         flat = self._collect(x.reshape(-1), numels, [range(numel) for numel in numels])
         return flat.view(sum(sizes), *x.shape[1:])
 
+    @timed
     def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         flat, own = x.reshape(-1).cpu(), rank_range(sizes, self.rank, prod(x.shape[1:]))
         out = flat.new_empty(len(own))
@@ -103,6 +109,7 @@ class SharedMemoryGroup:
                 add_up(pieces, out[start - own.start : stop - own.start])
         return out.view(sizes[self.rank], *x.shape[1:]).to(x.device)
 
+    @timed
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         # A rank does not know where in the other ranks' rows its own begin: the numbers go first.
         counts = [part.tolist() for part in self._exchange(torch.tensor(send))]
@@ -112,6 +119,7 @@ class SharedMemoryGroup:
         flat = self._collect(x.reshape(-1), [sum(sizes) * width for sizes in counts], ranges)
         return flat.view(sum(receive), *x.shape[1:])
 
+    @timed
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         numels = [0] * self.size
         numels[source] = x.numel()
@@ -149,18 +157,21 @@ class SharedMemoryGroup:
         parts[self.rank][: piece.numel()] = piece
         for pipe in self._others:
             os.write(pipe, self._name)
-        deadline = 0.0
+        self._wait_for_turn()
+        return parts
+
+    def _wait_for_turn(self) -> None:
+        """Wait until all ranks have come to this turn."""
+        began = perf_counter()
+        deadline = began + SPIN_S
         while min(self._reached) < self._turn:
             try:
                 for rank in os.read(self._inbox, 256):
                     self._reached[rank] += 1
             except BlockingIOError:
-                now = perf_counter()
-                if not deadline:
-                    deadline = now + SPIN_S
-                elif now > deadline:
+                if perf_counter() > deadline:
                     self._poll.poll()
-        return parts
+        self.times.add_waited(began)
 
     def _cut_slots(self, turn: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """The first `numel` elements of every rank's slot in a turn."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 
 from weft.comm.base import add_up, rank_range
+from weft.comm.times import ExchangeTimes, timed
 from weft.plan.plan import Plan
 
 T = TypeVar("T")
@@ -39,30 +41,37 @@ class ThreadGroup:
     def __init__(self, meeting: Meeting, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.size = meeting.size
+        self.times = ExchangeTimes()
         self._meeting = meeting
         self._device = device
         self._turn = 0
 
+    @timed
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         # A copy is exchanged: the sum overwrites `x` while other ranks may still read the copy.
         return add_up([part.to(self._device) for part in self._exchange(x.clone())], x)
 
+    @timed
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         parts = self._exchange(x.clone())
         return self._cat(parts, dim=-1) if self.rank == 0 else None
 
+    @timed
     def all_gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         return self._cat(self._exchange(x.clone()))
 
+    @timed
     def reduce_scatter(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         own = rank_range(sizes, self.rank)
         parts = [part[own.start : own.stop].to(self._device) for part in self._exchange(x.clone())]
         return add_up(parts, torch.empty_like(parts[0]))
 
+    @timed
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         parts = self._exchange(x.clone().split(list(send)))
         return self._cat([part[self.rank] for part in parts])
 
+    @timed
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         return self._exchange(x.clone())[source].to(self._device, copy=True)
 
@@ -75,10 +84,12 @@ class ThreadGroup:
         parts = self._meeting.turns[self._turn]
         parts[self.rank] = own
         synchronize_stream(self._device)
+        began = perf_counter()
         try:
             self._meeting.barrier.wait()
         except threading.BrokenBarrierError:
             raise ConnectionAbortedError("another rank of the group has ended") from None
+        self.times.add_waited(began)
         return parts
 
 
@@ -90,15 +101,20 @@ class ThreadLink:
     """A `StageLink` of one thread: `before` is filled by the previous stage, `after` by this one."""
 
     def __init__(self, before: Mailbox, after: Mailbox, device: torch.device) -> None:
+        self.times = ExchangeTimes()
         self._before, self._after, self._device = before, after, device
 
+    @timed
     def send(self, x: torch.Tensor) -> None:
         copy = x.clone()
         synchronize_stream(self._device)
         self._after.put(copy)
 
+    @timed
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        began = perf_counter()
         received = self._before.get()
+        self.times.add_waited(began)
         if received is None:
             self._before.put(None)  # for the next call
             raise ConnectionAbortedError("the previous stage has ended")

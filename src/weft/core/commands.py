@@ -90,10 +90,12 @@ class TraceFile(msgspec.Struct, frozen=True, tag=True):
 class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Times of a rank in seconds since its last report or its start, and its memory in bytes.
 
-    - `compute_s`: within steps; on a GPU, the GPU's time.
-    - `communication_s`: within steps, exchanging tensors with the other ranks of the stage: 0 if there are none, else
-      None, since it is not told apart from `compute_s`.
-    - `waiting_s`: the rest, without a step or waiting for the stage before.
+    - `compute_s`: within steps, without the two that follow; on a GPU, the GPU's time with its exchanges.
+    - `communication_s`: within steps, exchanging tensors with other ranks: 0 if there are none, None on a GPU among
+      several, whose exchanges are not told apart from `compute_s`.
+    - `waiting_s`: the rest: without a step, or waiting for other ranks within one. Over gloo and NCCL the wait for a
+      rank of the same stage counts as communication.
+    - `idle_s`: the part of `waiting_s` without a step; None on a GPU.
     - `allocated_bytes`: on a GPU, of tensors; on a CPU, the resident memory of the rank's process.
     - `reserved_bytes`: on a GPU, what torch holds of its memory. `driver_bytes`: what is in use of it by the driver's
       count, other processes' memory included. Both are None on a CPU.
@@ -103,6 +105,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     compute_s: float
     communication_s: float | None
     waiting_s: float
+    idle_s: float | None = None
     allocated_bytes: int
     reserved_bytes: int | None = None
     driver_bytes: int | None = None

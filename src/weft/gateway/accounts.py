@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from weft.gateway.completion import MOST_TOKENS, PATHS
+from weft.gateway.completion import COUNTED, MOST_TOKENS
 from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
@@ -62,7 +62,7 @@ class Accounts:
         if exchange.completion is None and method not in ("GET", "HEAD") and path not in WITHOUT_ANSWER:
             raise HttpError(
                 403,
-                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} "
+                f"the key {exchange.client.name!r} has a quota, which counts {', '.join(COUNTED)}; {path!r:.200} "
                 "needs a key without one",
                 code="path-without-quota",
             )
@@ -157,7 +157,9 @@ class Accounts:
         """The most that a request can take. No token is shorter than a byte; the quota counts as many as are likely."""
         completion = exchange.completion
         assert completion is not None
-        answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
+        answer = 0
+        if completion.answers:
+            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
         prompt = exchange.bytes_in + (TOOL_TOKENS if completion.has_tools else 0)
         dollars = price_of(replica.config, replica.own_name(exchange.model), prompt, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
@@ -178,6 +180,8 @@ def usage_of(exchange: Exchange) -> Amount | None:
     """Tokens of a request by the usage that its upstream told; None if it told none, or none that can be."""
     usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
     prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+    if completion is None and exchange.completion is not None and not exchange.completion.answers:
+        completion = 0
     if type(prompt) is not int or type(completion) is not int:
         return None
     if not (0 <= prompt < MOST_USAGE and 0 <= completion < MOST_USAGE):

@@ -212,6 +212,8 @@ class WholeAnswer:
         if not isinstance(content, dict):
             return body
         usage = content.get("usage")
+        if usage is None and "prompt_eval_count" in content:  # of Ollama's embeddings
+            usage = {"prompt_tokens": content["prompt_eval_count"]}
         self.usage = usage if isinstance(usage, dict) else None
         if self._model is None or "model" not in content:
             return body

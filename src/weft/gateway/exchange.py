@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Scope
 
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
-from weft.gateway.completion import PATHS, Completion
+from weft.gateway.completion import COUNTED, Completion
 from weft.gateway.keys import Client
 from weft.gateway.ledger import Reservation
 from weft.gateway.policy import Fingerprint
@@ -97,7 +97,7 @@ class Exchange:
         peer = self.scope.get("client")
         forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
         hops = [value for name, value in headers if name == HOP_HEADER]
-        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in PATHS else frozenset()))
+        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in COUNTED else frozenset()))
         sent += [
             (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
             (b"x-forwarded-proto", self.scope["scheme"].encode()),
@@ -157,5 +157,7 @@ def client_gone() -> ClientGoneError:
 def without(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
     """The header fields whose names are not in `dropped`, nor named by a Connection field."""
     pairs = list(headers)
-    named = {part.strip().lower() for name, value in pairs if name == b"connection" for part in value.split(b",")}
-    return [(name, value) for name, value in pairs if name not in dropped and name not in named]
+    for name, value in pairs:
+        if name == b"connection":
+            dropped = dropped.union(part.strip().lower() for part in value.split(b","))
+    return [pair for pair in pairs if pair[0] not in dropped]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -18,7 +19,7 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.answer import StreamedAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch
-from weft.gateway.completion import PATHS, Completion, check_counted
+from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
@@ -67,6 +68,7 @@ class Proxy:
         self._name = secrets.token_hex(8).encode()
         self.bodies = bodies
         self.accounts = accounts
+        self._watches = ClientWatches()
         self._dispatcher = Dispatcher(fleet, timeouts, metrics, accounts, objective)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,11 +86,11 @@ class Proxy:
             raise
         self.running.add(exchange)
         self.idle.clear()
-        watch = ClientWatch(exchange, receive)
+        self._watches.begin(exchange, receive)
         try:
             await self._serve(exchange, receive, send)
         finally:
-            watch.end()
+            self._watches.end(exchange)
             if exchange.attempt is not None:
                 exchange.attempt.close()
             self.running.discard(exchange)
@@ -132,7 +134,7 @@ class Proxy:
         exchange.bytes_in = len(exchange.body)
         fields = self._read_fields(exchange)
         self._check_privileges(exchange, fields)
-        if scope["method"] == "POST" and scope["path"] in PATHS:
+        if scope["method"] == "POST" and scope["path"] in COUNTED:
             if self.accounts.meters(exchange):
                 check_counted(fields)
             exchange.completion = Completion(fields, scope["path"])
@@ -259,8 +261,12 @@ class Proxy:
         except ClientGoneError as error:
             exchange.outcome = error.code
         except UpstreamError as error:
-            exchange.outcome = error.code
             self._last(exchange).fail(self.fleet.clock(), str(error))
+            if ending.complete:
+                exchange.outcome = "complete"
+                await send({"type": "http.response.body", "body": b""})
+                return
+            exchange.outcome = error.code
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": _error_event(exchange, error)})
@@ -348,37 +354,65 @@ def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
 
 
 class EventEnding:
-    """Knows of a response if it is a stream of events of unknown length, and if the bytes so far end an event."""
+    """Knows of a response if it is a stream of events of unknown length, and how the bytes so far end."""
+
+    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
+    LONGEST = 32  # bytes that are looked at
 
     def __init__(self, head: ResponseHead) -> None:
         self._events = head.is_event_stream
         self._tail = b"\n\n"
 
     def push(self, piece: bytes) -> None:
-        self._tail = (self._tail + piece[-4:])[-4:]
+        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
 
     @property
     def between_events(self) -> bool:
         return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
+    @property
+    def complete(self) -> bool:
+        """True if the end mark has come: the client lacks nothing."""
+        return self.between_events and self.END_MARK.search(self._tail) is not None
 
-class ClientWatch:
-    """Cancels a request once the client has closed its connection. Short requests end before it begins."""
 
-    def __init__(self, exchange: Exchange, receive: Receive) -> None:
-        self._exchange, self._receive = exchange, receive
-        self._task: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+class ClientWatches:
+    """Cancels requests whose clients have closed their connections.
 
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+    Short requests end before they are watched: one timer for all looks for those that are older than WATCH_AFTER_S.
+    """
 
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._watch())
+    def __init__(self) -> None:
+        self._waiting: dict[Exchange, Receive] = {}  # in the order of their beginning
+        self._tasks: dict[Exchange, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    def begin(self, exchange: Exchange, receive: Receive) -> None:
+        self._waiting[exchange] = receive
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._look)
+
+    def end(self, exchange: Exchange) -> None:
+        self._waiting.pop(exchange, None)
+        task = self._tasks.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+
+    def _look(self) -> None:
+        """Watch the clients of all requests that have lasted for WATCH_AFTER_S."""
+        self._timer = None
+        now = time.monotonic()
+        while self._waiting:
+            exchange, receive = next(iter(self._waiting.items()))
+            remaining_s = exchange.began_s + WATCH_AFTER_S - now
+            if remaining_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(remaining_s, self._look)
+                return
+            del self._waiting[exchange]
+            self._tasks[exchange] = asyncio.create_task(self._watch(exchange, receive))
+
+    @staticmethod
+    async def _watch(exchange: Exchange, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self._exchange.leave()
+        exchange.leave()

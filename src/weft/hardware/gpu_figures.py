@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weft.hardware.nvml import ask_driver
-from weft.hardware.topology import Gpu
+from weft.hardware.nvml import ask_driver, memory_holders
+from weft.hardware.topology import Gpu, Holder
 
 T = TypeVar("T")
 
@@ -80,6 +80,18 @@ class GpuSampler:
     def sample(self) -> tuple[GpuFigures, ...]:
         """Figures of every GPU now."""
         return tuple(self._figures(gpu, self._handles[index]) for index, gpu in self._gpus.items())
+
+    def holders(self, index: int) -> tuple[Holder, ...]:
+        """Processes that hold memory of a GPU."""
+        return tuple(memory_holders(self._nvml, self._handles[index]))
+
+    def highest_clock_mhz(self, index: int) -> int | None:
+        """Highest clock of a GPU's multiprocessors."""
+        nvml = self._nvml
+        clock: int | None = self._ask(
+            nvml.nvmlDeviceGetMaxClockInfo, self._handles[index], nvml.NVML_CLOCK_SM, default=None
+        )
+        return clock
 
     def nvlinks(self) -> tuple[NvLinkState, ...]:
         """State of every NVLink; empty without NVLinks."""

@@ -101,6 +101,19 @@ def _warn_no_driver(error: Exception) -> None:
     logger.warning("NVIDIA's driver does not answer, so no GPU is used: %s", error)
 
 
+def memory_holders(nvml: Any, handle: Any) -> Iterator[Holder]:
+    """Processes that compute or draw on a GPU, those with the most memory first."""
+    none: list[Any] = []
+    held_by: dict[int, int | None] = {}
+    for question in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        for process in ask_driver(nvml, question, handle, default=none):
+            # A process that does both is listed twice, with the same figure.
+            held_by[int(process.pid)] = process.usedGpuMemory
+    for pid, held in sorted(held_by.items(), key=lambda entry: (-(entry[1] or 0), entry[0])):
+        # Not from /proc: inside a container the number may belong to another process there.
+        yield Holder(pid, _text(ask_driver(nvml, nvml.nvmlSystemGetProcessName, pid, default="")), held)
+
+
 def ask_driver(nvml: Any, question: Callable[..., T], *arguments: Any, default: T) -> T:
     """The driver's answer, or the default if the driver or the card has none."""
     try:
@@ -246,17 +259,8 @@ class NvmlSession:
         return next(near, None)
 
     def holders(self, handle: Any) -> Iterator[Holder]:
-        """Processes that compute or draw on the GPU, those with the most memory first."""
-        nvml = self.nvml
-        none: list[Any] = []
-        held_by: dict[int, int | None] = {}
-        for question in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-            for process in self.ask(question, handle, default=none):
-                # A process that does both is listed twice, with the same figure.
-                held_by[int(process.pid)] = process.usedGpuMemory
-        for pid, held in sorted(held_by.items(), key=lambda entry: (-(entry[1] or 0), entry[0])):
-            # Not from /proc: inside a container the number may belong to another process there.
-            yield Holder(pid, _text(self.ask(nvml.nvmlSystemGetProcessName, pid, default="")), held)
+        """See `memory_holders`."""
+        return memory_holders(self.nvml, handle)
 
     def nvlinks(self, board: Any, bus: str) -> NvLinks | None:
         """The GPU's active links; None if there are none. Also stores their far ends in `far_ends`."""

@@ -248,6 +248,18 @@ class FusedStage(Protocol):
         """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
         ...
 
+    def trace(self, log: PhaseTimes | None) -> None:
+        """Give the phases of every later call to `log`; None ends that."""
+        ...
+
+
+class PhaseTimes(Protocol):
+    """Receives the phases of a stage's calls."""
+
+    def __call__(self, layer: int, phase: str, began_ns: int, ended_ns: int, /) -> None:
+        """A phase of a layer, counted from the stage's first one; times of the monotonic clock in ns."""
+        ...
+
 
 class Attention(Protocol):
     """Attention over paged KV.

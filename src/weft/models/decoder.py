@@ -11,7 +11,7 @@ from weft.architectures.place import Place
 from weft.architectures.registry import find_architecture
 from weft.architectures.shape import Attention, Dense, LayerSpec, ModelShape
 from weft.comm import Group
-from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
+from weft.kernels.base import EmbeddingTable, Kernels, KVCache, PhaseTimes, Product
 from weft.kernels.batch import Batch
 from weft.layers.attention import AttentionBlock
 from weft.layers.embedding import Embedding, Head, Positions
@@ -62,13 +62,27 @@ class LayerLoop:
 
     def __init__(self, layers: Sequence[DecoderLayer], comm: Group, kernels: Kernels) -> None:
         self.layers, self._comm, self._kernels = layers, comm, kernels
+        self._traced: int | None = None  # the number of the first layer, if torch's profiler is to see layers
 
     def __call__(self, residual: torch.Tensor, caches: Sequence[KVCache], batch: Batch) -> torch.Tensor:
         """Run all layers: [T, hidden] -> [T, hidden], in place. `caches` has one KV cache per layer."""
         stream = ResidualStream(residual, self._comm, self._kernels)
+        if self._traced is not None:
+            return self._run_traced(stream, caches, batch, self._traced)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer(stream, cache, batch.of_group(cache.group))
         return stream.finish()
+
+    def _run_traced(self, stream: ResidualStream, caches: Sequence[KVCache], batch: Batch, first: int) -> torch.Tensor:
+        """Run all layers, each in a range of torch's profiler."""
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), first):
+            with torch.profiler.record_function(f"layer {number}"):
+                layer(stream, cache, batch.of_group(cache.group))
+        return stream.finish()
+
+    def trace(self, log: PhaseTimes | None, first: int) -> None:
+        """Show torch's profiler the layers of later steps, counted from `first` on, if there is a `log`."""
+        self._traced = first if log else None
 
     def serve_others(self, group_tokens: Sequence[int]) -> None:
         """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
@@ -189,6 +203,16 @@ class DecoderModel:
         for run in self.runs:
             run.serve_others(group_tokens)
 
+    def trace(self, log: PhaseTimes | None) -> None:
+        """Log the layers of later steps, by their global numbers: fused ones to `log`, others with torch's profiler.
+
+        None ends that. A step that is replayed as a CUDA graph shows no layers.
+        """
+        first = self._numbers.start
+        for run in self.runs:
+            run.trace(log, first)
+            first += len(run.layers)
+
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
         self._caches, self._run_caches = (), []
@@ -198,7 +222,11 @@ class DecoderModel:
 
         None on other ranks of the last stage than the output rank."""
         assert self.head is not None
-        return self.head(hidden if self.final_norm is None else self.final_norm(hidden, self.kernels))
+        return self.head(self.states(hidden))
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage behind the final norm: [S, hidden], whole on every rank."""
+        return hidden if self.final_norm is None else self.final_norm(hidden, self.kernels)
 
 
 def create_embedding(

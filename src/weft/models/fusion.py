@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LatentAttention, LayerSpec, Mixer
-from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache
+from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache, PhaseTimes
 from weft.kernels.batch import Batch
 from weft.kernels.latents import LatentNorm
 from weft.layers.attention import AttentionBlock
@@ -33,6 +33,12 @@ class FusedLayers:
     def serve_others(self, group_tokens: Sequence[int]) -> None:
         """Compute this rank's experts on the tokens of the other attention groups; this group has none in the step."""
         self._stage.serve_others(group_tokens)
+
+    def trace(self, log: PhaseTimes | None, first: int) -> None:
+        """Give the phases of every later step to `log`, with layers counted from `first` on; None ends that."""
+        self._stage.trace(
+            log and (lambda layer, phase, began_ns, ended_ns: log(first + layer, phase, began_ns, ended_ns))
+        )
 
 
 def known_spec(mixer: Mixer, ffn: FeedForward) -> LayerSpec:

@@ -63,3 +63,16 @@ def orphans(processes: Sequence[Process]) -> list[Process]:
     if first is not None and (first.role != "other" or "python" in first.command[0]):
         return []
     return [process for process in processes if process.role == "rank" and process.parent == 1]
+
+
+def own_pids() -> frozenset[int]:
+    """This process, and all those of this user that descend from it."""
+    children: dict[int, list[int]] = {}
+    for process in own_processes():
+        children.setdefault(process.parent, []).append(process.pid)
+    family, left = set[int](), [os.getpid()]
+    while left:
+        pid = left.pop()
+        family.add(pid)
+        left += children.get(pid, [])
+    return frozenset(family)

@@ -17,6 +17,8 @@ WIDEST_HEAD = 256  # head_dim at most
 WIDEST_GROUP = 96  # query heads per KV head at most
 WIDEST_LATENT = 640  # values of a token's latent at most
 LONGEST_GROUP = 128  # columns of a quantisation group that the library rounds, at most
+# Parts of a layer whose times a traced step logs, in the order of C++'s `Phase`.
+PHASES = ("products", "attention", "output", "sums", "feed-forward", "norms")
 WORKSPACE_ALIGNMENT = 64  # bytes: the address of a stage's workspace is a multiple of it
 # By the names of `Scheme.lowest`.
 LOWEST_KINDS = {
@@ -136,13 +138,33 @@ class StepDescriptor(ctypes.Structure):
         ("shared", POINTER),
         ("sum", SumCallback),
         ("exchange", POINTER),
+        ("phases", POINTER),
+    )
+
+
+class PhaseEntry(ctypes.Structure):
+    """`PhaseEntry` of stage.h: a phase of a layer, counted from the call's first one, and its end in ns."""
+
+    _fields_ = tuple((name, SIZE) for name in ("layer", "phase", "ended_ns"))
+
+
+class PhaseLogDescriptor(ctypes.Structure):
+    """`PhaseLog` of stage.h: the ends of the phases of one call, by the monotonic clock."""
+
+    _fields_ = (
+        ("entries", ctypes.POINTER(PhaseEntry)),
+        *((name, SIZE) for name in ("room", "count", "began_ns")),
     )
 
 
 class SharedDescriptor(ctypes.Structure):
     """`Shared` of sum.h: memory that the ranks of one host share."""
 
-    _fields_ = (("memory", POINTER), *((name, SIZE) for name in ("rank", "size", "head", "slot_bytes")))
+    _fields_ = (
+        ("memory", POINTER),
+        *((name, SIZE) for name in ("rank", "size", "head", "slot_bytes")),
+        ("times", POINTER),
+    )
 
 
 class ExchangeDescriptor(ctypes.Structure):
@@ -176,6 +198,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "Step": StepDescriptor,
     "Shared": SharedDescriptor,
     "Exchange": ExchangeDescriptor,
+    "PhaseEntry": PhaseEntry,
+    "PhaseLog": PhaseLogDescriptor,
     "Rounding": RoundingDescriptor,
     "SamplingSettings": SamplingSettings,
 }
@@ -196,6 +220,7 @@ CONSTANTS = {
     "Lowest::NF4": LOWEST_KINDS["nf4"],
     "Lowest::FP4": LOWEST_KINDS["fp4"],
     "Lowest::SIGNED": LOWEST_KINDS["signed"],
+    "PHASES": len(PHASES),
     "BF16": WEIGHT_TYPES["bfloat16"],
     "FP16": WEIGHT_TYPES["float16"],
     "FP32": WEIGHT_TYPES["float32"],

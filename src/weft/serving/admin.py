@@ -1,7 +1,8 @@
-"""Endpoints under the admin key: sleep and wake-up, the prefix cache, traces, the layout."""
+"""Endpoints under the admin key: sleep and wake-up, the prefix cache, traces and their report, the layout."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -13,7 +14,7 @@ from weft.client.control import memory_rows, profile_command, trace_paths
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.errors import RequestError
 from weft.serving.access import check_admin_key
-from weft.serving.errors import JsonResponse
+from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.service import Service
 
 UNLIMITED = 2**31 - 1  # steps of a trace that /stop_profile ends
@@ -49,13 +50,32 @@ async def start_profile(service: Service, request: Request) -> Response:
     """/start_profile?steps=N: trace the next steps, or all of them until /stop_profile."""
     steps = integer_query(request, "steps", UNLIMITED)
     replies = await service.engine.call(profile_command(steps, service.options.profile_directory))
-    return JsonResponse({"files": trace_paths(replies)})
+    files = trace_paths(replies)
+    if steps:
+        service.last_profile.begin(files)
+    return JsonResponse({"files": files})
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
     """/stop_profile: write the traces."""
     replies = await service.engine.call(profile_command(0, service.options.profile_directory))
     return JsonResponse({"files": trace_paths(replies)})
+
+
+async def profile(service: Service, request: Request) -> Response:
+    """/profile: the last profile's files, and once all are complete its report; ?partial=1: of those that are."""
+    monitor = service.monitor
+    await monitor.refresh()
+    forecast = monitor.forecasts[0] if len(monitor.forecasts) == 1 else None
+    describe = functools.partial(service.last_profile.describe, partial=bool(integer_query(request, "partial", 0)))
+    return JsonResponse(await asyncio.to_thread(describe, monitor.history, forecast))
+
+
+async def profile_trace(service: Service, request: Request) -> Response:
+    """/profile_trace: the last profile's complete traces as one, for chrome://tracing and Perfetto."""
+    if not service.last_profile.written:
+        raise HttpError(404, "no trace is complete; POST /start_profile begins one", code="no-trace")
+    return Response(await asyncio.to_thread(service.last_profile.merged), media_type="application/gzip")
 
 
 async def layout(service: Service, request: Request) -> Response:
@@ -91,6 +111,8 @@ ADMIN_ROUTES = tuple(
         ("POST", reset_prefix_cache),
         ("POST", start_profile),
         ("POST", stop_profile),
+        ("GET", profile),
+        ("GET", profile_trace),
         ("GET", layout),
     )
 )

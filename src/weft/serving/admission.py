@@ -70,6 +70,7 @@ class Admission:
         self._served: set[TrackedConnection] = set()
         self._spare: dict[TrackedConnection, None] = {}  # oldest first
         self._held: dict[TrackedConnection, int] = {}  # bytes, oldest first
+        self._unread: dict[TrackedConnection, float] = {}  # since when
         self._held_bytes = 0
         self._refused = 0
         self._logged_at = float("-inf")
@@ -89,7 +90,20 @@ class Admission:
         """Forget a connection. Calling it twice is harmless."""
         self._served.discard(connection)
         self._spare.pop(connection, None)
+        self._unread.pop(connection, None)
         self.hold(connection, 0)
+
+    def note_unread(self, connection: TrackedConnection, unread: bool) -> None:
+        """Note that a client takes no more bytes of its answer, or takes them again."""
+        if unread:
+            self._unread.setdefault(connection, time.monotonic())
+        else:
+            self._unread.pop(connection, None)
+
+    def unread_s(self) -> list[float]:
+        """Seconds for which each client that takes no bytes has taken none, the longest first."""
+        now = time.monotonic()
+        return [now - since for since in self._unread.values()]
 
     def hold(self, connection: TrackedConnection, size: int) -> None:
         """Record that a connection holds `size` bytes of unanswered requests.

@@ -101,6 +101,10 @@ class Connection(HttpToolsProtocol):
         elif not self._busy:
             self.transport.close()
 
+    def note_unread(self, unread: bool) -> None:
+        """Note that the client takes no more bytes, or takes them again."""
+        self._admission.note_unread(self, unread)
+
     def drop(self) -> None:
         """Close at once, without a response."""
         self.transport.abort()
@@ -357,7 +361,8 @@ class Connection(HttpToolsProtocol):
 
 
 class BoundedFlowControl(FlowControl):
-    """Flow control that resumes reading only while the connection has room for more requests."""
+    """Flow control that resumes reading only while the connection has room for more requests, and notes when the client
+    takes no more bytes."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection.transport)
@@ -366,6 +371,14 @@ class BoundedFlowControl(FlowControl):
     def resume_reading(self) -> None:
         if not self._connection.queue_full():
             super().resume_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._connection.note_unread(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._connection.note_unread(False)
 
 
 def encode_error_response(error: HttpError) -> bytes:

@@ -15,6 +15,8 @@ from weft.core.commands import RankReport, RankStats, Replies
 from weft.errors import WeftError
 from weft.hardware import host, nvml
 from weft.hardware.gpu_figures import GpuFigures, GpuSampler
+from weft.monitor.gpus import sample_moments
+from weft.monitor.history import GpuMoment
 from weft.plan.plan import Plan
 
 FRESH_S = 1.0  # the ranks are not asked again within this time: they answer between two steps
@@ -85,12 +87,23 @@ class DeviceMetrics(PrometheusCollector):
                     gauge.add_metric(self._gpus.labels(gpu), float(value))
             yield gauge
 
+    def reports(self) -> Iterator[tuple[RunningReplica, int, RankReport]]:
+        """The last report of each rank: its replica, its number there, and the report."""
+        for replica, replies in self._answers:
+            for rank, report in enumerate(replies):
+                if isinstance(report, RankReport):
+                    yield replica, rank, report
+
+    def gpu_moments(self) -> tuple[GpuMoment, ...]:
+        """The GPUs as of the last sample."""
+        return self._gpus.moments
+
     def _rank_metrics(self) -> Iterator[Metric]:
         """Counters and gauges per rank; a figure that is not known has no sample."""
         fields = (
-            ("compute_seconds", "Seconds within steps.", "compute_s"),
+            ("compute_seconds", "Seconds within steps, computing.", "compute_s"),
             ("communication_seconds", "Seconds within steps, exchanging tensors.", "communication_s"),
-            ("waiting_seconds", "Seconds without a step, or waiting for another stage.", "waiting_s"),
+            ("waiting_seconds", "Seconds without a step, or waiting for other ranks.", "waiting_s"),
         )
         for name, text, field in fields:
             counter = CounterMetricFamily(f"weft:rank_{name}", text, labels=RANK_LABELS)
@@ -109,12 +122,11 @@ class DeviceMetrics(PrometheusCollector):
 
     def _known(self, field: str) -> Iterator[tuple[Sequence[str], float]]:
         """Labels and value of each rank that reports a field."""
-        for replica, replies in self._answers:
-            for rank, report in enumerate(replies):
-                value = getattr(report, field) if isinstance(report, RankReport) else None
-                if value is not None:
-                    place, device = replica.plan.places[rank], replica.plan.devices[rank]
-                    yield (str(replica.first_rank + rank), str(place.stage), device.name), float(value)
+        for replica, rank, report in self.reports():
+            value = getattr(report, field)
+            if value is not None:
+                place, device = replica.plan.places[rank], replica.plan.devices[rank]
+                yield (str(replica.first_rank + rank), str(place.stage), device.name), float(value)
 
 
 class GpuWatch:
@@ -123,6 +135,7 @@ class GpuWatch:
     def __init__(self, devices: Sequence[str]) -> None:
         self.devices = tuple(dict.fromkeys(device for device in devices if device != "cpu"))
         self.figures: tuple[GpuFigures, ...] = ()
+        self.moments: tuple[GpuMoment, ...] = ()
         self._hostname = ""
         self._uuids: dict[int, str] = {}
         self._stack = contextlib.ExitStack()
@@ -140,6 +153,7 @@ class GpuWatch:
             self._hostname, self._uuids = here.hostname, {gpu.index: gpu.uuid for gpu in gpus}
             self._sampler = GpuSampler(driver, gpus)
         self.figures = self._sampler.sample()
+        self.moments = tuple(sample_moments(self._sampler, self.figures))
 
     def labels(self, gpu: GpuFigures) -> Sequence[str]:
         """Values of GPU_LABELS."""

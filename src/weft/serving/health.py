@@ -1,4 +1,4 @@
-"""Endpoints for liveness, readiness, health, load and metrics."""
+"""Endpoints for liveness, readiness, health, load, metrics and the figures of `weft top`."""
 
 from __future__ import annotations
 
@@ -44,5 +44,12 @@ async def server_load(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """/metrics: Prometheus text."""
     service: Service = request.app.state.service
-    await service.devices.refresh()
+    await service.monitor.refresh()
     return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def monitor(request: Request) -> Response:
+    """/monitor: the figures of the server, its ranks and GPUs as `weft top` shows them, with the diagnosis."""
+    service: Service = request.app.state.service
+    await service.monitor.refresh()
+    return JsonResponse(service.monitor.figures())

@@ -61,13 +61,12 @@ class HttpServer(uvicorn.Server):
         )
         self._listener = listener
         self._limits = limits
+        self.admission = Admission(limits)
         self._exit_requested = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections as `Connection`s. A TLS handshake gets as much time as a request's head."""
-        create_connection = partial(
-            Connection, Admission(self._limits), self.config, self.server_state, self.lifespan.state
-        )
+        create_connection = partial(Connection, self.admission, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
         server = await loop.create_server(

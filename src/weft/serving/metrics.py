@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -86,6 +86,11 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "Share of KV blocks in use, 0 to 1.",
         lambda now: now.blocks_used / max(1, now.blocks_total),
     ),
+    (  # the name of vLLM's published board
+        "vllm:gpu_cache_usage_perc",
+        "Share of KV blocks in use, 0 to 1.",
+        lambda now: now.blocks_used / max(1, now.blocks_total),
+    ),
     (
         "weft:replica_up",
         "1 if the replica has an engine, 0 while it starts again.",
@@ -110,8 +115,21 @@ class Metrics:
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Sequence[Stats]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineStats(model, stats))
-        families = RequestFamilies(self.registry, token_buckets(max_model_len))
+        families = self._families = RequestFamilies(self.registry, token_buckets(max_model_len))
+        self.registry.register(TokenTimes(families))
         self.replicas = [ReplicaMetrics(families, model, str(number)) for number in range(len(stats()))]
+
+    def finished(self) -> int:
+        """Number of choices that have ended, of all replicas together."""
+        return int(sum(value for name, _, value in self._families.samples("success") if name.endswith("_total")))
+
+    def bucket_counts(self, field: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bounds of the histogram in a field of `RequestFamilies`, and counts of values up to each, of all replicas."""
+        totals: dict[float, float] = {}
+        for sample, labels, value in self._families.samples(field):
+            if sample.endswith("_bucket"):
+                totals[float(labels["le"])] = totals.get(float(labels["le"]), 0.0) + value
+        return tuple(sorted(totals)), tuple(totals[bound] for bound in sorted(totals))
 
     def render(self) -> bytes:
         """The body of /metrics."""
@@ -134,9 +152,32 @@ class RequestFamilies:
         self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens, once per choice.", tokens)
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
+        self.longest_answer = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of each request.", tokens
+        )
         self.success = Counter(
             "vllm:request_success", "Requests finished, by reason.", (*LABELS, "finished_reason"), registry=registry
         )
+
+    def samples(self, field: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        """Name, labels and value of each sample of the family in a field."""
+        for metric in getattr(self, field).collect():
+            yield from ((sample.name, sample.labels, sample.value) for sample in metric.samples)
+
+
+class TokenTimes(PrometheusCollector):
+    """The times between tokens under the name that vLLM's published board has for them."""
+
+    def __init__(self, families: RequestFamilies) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        old, new = "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"
+        family = Metric(new, "Between one token and the next.", "histogram")
+        for name, labels, value in self._families.samples("itl"):
+            if not name.endswith("_created"):
+                family.add_sample(name.replace(old, new), dict(labels), value)
+        yield family
 
 
 class ReplicaMetrics:
@@ -152,6 +193,7 @@ class ReplicaMetrics:
         self.decode = families.decode.labels(model, engine)
         self.prompt_tokens = families.prompt_tokens.labels(model, engine)
         self.generation_tokens = families.generation_tokens.labels(model, engine)
+        self.longest_answer = families.longest_answer.labels(model, engine)
         self._success, self._labels = families.success, (model, engine)
 
     def count_finished(self, reason: str) -> None:

@@ -85,7 +85,7 @@ async def _serve(
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
     grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-    asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
+    asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)
@@ -107,6 +107,7 @@ async def _serve(
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         service = Service(engine, frontend, options, model=config.model, capacity=capacity)
         # The planner has no prediction for several replicas together.
+        service.monitor.forecasts, service.monitor.caching = expected, config.enable_prefix_caching
         service.prediction_check = PredictionCheck(expected[0]) if len(expected) == 1 else None
         service.prefill_tok_s = sum(map(_prefill_speed, expected)) or None
         # Room for a few bodies of the maximum size at once.
@@ -154,6 +155,7 @@ class ServingServer(HttpServer):
             ssl_certfile=options.ssl_certfile,
         )
         self._service = service
+        service.monitor.unread_s = self.admission.unread_s
         self.batches: BatchKeeper = application.state.batches
         self._ended = ended
         self._shutdown: asyncio.Task[None] | None = None
@@ -216,7 +218,7 @@ class ServingServer(HttpServer):
 
 
 async def _log_stats(service: Service) -> None:
-    """Log throughput and cache use every STATS_S seconds in which a step finished."""
+    """Log throughput and cache use every STATS_S seconds in which a step finished, and what the diagnosis finds."""
     before = service.engine.stats
     while True:
         await asyncio.sleep(STATS_S)
@@ -235,6 +237,7 @@ async def _log_stats(service: Service) -> None:
                 100 * now.blocks_used / max(1, now.blocks_total),
                 100 * now.prefix_hits / max(1, now.prefix_queries),
             )
+            await service.monitor.refresh()
         before = now
 
 

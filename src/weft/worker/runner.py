@@ -16,7 +16,7 @@ from weft.core.commands import SwapWeights
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan
 from weft.kernels import create_kernels, create_rounding
-from weft.kernels.base import AttentionShape, KVCache
+from weft.kernels.base import AttentionShape, KVCache, PhaseTimes
 from weft.kernels.batch import Batch
 from weft.kernels.capture import synchronize_device
 from weft.kernels.staged import StagedStep
@@ -295,6 +295,11 @@ class ModelRunner:
         self.kernels.pointwise.fill_batch(staged, batch)
         return batch
 
+    def trace(self, log: PhaseTimes | None) -> None:
+        """Log the layers of later steps, see `DecoderModel.trace`; None ends that."""
+        if not self._asleep or self._copies:  # else there is no model
+            self.model.trace(log)
+
     def forward(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:
         """Run this rank's layers: [T, hidden], valid until the next call; `incoming` is from the stage before."""
         if self.graphs:
@@ -319,6 +324,10 @@ class ModelRunner:
         """Take part in a step in which this rank's attention group has no tokens, if other groups need experts."""
         if self.plan.exchange:
             self.model.serve_others(group_tokens)
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final states of rows of the last stage: [S, hidden] -> [S, hidden], see `DecoderModel.states`."""
+        return self.model.states(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""

@@ -5,21 +5,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
+from weft.comm import Links
 from weft.core.commands import RankReport
 from weft.worker.device import memory_in_use
 
 EVENTS = 512  # pairs of events that are kept before the oldest are read: more than steps are in flight
 
 
-class StepClock(ABC):
-    """Counts the seconds between `begin` and `end`, in which a rank works, and `steps`, which the worker counts."""
+class Marks(NamedTuple):
+    """Counters of a rank at one moment; times are seconds since some moment before its start."""
 
-    def __init__(self) -> None:
+    now_s: float
+    steps: int
+    busy_s: float
+    exchange_s: float
+    waited_s: float
+
+    def since(self, before: Marks) -> Marks:
+        """The difference from an earlier moment."""
+        seconds = (now - then for now, then in zip(self[2:], before[2:], strict=True))
+        return Marks(self.now_s - before.now_s, self.steps - before.steps, *seconds)
+
+
+class StepClock(ABC):
+    """Counts the seconds between `begin` and `end`, in which a rank has a step, and `steps`, which the worker counts.
+
+    `links` count the time in exchanges with other ranks.
+    """
+
+    def __init__(self, links: Links) -> None:
         self.steps = 0
-        self._marks = (perf_counter(), 0, 0.0)  # at the last report: time, steps, busy seconds
+        self._links = links
+        self._before = Marks(perf_counter(), 0, 0.0, 0.0, 0.0)  # at the last report with `reset`
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -28,24 +49,36 @@ class StepClock(ABC):
     def end(self) -> None: ...
 
     @abstractmethod
+    def pause(self) -> None:
+        """Begin to wait for the stage before."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after `pause`."""
+
+    @abstractmethod
     def busy_s(self) -> float:
         """Seconds so far."""
+
+    @abstractmethod
+    def times(self, passed: Marks, *, alone: bool) -> dict[str, float | None]:
+        """The times of a RankReport; `alone` as for `report`."""
 
     def report(self, device: torch.device, *, alone: bool, reset: bool) -> RankReport:
         """Report times since the last report that had `reset`, and the memory of now.
 
         `alone`: the rank exchanges no tensors with other ranks of its stage.
         """
-        marks = (perf_counter(), self.steps, self.busy_s())
-        elapsed_s, steps, busy_s = (now - then for now, then in zip(marks, self._marks, strict=True))
+        exchanges = self._links.times
+        marks = Marks(perf_counter(), self.steps, self.busy_s(), exchanges.spent_s, exchanges.waited_s)
+        passed = marks.since(self._before)
         if reset:
-            self._marks = marks
+            self._before = marks
         allocated, reserved, driver = memory_in_use(device)
+        times: dict[str, Any] = self.times(passed, alone=alone)
         return RankReport(
-            steps=int(steps),
-            compute_s=busy_s,
-            communication_s=0.0 if alone else None,
-            waiting_s=max(0.0, elapsed_s - busy_s),
+            steps=passed.steps,
+            **times,
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             driver_bytes=driver,
@@ -55,8 +88,8 @@ class StepClock(ABC):
 class HostClock(StepClock):
     """A clock for work that has ended when the call returns."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
         self._busy_s = self._began_s = 0.0
 
     def begin(self) -> None:
@@ -65,15 +98,30 @@ class HostClock(StepClock):
     def end(self) -> None:
         self._busy_s += perf_counter() - self._began_s
 
+    def pause(self) -> None:
+        """Nothing: the link counts the time."""
+
+    def resume(self) -> None:
+        """Nothing."""
+
     def busy_s(self) -> float:
         return self._busy_s
+
+    def times(self, passed: Marks, *, alone: bool) -> dict[str, float | None]:
+        idle_s = max(0.0, passed.now_s - passed.busy_s)
+        return {
+            "compute_s": max(0.0, passed.busy_s - passed.exchange_s),
+            "communication_s": max(0.0, passed.exchange_s - passed.waited_s),
+            "waiting_s": idle_s + passed.waited_s,
+            "idle_s": idle_s,
+        }
 
 
 class DeviceClock(StepClock):
     """A clock for work of a GPU. Only `busy_s` waits for it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, links: Links) -> None:
+        super().__init__(links)
         self._busy_s = 0.0
         self._stretches: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -87,6 +135,20 @@ class DeviceClock(StepClock):
         if len(self._stretches) > EVENTS:
             self._read_oldest()
 
+    def pause(self) -> None:
+        self.end()
+
+    def resume(self) -> None:
+        self.begin()
+
+    def times(self, passed: Marks, *, alone: bool) -> dict[str, float | None]:
+        return {
+            "compute_s": passed.busy_s,
+            "communication_s": 0.0 if alone else None,
+            "waiting_s": max(0.0, passed.now_s - passed.busy_s),
+            "idle_s": None,
+        }
+
     def busy_s(self) -> float:
         while self._stretches:
             self._stretches[0][1].synchronize()
@@ -98,5 +160,6 @@ class DeviceClock(StepClock):
         self._busy_s += begin.elapsed_time(end) / 1000
 
 
-def create_step_clock(device: torch.device) -> StepClock:
-    return HostClock() if device.type == "cpu" else DeviceClock()
+def create_step_clock(device: torch.device, links: Links) -> StepClock:
+    """The clock of a rank on this device."""
+    return HostClock(links) if device.type == "cpu" else DeviceClock(links)

@@ -1,53 +1,170 @@
-"""Trace: torch's profiler over the steps of a rank, written as a file that chrome://tracing and Perfetto open."""
+"""Trace: torch's profiler over the steps of a rank, written as a file that chrome://tracing and Perfetto open.
+
+Beside the profiler's events the file has Weft's own: the parts of each step, and the phases of the layers that C++
+computes in one call, which the profiler sees as nothing.
+"""
 
 from __future__ import annotations
 
+import gzip
+import json
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from weft.comm.times import ExchangeTimes
+
 logger = logging.getLogger("weft")
 
+CATEGORY = "weft"  # of Weft's own events
+ROW = 1 << 30  # thread numbers of Weft's own rows begin here: those of the system are smaller
+
 # Torch traces a process at most once at a time; with two profilers it crashes. Ranks may be threads of one process.
-_tracing = threading.Lock()
+_joining = threading.Condition()
+PATIENCE_S = 60.0  # for the other ranks of this process to leave the trace before
+_running: list[Trace] = []  # at most one
+_spans: list[dict[str, Any]] = []  # of all ranks of this process, in the trace that runs
 
 
 class Trace:
-    """A trace of the next `steps` steps of this process, in the file `path`, which exists once `end` was called."""
+    """A trace of this process in the file `path`, which exists once all of its `users` have left.
 
-    def __init__(self, steps: int, path: str) -> None:
-        self.path = path
-        self.left = steps
+    `engine` tells the ranks of one engine, which may be threads of one process, from those of others; `number` counts
+    the traces of the engine.
+    """
+
+    def __init__(self, path: str, engine: int, number: int) -> None:
+        self.path, self.engine, self.number, self.users = path, engine, number, 1
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # all ranks of an inline executor
         self._profiler = profile(activities=activities, experimental_config=threads)
+        _spans.clear()
         self._profiler.start()
 
-    def end(self) -> None:
+    def leave(self) -> None:
+        """Leave the trace; the last one to do so writes it."""
+        with _joining:
+            self.users -= 1
+            if not self.users:
+                self._end()
+                _running.clear()
+                _joining.notify_all()
+
+    def _end(self) -> None:
         """Stop tracing and write the file. A file that cannot be written is logged."""
+        partial = f"{self.path}.partial"
         try:
             self._profiler.stop()
-            self._profiler.export_chrome_trace(self.path)
-        except (OSError, RuntimeError) as error:
+            self._profiler.export_chrome_trace(partial)
+            content = json.loads(Path(partial).read_bytes())
+            content["traceEvents"] += own_events(_spans, content.get("baseTimeNanoseconds", 0))
+            with gzip.open(partial, "wt", compresslevel=1) as file:
+                json.dump(content, file)
+            os.replace(partial, self.path)
+        except (OSError, RuntimeError, ValueError) as error:
             logger.error("cannot write the trace %s: %s", self.path, error)
         finally:
-            _tracing.release()
+            Path(partial).unlink(missing_ok=True)
+            _spans.clear()
 
 
-def begin_trace(steps: int, directory: str, rank: int) -> Trace | None:
-    """Begin a trace of this process; None if there is one already, as of another rank that is a thread of it."""
-    if not _tracing.acquire(blocking=False):
-        return None
-    try:
+class RankTrace:
+    """One rank's part in a trace: `left` steps are still to come.
+
+    `path` is that of the file for the rank that has begun it, else "".
+    """
+
+    def __init__(
+        self, steps: int, rank: int, directory: str, exchanges: ExchangeTimes, *, engine: int, number: int
+    ) -> None:
+        self.left, self._rank, self._before = steps, rank, exchanges
+        self._file, begun = join_trace(directory, rank, engine, number)
+        self.path = self._file.path if self._file and begun else ""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Log a part of a step."""
+        began_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._log(name, began_ns, time.monotonic_ns(), {})
+
+    def log_phase(self, layer: int, phase: str, began_ns: int, ended_ns: int) -> None:
+        """Log a phase of a layer; see `kernels.base.PhaseTimes`."""
+        self._log(phase, began_ns, ended_ns, {"layer": layer})
+
+    def end(self, exchanges: ExchangeTimes) -> str:
+        """Log the time in exchanges since the beginning; write the file, and return its path, or "" without one."""
+        now = time.monotonic_ns()
+        spent_s = exchanges.spent_s - self._before.spent_s
+        waited_s = exchanges.waited_s - self._before.waited_s
+        self._log("exchanges", now, now, {"communication_s": spent_s - waited_s, "waiting_s": waited_s})
+        if self._file is not None:
+            self._file.leave()
+        return self.path
+
+    def _log(self, name: str, began_ns: int, ended_ns: int, details: dict[str, Any]) -> None:
+        if self._file is not None:
+            span = {"name": name, "began_ns": began_ns, "ended_ns": ended_ns, "rank": self._rank}
+            _spans.append(span | details)
+
+
+def own_events(spans: list[dict[str, Any]], base_ns: int) -> list[dict[str, Any]]:
+    """Weft's spans as events of a Chrome trace, whose times are microseconds after `base_ns` since 1970."""
+    offset_ns = time.time_ns() - time.monotonic_ns() - base_ns
+    process = os.getpid()
+    events: list[dict[str, Any]] = []
+    for span in spans:
+        details = {name: value for name, value in span.items() if name not in ("name", "began_ns", "ended_ns")}
+        # Phases and parts of a step overlap: each kind has a row of its own.
+        row = ROW + 2 * span["rank"] + ("layer" in span)
+        events.append(
+            {
+                "ph": "X",
+                "cat": CATEGORY,
+                "name": span["name"],
+                "pid": process,
+                "tid": row,
+                "ts": (span["began_ns"] + offset_ns) / 1000,
+                "dur": (span["ended_ns"] - span["began_ns"]) / 1000,
+                "args": details,
+            }
+        )
+    ranks = sorted({span["rank"] for span in spans})
+    for rank in ranks:
+        for part, name in enumerate(("steps", "layers")):
+            row_name = {"name": f"rank {rank}: {name}"}
+            row = ROW + 2 * rank + part
+            events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": row_name})
+    return events
+
+
+def join_trace(directory: str, rank: int, engine: int, number: int) -> tuple[Trace | None, bool]:
+    """The trace of this process, and True if it begins now; None if one of another engine runs.
+
+    The other ranks of this engine leave its trace before as they come here.
+    """
+    with _joining:
+        _joining.wait_for(
+            lambda: not _running or _running[0].engine != engine or _running[0].number == number, PATIENCE_S
+        )
+        if _running:
+            if (_running[0].engine, _running[0].number) != (engine, number):
+                return None, False
+            _running[0].users += 1
+            return _running[0], False
         Path(directory).mkdir(parents=True, exist_ok=True)
-        return Trace(steps, str(Path(directory).absolute() / f"rank{rank}-{os.getpid()}-{time.time_ns()}.json.gz"))
-    except BaseException:
-        _tracing.release()
-        raise
+        name = f"rank{rank}-{os.getpid()}-{time.time_ns()}.json.gz"
+        _running.append(Trace(str(Path(directory).absolute() / name), engine, number))
+        return _running[0], True

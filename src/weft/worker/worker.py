@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from weft.plan.speculation import draft_plan
 from weft.worker import rehearsal
 from weft.worker.device import free_bytes
 from weft.worker.model_proposer import ModelProposer
+from weft.worker.pooling import PooledRows, pool_prompts
 from weft.worker.prompt_logprobs import score_prompts
 from weft.worker.proposer import Proposer
 from weft.worker.request_slots import RequestSlots
@@ -42,10 +44,11 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
-from weft.worker.trace import Trace, begin_trace
+from weft.worker.trace import RankTrace
 
 # A step's result, or on a GPU a function that waits for it; None on ranks that do not sample.
 Result = StepResult | Callable[[], StepResult] | None
+UNTRACED = nullcontext()
 
 
 class Worker:
@@ -58,7 +61,8 @@ class Worker:
         self.report_read: Callable[[int, int], None] = lambda done, total: None
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
-        self.trace: Trace | None = None
+        self.trace: RankTrace | None = None
+        self._traces = 0
 
     @torch.inference_mode()
     def load(self) -> Capacity:
@@ -66,7 +70,7 @@ class Worker:
         began = time.monotonic()
         plan, runner = self.plan, self.runner
         runner.load(self.report_read)
-        self.clock = create_step_clock(runner.device)
+        self.clock = create_step_clock(runner.device, self.links)
         groups = len(plan.kv_layout.groups)
         self.request_slots = RequestSlots(
             plan.max_num_seqs, plan.max_model_len, plan.block_size, runner.device, groups=groups
@@ -148,15 +152,19 @@ class Worker:
         ended = self._end_trace()
         if not steps:
             return ended
-        self.trace = begin_trace(steps, directory, self.rank)
-        return self.trace.path if self.trace else ""
+        # The ranks of an engine that are threads have one plan, and count the same traces.
+        self._traces += 1
+        engine = id(self.plan)
+        self.trace = RankTrace(steps, self.rank, directory, self.links.times, engine=engine, number=self._traces)
+        self.runner.trace(self.trace.log_phase)
+        return self.trace.path
 
     def _end_trace(self) -> str:
         trace, self.trace = self.trace, None
         if trace is None:
             return ""
-        trace.end()
-        return trace.path
+        self.runner.trace(None)
+        return trace.end(self.links.times)
 
     def sleep(self, level: int) -> None:
         """Give memory back, see the command Sleep. No request holds a slot any more."""
@@ -182,13 +190,18 @@ class Worker:
         clock = self.clock
         clock.steps += 1
         clock.begin()
-        result = self._run_step(step)
+        with self._traced("step"):
+            result = self._run_step(step)
         clock.end()
         if self.trace:
             self.trace.left -= 1
             if not self.trace.left:
                 self._end_trace()
         return result
+
+    def _traced(self, part: str) -> AbstractContextManager[None]:
+        """A context for a part of a step, which a trace that runs has as a span."""
+        return self.trace.span(part) if self.trace else UNTRACED
 
     def _run_step(self, step: StepPlan) -> Result:
         self._update_slots(step)
@@ -205,14 +218,17 @@ class Worker:
         incoming = None
         if not self.place.first:
             dims = (len(step.tokens), self.plan.shape.hidden)
-            self.clock.end()
-            incoming = self.links.stage.recv(dims, runner.dtype)
-            self.clock.begin()
-        hidden = runner.forward(batch, incoming)
+            self.clock.pause()
+            with self._traced("wait for the stage before"):
+                incoming = self.links.stage.recv(dims, runner.dtype)
+            self.clock.resume()
+        with self._traced("layers"):
+            hidden = runner.forward(batch, incoming)
         if not self.place.last:
             self.links.stage.send(hidden)
             return None
-        result = self._finish(step, hidden, samples, tensors)
+        with self._traced("sampling"):
+            result = self._finish(step, hidden, samples, tensors)
         if step.draft_requests and any(step.draft_requests):
             return self._propose_drafts(step, result)
         return result
@@ -255,13 +271,16 @@ class Worker:
         samples: SampleBatch | None,
         tensors: SampleArrays[torch.Tensor] | None,
     ) -> Result:
-        """Sample, and score prompts if requests want it. Every rank of the last stage comes here, since the head is
-        cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
+        """Sample, and score or pool prompts if requests want it. Every rank of the last stage comes here, since the
+        head is cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
         prompt_logprobs, scoring = {}, self.request_slots.prompt_logprobs
         if scoring:
             prompt_logprobs = score_prompts(step, hidden, scoring, self.runner.logits, self.sampler)
+        pooled, prompts = None, self.request_slots.pooled
+        if prompts:
+            pooled = pool_prompts(step, hidden, prompts, self.runner, returns=self.sampler is not None)
         if tensors is None:
-            return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
+            return self._unsampled(StepResult(step.id, [], [], prompt_logprobs), pooled) if self.sampler else None
         # In the usual decode step every token is sampled after: nothing to select.
         if len(tensors.picks) < len(hidden):
             hidden = hidden.index_select(0, tensors.picks)
@@ -279,9 +298,15 @@ class Worker:
             if min(tokens) == NOT_FINITE:
                 step_result.failed = samples.failures(tokens, self.rank)
                 step_result.tokens = [max(token, 0) for token in tokens]
-            return step_result
+            return pooled.add_to(step_result) if pooled else step_result
 
         return result() if self.runner.device.type == "cpu" else result
+
+    def _unsampled(self, result: StepResult, pooled: PooledRows | None) -> Result:
+        """The result of a step that samples no token, with what is `pooled` of prompts."""
+        if pooled is None:
+            return result
+        return pooled.add_to(result) if self.runner.device.type == "cpu" else lambda: pooled.add_to(result)
 
     def _keep_last_tokens(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Keep the sampled tokens [R] int64 for the next step, on every rank; only the output rank has them."""

@@ -12,7 +12,7 @@ import torch
 
 from weft.comm import Group
 from weft.comm.shared import HEAD_BYTES, SharedMemoryGroup
-from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache
+from weft.kernels.base import ExchangeRanks, FusedLatent, FusedLayer, FusedMixture, FusedMLP, KVCache, PhaseTimes
 from weft.kernels.batch import Batch
 from weft.kernels.native.experts import NativeExperts, describe_routing
 from weft.kernels.native.latents import NativeLatentProducts
@@ -20,12 +20,15 @@ from weft.kernels.native.matrix import NativeMatrix
 from weft.native.entries import Entries
 from weft.native.structures import (
     PANEL,
+    PHASES,
     WORKSPACE_ALIGNMENT,
     ExchangeDescriptor,
     LatentDescriptor,
     LayerDescriptor,
     MatrixDescriptor,
     MixtureDescriptor,
+    PhaseEntry,
+    PhaseLogDescriptor,
     SharedDescriptor,
     StepDescriptor,
     SumCallback,
@@ -48,6 +51,7 @@ class NativeStage:
         self._shared = describe_shared(comm) if shares_memory(comm) else None
         self._calls_back = comm.size > 1 and self._shared is None
         self._sum = SumCallback(self._sum_part) if self._calls_back else SumCallback()
+        self._phases: PhaseBuffer | None = None
         self._exchange = next((StageExchange(ranks) for ranks in map(exchange_ranks, layers) if ranks), None)
 
     def __call__(
@@ -76,8 +80,11 @@ class NativeStage:
             ctypes.addressof(self._shared) if self._shared else None,
             self._sum,
             exchange,
+            self._phases and ctypes.addressof(self._phases.descriptor),
         )
         self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._workspace.data_ptr())
+        if self._phases is not None:
+            self._phases.pass_on()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -89,6 +96,9 @@ class NativeStage:
         step = StepDescriptor(exchange=self._exchange.describe_step(group_tokens))
         self._grow_workspace(0, self._exchange.tokens)
         self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._workspace.data_ptr())
+
+    def trace(self, log: PhaseTimes | None) -> None:
+        self._phases = PhaseBuffer(len(self._layers), log) if log else None
 
     def _grow_workspace(self, tokens: int, routed: int) -> None:
         """Have room for a step of `tokens`, of which `routed`, with those of other groups, go through the experts."""
@@ -120,6 +130,25 @@ class NativeStage:
             self._error = error
             return 1
         return 0
+
+
+class PhaseBuffer:
+    """Memory in which C++ logs the phases of one call, and the function that they are passed on to."""
+
+    def __init__(self, layers: int, log: PhaseTimes) -> None:
+        self._log = log
+        # Norms and sums come twice in a layer, and norms once before the first one.
+        room = 2 * len(PHASES) * layers + 1
+        self._entries = (PhaseEntry * room)()
+        self.descriptor = PhaseLogDescriptor(entries=self._entries, room=room)
+
+    def pass_on(self) -> None:
+        """Pass the phases of a call on, and forget them."""
+        began_ns = self.descriptor.began_ns
+        for entry in self._entries[: self.descriptor.count]:
+            self._log(entry.layer, PHASES[entry.phase], began_ns, entry.ended_ns)
+            began_ns = entry.ended_ns
+        self.descriptor.count = 0
 
 
 class StageExchange:
@@ -175,7 +204,8 @@ def shares_memory(comm: Group) -> TypeGuard[SharedMemoryGroup]:
 
 def describe_shared(comm: SharedMemoryGroup) -> SharedDescriptor:
     """The shared memory of the ranks of one host, in which C++ sums and exchanges by itself."""
-    return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes)
+    times = ctypes.addressof(comm.times.native)  # which lives as long as the group
+    return SharedDescriptor(comm.memory.data_ptr(), comm.rank, comm.size, HEAD_BYTES, comm.slot_bytes, times)
 
 
 def describe_layer(layer: FusedLayer) -> LayerDescriptor:

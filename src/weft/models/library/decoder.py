@@ -18,7 +18,7 @@ from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape
 from weft.comm import Group
 from weft.errors import ModelError
-from weft.kernels.base import EmbeddingTable, Kernels, KVCache, Product
+from weft.kernels.base import EmbeddingTable, Kernels, KVCache, PhaseTimes, Product
 from weft.kernels.batch import Batch
 from weft.layers.embedding import Embedding
 from weft.layers.weights import Tensors
@@ -213,9 +213,16 @@ class LibraryDecoder:
     def serve_others(self, group_tokens: Sequence[int]) -> None:
         """Nothing to serve: these models have no experts."""
 
+    def trace(self, log: PhaseTimes | None) -> None:
+        """Nothing to log: the class runs its layers itself, and torch's profiler sees their operations."""
+
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
         self._step.caches = ()
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage behind the final norm, as `hidden` returns them."""
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].

@@ -49,18 +49,21 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
-    FIELD(Step, exchange),
+    FIELD(Step, exchange), FIELD(Step, phases),
+    STRUCTURE(PhaseEntry), FIELD(PhaseEntry, layer), FIELD(PhaseEntry, phase), FIELD(PhaseEntry, ended_ns),
+    STRUCTURE(PhaseLog), FIELD(PhaseLog, entries), FIELD(PhaseLog, room), FIELD(PhaseLog, count),
+    FIELD(PhaseLog, began_ns),
     STRUCTURE(Exchange), FIELD(Exchange, shared), FIELD(Exchange, begins), FIELD(Exchange, first),
     FIELD(Exchange, complete),
     STRUCTURE(Shared), FIELD(Shared, memory), FIELD(Shared, rank), FIELD(Shared, size), FIELD(Shared, head),
-    FIELD(Shared, slot_bytes),
+    FIELD(Shared, slot_bytes), FIELD(Shared, times),
     STRUCTURE(Rounding), FIELD(Rounding, type), FIELD(Rounding, rows), FIELD(Rounding, width), FIELD(Rounding, group),
     FIELD(Rounding, bits), FIELD(Rounding, kind), FIELD(Rounding, lacking), FIELD(Rounding, cols),
     STRUCTURE(SamplingSettings), FIELD(SamplingSettings, temperature), FIELD(SamplingSettings, log_min_p),
     FIELD(SamplingSettings, top_k), FIELD(SamplingSettings, top_p),
     CONSTANT(PANEL), CONSTANT(BLOCK), CONSTANT(WIDEST_HEAD), CONSTANT(WIDEST_GROUP), CONSTANT(WIDEST_LATENT),
     CONSTANT(LONGEST_GROUP),
-    CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
+    CONSTANT(WORKSPACE_ALIGNMENT), CONSTANT(PHASES), CONSTANT(Lowest::MIDDLE), CONSTANT(Lowest::ZERO), CONSTANT(Lowest::MINIMUM),
     CONSTANT(Lowest::MXFP4), CONSTANT(Lowest::NESTED), CONSTANT(Lowest::FP8), CONSTANT(Lowest::NF4), CONSTANT(Lowest::FP4),
     CONSTANT(Lowest::SIGNED), CONSTANT(BF16), CONSTANT(FP16),
     CONSTANT(FP32),
@@ -109,6 +112,8 @@ static_assert(listed_fields("LatentProjection") == field_count<LatentProjection>
 static_assert(listed_fields("Latent") == field_count<Latent>(), "list all fields of Latent in abi.h");
 static_assert(listed_fields("Layer") == field_count<Layer>(), "list all fields of Layer in abi.h");
 static_assert(listed_fields("Step") == field_count<Step>(), "list all fields of Step in abi.h");
+static_assert(listed_fields("PhaseEntry") == field_count<PhaseEntry>(), "list all fields of PhaseEntry in abi.h");
+static_assert(listed_fields("PhaseLog") == field_count<PhaseLog>(), "list all fields of PhaseLog in abi.h");
 static_assert(listed_fields("Exchange") == field_count<Exchange>(), "list all fields of Exchange in abi.h");
 static_assert(listed_fields("Shared") == field_count<Shared>(), "list all fields of Shared in abi.h");
 static_assert(listed_fields("Rounding") == field_count<Rounding>(), "list all fields of Rounding in abi.h");

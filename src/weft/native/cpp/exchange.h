@@ -64,6 +64,7 @@ public:
     // Publish those tokens of a chunk that this rank brings, and wait for those of the others. `x`, `chosen` and
     // `shares` begin with token `from`.
     void dispatch(Tokens chunk, const T *x, const int64_t *chosen, const float *shares, int64_t from) const {
+        int64_t began = now_ns();
         Tokens own = exchange.brought(shared.rank).within(chunk);
         if (int64_t count = own.count()) {
             Slot to = slot(shared.turn() + 1, shared.rank, count);
@@ -73,6 +74,7 @@ public:
             std::memcpy(to.x, x + at * hidden, count * hidden * sizeof(T));
         }
         shared.meet();
+        shared.spent_since(began);
     }
 
     // After `dispatch`: copy the tokens `some` of a chunk. `x`, `chosen` and `shares` begin with the chunk.
@@ -91,7 +93,11 @@ public:
     // Where this rank's experts put their results for the tokens of a chunk. `combine` is next: publish them, and wait
     // for those of the others.
     T *results() const { return reinterpret_cast<T *>(shared.slot(shared.turn() + 1, shared.rank)); }
-    void publish() const { shared.meet(); }
+    void publish() const {
+        int64_t began = now_ns();
+        shared.meet();
+        shared.spent_since(began);
+    }
 
     // After `publish`: x = the sums of all ranks' results for the tokens `some` of a chunk.
     void combine(Tokens chunk, Tokens some, T *x) const {

@@ -17,22 +17,24 @@
 #include <immintrin.h>
 #endif
 
+// Nanoseconds of the monotonic clock: some 25 ns to read.
+inline int64_t now_ns() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
+}
+
 constexpr int64_t PATIENCE_NS = 40000;  // to spin before a thread sleeps
 
 // Spin until arrived() is true, with pause() after each look, and read the clock after every `looks` of them. Returns
 // false once PATIENCE_NS are over.
 template <class Arrived, class Pause> bool spin_for(const Arrived &arrived, int looks, const Pause &pause) {
-    auto now = [] {
-        timespec time;
-        clock_gettime(CLOCK_MONOTONIC, &time);
-        return int64_t(time.tv_sec) * 1000000000 + time.tv_nsec;
-    };
     for (int64_t end = 0;;) {
         for (int i = 0; i < looks; i++) {
             if (arrived()) return true;
             pause();
         }
-        int64_t time = now();
+        int64_t time = now_ns();
         if (!end) end = time + PATIENCE_NS;
         if (time > end) return false;
     }
@@ -48,6 +50,7 @@ inline void relax_cpu() {
 // share the memory. A Signal of all-zero bytes is a valid initial one.
 class alignas(64) Signal {
     std::atomic<uint32_t> number{0}, sleepers{0};
+    std::atomic<int64_t> changed_ns[2] = {};  // of the last change to an even and to an odd number, where it is told
 
 #ifdef __linux__
     void sleep(uint32_t seen, bool briefly) {
@@ -73,6 +76,13 @@ class alignas(64) Signal {
 
 public:
     uint32_t value() const { return number.load(); }
+
+    // Set the number, and tell when: read_ns(to) has it until the number after the next one.
+    void set_at(uint32_t to, int64_t now) {
+        changed_ns[to & 1].store(now, std::memory_order_relaxed);
+        set(to);
+    }
+    int64_t read_ns(uint32_t of) const { return changed_ns[of & 1].load(std::memory_order_relaxed); }
 
     void set(uint32_t to) {
         number.store(to);

@@ -19,10 +19,31 @@
 #include "team.h"
 #include "workspace.h"
 
+// A part of a layer: its products before attention, attention, the product after it, a sum over the ranks with the wait
+// for them, the feed-forward part, norms and residuals. Mirrored in native/structures.py.
+enum Phase : int64_t { QKV, ATTEND, OUT, SUM, FEED_FORWARD, NORMS, PHASES };
+
+// A phase of a layer, counted from the call's first one, and its end by the monotonic clock. Mirrored in
+// native/structures.py.
+struct PhaseEntry {
+    int64_t layer, phase, ended_ns;
+};
+
+// The ends of phases in the order of time, of a step that is traced: `count` entries of `room`. Phases that do not fit
+// are left out. Mirrored in native/structures.py.
+struct PhaseLog {
+    PhaseEntry *entries;
+    int64_t room, count, began_ns;
+
+    void add(int64_t layer, Phase phase) {
+        if (count < room) entries[count++] = {layer, phase, now_ns()};
+    }
+};
+
 // The step that a call computes, see Batch in kernels/batch.py. Mirrored in native/structures.py. x [tokens, hidden] is
 // summed over the ranks through `shared`, or by sum(), which returns 0, or another number if it failed. Both are null
 // if there is one rank. `exchange` is null unless other attention groups take the step with this one, which then may
-// have no tokens: only the exchange is read.
+// have no tokens: only the exchange is read. `phases` is null unless the step is traced.
 struct Step {
     void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
@@ -34,6 +55,7 @@ struct Step {
     const Shared *shared;
     int32_t (*sum)();
     const Exchange *exchange;
+    PhaseLog *phases;
 
     // Tokens that go through the experts of a rank.
     int64_t routed() const { return exchange ? exchange->tokens() : tokens; }
@@ -61,6 +83,7 @@ template <class T> class Stage {
     const bool little;
     const bool at_once;  // one thread goes on with the sums of a product as soon as they are complete
     std::atomic<bool> failed{false};
+    int64_t layer = 0;  // of the thread that leads, if the step is traced
 
     T *residual() const { return static_cast<T *>(step.residual); }
 
@@ -73,12 +96,18 @@ template <class T> class Stage {
         if (little && !reads_plain<T>(m, step.tokens)) prepare_rows(m, x, space.prepared, first, last);
     }
 
+    // Log the end of a phase: the thread that leads does.
+    void ended(const Team &team, Phase phase) const {
+        if (step.phases && !team.rank) step.phases->add(layer, phase);
+    }
+
     // Sum space.x over the ranks. Returns false if that failed: then the call ends.
     bool sum(Team &team) {
         if (step.shared)
             team.each(1, [&](int64_t, int64_t) { step.shared->sum(space.x, step.tokens * hidden); });
         else if (step.sum)
             team.lead([&] { failed = step.sum() != 0; });
+        if (step.shared || step.sum) ended(team, SUM);
         return !failed;
     }
 
@@ -91,8 +120,9 @@ template <class T> class Stage {
     }
 
     // Rows of space.x from token `at` on become x W^T; then `join`.
-    bool multiply_and_join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows) {
+    bool multiply_and_join(Team &team, const Matrix &m, const T *x, int64_t at, Pieces rows, Phase phase) {
         multiply_rows(team, m, x, step.tokens - at, space.x + at * m.rows, [&] { join_at_once(rows); });
+        ended(team, phase);
         return join(team, rows);
     }
 
@@ -108,6 +138,7 @@ template <class T> class Stage {
         if (at_once) return true;
         if (!complete && !sum(team)) return false;
         team.each(step.tokens, rows);
+        ended(team, NORMS);
         return true;
     }
 
@@ -141,6 +172,7 @@ template <class T> class Stage {
         const LatentProjection &p = m.projection;
         const int64_t *slots = step.slots + l.group * step.tokens;
         project_latents(team, l);
+        ended(team, QKV);
         LatentRows<T> stored{l.q_heads, p.rank(), p.rope_dim, p.nope_dim(), static_cast<const T *>(m.kv_norm), m.kv_eps,
                              m.interleaved != 0};
         // All rows before attention: a row may read what another one stores in this step.
@@ -157,7 +189,8 @@ template <class T> class Stage {
             attend_expanded(team, row, p, paged, space.qkv + row.first * l.qkv.rows, l.qkv.rows,
                             ExpandedSpace<T>(row, p, expanded), space.mixed + row.first * l.out.cols);
         if (!forms->expanded.empty()) team.each(0, [](int64_t, int64_t) {}, ready);
-        return multiply_and_join(team, l.out, space.mixed, 0, rows);
+        ended(team, ATTEND);
+        return multiply_and_join(team, l.out, space.mixed, 0, rows, OUT);
     }
 
     // Attention of the rows that are absorbed, from queries in space.qkv to values in space.mixed; then then() once.
@@ -200,10 +233,12 @@ template <class T> class Stage {
         });
         // All rows before attention: a row may read what another one stores in this step.
         if (!little) team.each(step.tokens, rotated);
+        ended(team, QKV);
         Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(l.group), l.q_heads, l.kv_heads, l.head_dim,
                        l.window, width, l.scale, nullptr, static_cast<const T *>(l.sinks)};
         attend(team, paged, tiles[l.group], [&] { prepare(l.out, space.mixed, 0, step.tokens); });
-        return multiply_and_join(team, l.out, space.mixed, 0, rows);
+        ended(team, ATTEND);
+        return multiply_and_join(team, l.out, space.mixed, 0, rows, OUT);
     }
 
     bool mlp(Team &team, const Layer &l, Pieces rows) {
@@ -225,7 +260,7 @@ template <class T> class Stage {
                 prepare(l.down, space.inner, 0, count);
             });
             if (!little) team.each(panels, activated);
-            if (at + count == step.tokens) return multiply_and_join(team, l.down, space.inner, at, rows);
+            if (at + count == step.tokens) return multiply_and_join(team, l.down, space.inner, at, rows, FEED_FORWARD);
             multiply_rows(team, l.down, space.inner, count, space.x + at * hidden, nothing);
         }
     }
@@ -281,6 +316,7 @@ template <class T> class Stage {
                 if (last) join_at_once(rows);
             });
         }
+        ended(team, FEED_FORWARD);
         return join(team, rows);
     }
 
@@ -296,6 +332,7 @@ template <class T> class Stage {
                 if (chunk.last == all) join_at_once(rows);
             });
         }
+        ended(team, FEED_FORWARD);
         return join(team, rows, given.complete);
     }
 
@@ -355,8 +392,10 @@ public:
 
     // The experts of a rank whose attention group has no tokens in the step.
     void serve_others(Team &team, const Layer *layers, int64_t count) {
-        for (const Layer *l = layers; l < layers + count; l++)
+        for (const Layer *l = layers; l < layers + count; l++) {
+            if (!team.rank) layer = l - layers;
             if (l->mixture) exchanged_mixture(team, *l->mixture, [](int64_t, int64_t) {});
+        }
     }
 
     void run(Team &team, const Layer *layers, int64_t count) {
@@ -365,7 +404,9 @@ public:
             norm(layers->attention_norm, layers->eps, false, first, last);
             prepare_attention(*layers, first, last);
         });
+        ended(team, NORMS);
         for (const Layer *l = layers; l < end; l++) {
+            if (!team.rank) layer = l - layers;
             auto before_mlp = [&](int64_t first, int64_t last) {
                 norm(l->mlp_norm, l->eps, true, first, last);
                 prepare_ffn(*l, first, last);
@@ -387,6 +428,7 @@ public:
 
 // step.residual through all layers. `memory` has as many bytes as Workspace computes.
 template <class T> void stage(const Layer *layers, int64_t count, const Step &step, char *memory, int64_t threads) {
+    if (step.phases) step.phases->began_ns = now_ns();
     Workspace<T> space(layers, count, step.tokens, step.routed(), step.exchange, memory);
     int64_t groups = 0;
     const Latent *latent = layers->latent;

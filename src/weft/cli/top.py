@@ -1,0 +1,130 @@
+"""weft top: GPUs, models, ranks and their diagnosis, live, over all servers of a user or behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, NamedTuple
+
+from weft.cli.parser import UsageError
+from weft.cli.top_csv import csv_header, csv_lines
+from weft.cli.top_watch import Machine, Watch
+from weft.monitor.figures import join_figures
+
+BETWEEN_S = 0.5  # the two samples of --once, of which rates are made
+
+
+class Look(NamedTuple):
+    """One look: the figures of each server, this machine's, their sum as JSON, and a line for each URL without any."""
+
+    servers: list[tuple[str, dict[str, Any]]]
+    figures: dict[str, Any]
+    problems: list[str]
+    cores: dict[int, float]
+
+
+def main(arguments: Namespace) -> int:
+    """Print figures once or again and again until Ctrl-C; return 1 if URLs were given and none answered at the end."""
+    given = vars(arguments)
+    form = "json" if given.get("json", False) else given.get("format", "table")
+    once = given.get("once", False) or given.get("json", False)
+    interval_s = given.get("interval", 2.0)
+    if interval_s <= 0:
+        raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
+    urls = tuple(given.get("url") or ())
+    api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    watch = Watch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
+    machine = None if urls else Machine()
+    try:
+        last = asyncio.run(show(watch, machine, form, interval_s, once=once))
+    finally:
+        if machine is not None:
+            machine.close()
+    return 1 if urls and last is not None and not last.servers else 0
+
+
+async def show(watch: Watch, machine: Machine | None, form: str, interval_s: float, *, once: bool) -> Look | None:
+    """Print looks in a format until a signal, or one; return the last."""
+    stop = asyncio.Event()
+    last: Look | None = None
+    with contextlib.closing(watch), stopped_by_signals(stop):
+        if form == "table" and not once and sys.stdout.isatty():
+            from weft.cli.top_view import LiveView
+
+            with LiveView(stop) as view:
+                async for last in looks(watch, machine, interval_s, stop, once=False):
+                    view.show(last)
+            return last
+        if form == "csv":
+            print(csv_header(), flush=True)
+        async for last in looks(watch, machine, interval_s, stop, once=once):
+            print_look(last, form)
+    return last
+
+
+async def looks(
+    watch: Watch, machine: Machine | None, interval_s: float, stop: asyncio.Event, *, once: bool
+) -> AsyncIterator[Look]:
+    """A look every `interval_s` seconds until `stop` is set, or one."""
+    if once and machine is not None:
+        await asyncio.to_thread(machine.sample)
+        await asyncio.sleep(BETWEEN_S)
+    while not stop.is_set():
+        began = time.monotonic()
+        yield await take_look(watch, machine)
+        if once:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), max(0.05, began + interval_s - time.monotonic()))
+
+
+async def take_look(watch: Watch, machine: Machine | None) -> Look:
+    """Ask all servers, and sample this machine meanwhile."""
+    if machine is None:
+        local, (servers, problems) = None, await watch.look()
+    else:
+        local, (servers, problems) = await asyncio.gather(asyncio.to_thread(machine.sample), watch.look())
+    figures = join_figures([figures for _, figures in servers], local, time.time())
+    return Look(servers, figures, problems, {} if machine is None else machine.cores)
+
+
+def print_look(look: Look, form: str) -> None:
+    """Print a look as a page, as one line of JSON, or as lines of CSV; problems go to standard error."""
+    if form == "table":
+        from weft.cli.tables import console
+        from weft.cli.top_view import Sparks, page
+
+        console().print(page(look, Sparks()))
+        return
+    for problem in look.problems:
+        print(f"weft top: {problem}", file=sys.stderr)
+    if form == "json":
+        print(json.dumps(look.figures), flush=True)
+        return
+    for line in csv_lines(look.figures):
+        print(line, flush=True)
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    """Set `stop` at Ctrl-C or SIGTERM, in place of what they do otherwise."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    try:
+        for number in signals:
+            loop.add_signal_handler(number, stop.set)
+    except (NotImplementedError, RuntimeError, ValueError):  # not in the main thread, or not on this system
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,145 @@
+"""The planner's figure for a change that a diagnosis proposes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from weft.errors import WeftError
+from weft.formatting import format_bytes
+from weft.monitor.finding import Change, Finding
+from weft.monitor.history import History
+from weft.plan.places import column_unit, cut_places
+from weft.plan.plan import Plan
+from weft.plan.split import split
+from weft.planner.cost import Prediction, predict
+from weft.planner.deployment import Workload
+from weft.planner.footprint import footprint
+from weft.planner.forecast import Forecast
+
+log = logging.getLogger("weft.monitor")
+
+DEFAULT_TOKENS = 256  # of a prompt and of an answer, while none has ended
+
+
+def add_prices(findings: list[Finding], history: History, forecast: Callable[[int], Forecast | None]) -> list[Finding]:
+    """The findings with the planner's figure behind each remedy; `forecast` gives that of a replica's plan."""
+    priced = []
+    for finding in findings:
+        figure: Figure | None = None
+        if finding.change is not None:
+            try:
+                figure = price(finding.change, history, forecast(finding.change.replica))
+            except (WeftError, ArithmeticError) as error:  # a cut that the planner does not know
+                log.debug("no figure for %s: %s", finding.code, error)
+        priced.append(msgspec.structs.replace(finding, remedy=with_figure(finding, figure)))
+    return priced
+
+
+def with_figure(finding: Finding, figure: Figure | None) -> str:
+    """The remedy with the planner's figure. One that the planner expects to make things worse gives way to its
+    alternative."""
+    if figure is None:
+        return finding.remedy
+    if finding.alternative and not figure.better:
+        return f"{finding.alternative} (planner: {finding.remedy} gives {figure.text})"
+    return f"{finding.remedy} (planner: {figure.text})"
+
+
+class Figure(NamedTuple):
+    """The planner's words for a change, and False if it expects no gain of it."""
+
+    text: str
+    better: bool = True
+
+
+def price(change: Change, history: History, expected: Forecast | None) -> Figure | None:
+    """The planner's prediction with a change beside that without; None if it has none."""
+    if change.freed_bytes:
+        tokens = freed_tokens(change, history.plans[0])
+        return Figure(f"{format_bytes(change.freed_bytes)} hold {tokens:,} more tokens of KV")
+    if expected is None or not expected.tells_speed:
+        return None
+    work = workload_of(history)
+    now, then = predictions(change, expected, work)
+    text = f"{then.output_tok_s:,.0f} instead of {now.output_tok_s:,.0f} tokens/s in all"
+    return Figure(text, then.output_tok_s > now.output_tok_s)
+
+
+def freed_tokens(change: Change, plan: Plan) -> int:
+    """Tokens of KV cache that the memory of one GPU would hold."""
+    per_block = max(plan.block_bytes(rank) for rank in range(len(plan.places)))
+    return change.freed_bytes // per_block * plan.block_size
+
+
+def workload_of(history: History) -> Workload:
+    """The mean request of the history, and the number of those that ran at once."""
+    answers = max(1, history.grown("finished"))
+    ended = history.grown("finished") > 0
+    prompts = history.counted("prompt_tokens") / answers if ended else DEFAULT_TOKENS
+    generated = history.counted("generation_tokens") / answers if ended else DEFAULT_TOKENS
+    longest = max(2, history.plans[0].max_model_len)
+    prompt = min(max(1, round(prompts)), longest - 1)
+    running = [snapshot.total.running for snapshot in history.snapshots[1:]]
+    return Workload(
+        input_len=prompt,
+        output_len=min(max(1, round(generated)), longest - prompt),
+        concurrency=max(1, round(sum(running) / max(1, len(running)) / len(history.plans))),
+    )
+
+
+def predictions(change: Change, expected: Forecast, work: Workload) -> tuple[Prediction, Prediction]:
+    """The speed as it is, and after the change, on devices as fast as they were measured."""
+    if change.requests:
+        before, after = change.requests
+        return (
+            expected.speed(work.input_len, work.output_len, before),
+            expected.speed(work.input_len, work.output_len, after),
+        )
+    slowed = with_speeds(expected, change.speeds)
+    changed = with_cut(slowed, change)
+    now, then = (
+        predict(one.plan.shape, one.layout, one.cluster, work, one.profile, one.memory) for one in (slowed, changed)
+    )
+    return now, then
+
+
+def with_speeds(expected: Forecast, speeds: tuple[float, ...]) -> Forecast:
+    """The forecast on devices of which each has the measured share of its speed; `speeds` by rank."""
+    gpus = expected.cluster.gpus
+    if len(speeds) != len(expected.layout.gpus) or len(set(expected.layout.gpus)) < len(speeds):
+        return expected  # ranks share a device: which of them is slow is not its own property
+    by_device = dict(zip(expected.layout.gpus, speeds, strict=True))
+    scaled = [gpu.scaled(by_device.get(number, 1.0), by_device.get(number, 1.0)) for number, gpu in enumerate(gpus)]
+    return _on(expected, cluster=expected.cluster.with_gpus(scaled))
+
+
+def with_cut(expected: Forecast, change: Change) -> Forecast:
+    """The forecast of the same model on the same devices, cut as the change says."""
+    layout, shape = expected.layout, expected.plan.shape
+    weights: tuple[float, ...] = change.tensor_split or layout.tensor_weights
+    stages = change.pipeline_split or layout.stage_layers
+    if change.as_pipeline:
+        weights, count = (1.0,), layout.tensor_parallel * layout.pipeline_parallel
+        stages = tuple(map(len, split(len(shape.layers), [1.0] * count)))
+    places = cut_places(
+        shape,
+        weights,
+        stages,
+        data_parallel=expected.plan.data_parallel,
+        expert_parallel=expected.plan.expert_parallel if expected.plan.deals_experts else 1,
+        ffn_unit=column_unit(shape, layout.precision),
+    )
+    cut = msgspec.structs.replace(layout, tensor_weights=tuple(map(float, weights)), stage_layers=stages, places=places)
+    return _on(expected, layout=cut)
+
+
+def _on(expected: Forecast, **changes: object) -> Forecast:
+    """The forecast with another layout or cluster, and the memory that follows."""
+    changed: Forecast = replace(expected, **changes)  # type: ignore[arg-type]
+    memory = footprint(changed.plan.shape, changed.layout, changed.cluster, changed.profile)
+    return replace(changed, memory=memory)

@@ -1,0 +1,190 @@
+"""Diagnosis rules of ranks: of their sums, of a slow one, and of the layers of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from weft.monitor.finding import Change, Code, Finding, Limits
+from weft.monitor.history import History, RankShares
+from weft.plan.plan import Plan
+
+
+def stage_ranks(history: History, limits: Limits) -> Iterator[tuple[Plan, list[RankShares]]]:
+    """The ranks of each stage of each attention group, if all of them had enough work to tell."""
+    shares = {(rank.counters.replica, rank.counters.local_rank): rank for rank in history.shares()}
+    for replica, plan in enumerate(history.plans):
+        for group in plan.tensor_groups:
+            ranks = [shares[replica, rank] for rank in group if (replica, rank) in shares]
+            if len(ranks) == len(group) and all(has_worked(rank, limits) for rank in ranks):
+                yield plan, ranks
+
+
+def has_worked(rank: RankShares, limits: Limits) -> bool:
+    """Return True for a rank with enough steps, and time within them, to tell."""
+    counters = rank.counters
+    within_s = counters.compute_s + counters.waiting_s - (counters.idle_s or 0.0) + (counters.communication_s or 0.0)
+    return counters.steps >= limits.steps and within_s >= limits.busy_s
+
+
+def own_seconds(ranks: Sequence[RankShares]) -> list[float]:
+    """Seconds of each rank of a stage in which it did not wait for the others.
+
+    A rank whose core others use comes late out of its exchanges too. Transports that do not tell waits apart have them
+    in these exchanges, which are left out then.
+    """
+    tells = any(rank.waiting for rank in ranks)
+    return [rank.counters.compute_s + ((rank.counters.communication_s or 0.0) if tells else 0.0) for rank in ranks]
+
+
+def slowness(ranks: Sequence[RankShares]) -> tuple[int, float]:
+    """Position of the slowest of several ranks of a stage, and its time, times the median of the others."""
+    seconds = own_seconds(ranks)
+    slowest = seconds.index(max(seconds))
+    return slowest, seconds[slowest] / max(1e-9, median(seconds[:slowest] + seconds[slowest + 1 :]))
+
+
+def allreduce_wait(history: History, limits: Limits) -> Iterator[Finding]:
+    """Tensor-parallel ranks that spend their steps with each other: even the one that others wait for."""
+    for plan, ranks in stage_ranks(history, limits):
+        spent = [None if rank.communication is None else rank.communication + (rank.waiting or 0.0) for rank in ranks]
+        known = [share for share in spent if share is not None]
+        if len(ranks) < 2 or len(known) < len(ranks) or min(known) <= limits.exchange:
+            continue
+        if slowness(ranks)[1] > limits.straggler:  # then the sums are not what is slow
+            continue
+        first = ranks[0].counters
+        stages = len(ranks) * plan.stages
+        possible = stages <= len(plan.shape.layers) and plan.data_parallel == 1
+        yield Finding(
+            code=Code.ALLREDUCE_WAIT,
+            text=f"ranks {_names(ranks)} spend {min(known):.0%} of each step in sums over the ranks, each of them at "
+            f"least (limit {limits.exchange:.0%})",
+            value=min(known),
+            limit=limits.exchange,
+            remedy=f"--pipeline-parallel-size {stages} in place of --tensor-parallel-size {len(ranks)}"
+            if possible
+            else "fewer tensor-parallel ranks",
+            change=Change(replica=first.replica, as_pipeline=True) if possible else None,
+            alternative=f"free the devices of ranks {_names(ranks)} from other work",
+        )
+
+
+def straggler(history: History, limits: Limits) -> Iterator[Finding]:
+    """A rank that takes longer than the others of its stage, which wait for it: slow, or with too large a share."""
+    for plan, ranks in stage_ranks(history, limits):
+        if len(ranks) < 2:
+            continue
+        at, ratio = slowness(ranks)
+        if ratio <= limits.straggler:
+            continue
+        slowest, seconds = ranks[at], own_seconds(ranks)
+        weights = history.weights[slowest.counters.replica]
+        work = [float(weights[rank.counters.local_rank]) for rank in ranks]
+        speeds = [share / spent for share, spent in zip(work, seconds, strict=True)]
+        split = small_ratio(speeds, units=plan.shape.kv_heads)
+        uneven = work[at] / median(work[:at] + work[at + 1 :])
+        uneven_split = uneven > 1 + (ratio - 1) / 2
+        cause = (
+            f"the split gives it {uneven:.1f} times the work" if uneven_split else "it does the same work more slowly"
+        )
+        rank, device = slowest.counters, plan.devices[slowest.counters.local_rank].name
+        feasible = len(split) == len(ranks) and split != small_ratio(work, units=plan.shape.kv_heads)
+        remedies = [f"--tensor-split {','.join(map(str, split))}"] if feasible else []
+        if not uneven_split or not feasible:
+            remedies.append(f"free the device of rank {rank.rank} on {rank.node} from other work")
+        yield Finding(
+            code=Code.STRAGGLER,
+            text=f"rank {rank.rank} on {rank.node} ({device}) takes {ratio:.1f} times as long as the other ranks of "
+            f"its stage, which wait for it: {cause} (limit {limits.straggler:.1f})",
+            value=ratio,
+            limit=limits.straggler,
+            remedy=" or ".join(remedies),
+            change=Change(replica=rank.replica, tensor_split=split, speeds=all_speeds(plan, ranks, speeds))
+            if feasible
+            else None,
+        )
+
+
+def stage_imbalance(history: History, limits: Limits) -> Iterator[Finding]:
+    """A pipeline whose slowest stage another split of the layers would relieve."""
+    by_plan: dict[tuple[int, int], tuple[Plan, dict[int, float]]] = {}
+    for plan, ranks in stage_ranks(history, limits):
+        place = plan.places[ranks[0].counters.local_rank]
+        key = ranks[0].counters.replica, place.dp_rank
+        _, seconds = by_plan.setdefault(key, (plan, {}))
+        seconds[place.stage] = max(rank.counters.compute_s for rank in ranks)
+    for (replica, _), (plan, seconds) in by_plan.items():
+        if plan.stages < 2 or len(seconds) < plan.stages:
+            continue
+        times = [seconds[stage] for stage in range(plan.stages)]
+        layers = [len(plan.places[ranks[0]].layers) for ranks in plan.tensor_groups[: plan.stages]]
+        split = balanced_layers(layers, times)
+        expected = max(new * time / old for new, old, time in zip(split, layers, times, strict=True))
+        gain = 1 - expected / max(times)
+        if gain <= limits.imbalance:
+            continue
+        slowest = times.index(max(times))
+        yield Finding(
+            code=Code.STAGE_IMBALANCE,
+            text=f"stage {slowest} with {layers[slowest]} of {sum(layers)} layers computes "
+            f"{max(times) / min(times):.1f} times as long as the fastest stage: another split would take {gain:.0%} "
+            f"off a step (limit {limits.imbalance:.0%})",
+            value=gain,
+            limit=limits.imbalance,
+            remedy=f"--pipeline-split {','.join(map(str, split))}",
+            change=Change(
+                replica=replica,
+                pipeline_split=split,
+                speeds=stage_speeds(plan, layers, times),
+            ),
+        )
+
+
+def all_speeds(plan: Plan, ranks: Sequence[RankShares], speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speeds of all ranks of a plan, of which some have been measured; the fastest of these is 1, and so are others."""
+    known = {rank.counters.local_rank: speed for rank, speed in zip(ranks, speeds, strict=True)}
+    return tuple(known.get(rank, max(speeds)) / max(speeds) for rank in range(len(plan.places)))
+
+
+def stage_speeds(plan: Plan, layers: Sequence[int], times: Sequence[float]) -> tuple[float, ...]:
+    """Speeds of all ranks by the layers per second of their stages, the fastest 1."""
+    by_stage = [count / time for count, time in zip(layers, times, strict=True)]
+    return tuple(by_stage[place.stage] / max(by_stage) for place in plan.places)
+
+
+def small_ratio(weights: Sequence[float], *, units: int) -> tuple[int, ...]:
+    """The ratio of the smallest whole numbers, with a sum of at most `units`, that is close to that of `weights`.
+
+    A stage is cut in whole KV heads, `units` of them: finer ratios give the same cut. Empty if there are fewer units
+    than weights.
+    """
+    if units < len(weights):
+        return ()
+    total = sum(weights)
+
+    def error(parts: Sequence[int]) -> float:
+        return max(abs(part / sum(parts) - weight / total) for part, weight in zip(parts, weights, strict=True))
+
+    candidates = []
+    for whole in range(len(weights), min(units, 64) + 1):
+        parts = [max(1, round(whole * weight / total)) for weight in weights]
+        if sum(parts) <= units:
+            candidates.append(tuple(parts))
+    best = min(map(error, candidates), default=0.0)
+    return next((parts for parts in candidates if error(parts) <= best + 0.01), ())
+
+
+def balanced_layers(layers: Sequence[int], times: Sequence[float]) -> tuple[int, ...]:
+    """Layers per stage that make the slowest stage as fast as possible, at the measured time per layer of each."""
+    each = [time / count for time, count in zip(times, layers, strict=True)]
+    split = [1] * len(layers)
+    for _ in range(sum(layers) - len(layers)):
+        # One more layer to the stage that is the fastest with it.
+        stage = min(range(len(split)), key=lambda number: (split[number] + 1) * each[number])
+        split[stage] += 1
+    return tuple(split)
+
+
+def _names(ranks: Sequence[RankShares]) -> str:
+    return ", ".join(str(rank.counters.rank) for rank in ranks)

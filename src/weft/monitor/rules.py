@@ -1,0 +1,116 @@
+"""Diagnosis: rules that each find one fault in a History, with its figure, its limit, and the change that helps.
+
+A rule is a pure function. It is silent if the history is too short or has too little work to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from weft.formatting import format_bytes
+from weft.monitor.finding import LIMITS, Change, Code, Finding, Limits
+from weft.monitor.history import GpuMoment, History
+from weft.monitor.rank_rules import allreduce_wait, stage_imbalance, straggler
+from weft.monitor.request_rules import batch_small, kv_starved, preemption_storm, prefix_unused
+
+Rule = Callable[[History, Limits], Iterator[Finding]]
+
+CODES: tuple[str, ...] = tuple(Code)
+
+
+def diagnose(history: History, limits: Limits = LIMITS) -> list[Finding]:
+    """All faults of a history, the worst of each code."""
+    worst: dict[str, Finding] = {}
+    if len(history.snapshots) < 2:
+        return []
+    recent = history.recent(limits.window_s)
+    for rule in RULES:
+        for finding in rule(history if rule in COUNTING else recent, limits):
+            known = worst.get(finding.code)
+            if known is None or _excess(finding) > _excess(known):
+                worst[finding.code] = finding
+    return [worst[code] for code in CODES if code in worst]
+
+
+def _excess(finding: Finding) -> float:
+    return finding.value / finding.limit if finding.limit else finding.value
+
+
+def throttled(history: History, limits: Limits) -> Iterator[Finding]:
+    """A GPU whose clock is lowered at every moment but the first."""
+    for gpu in history.last.gpus:
+        moments = moments_of(history, gpu.figures.index)
+        reasons = [moment.figures.throttle for moment in moments]
+        clocks = [moment.figures.sm_clock_mhz for moment in moments]
+        if len(moments) < 2 or not all(reasons) or gpu.most_clock_mhz is None or None in clocks:
+            continue
+        share = max(clock or 0 for clock in clocks) / gpu.most_clock_mhz
+        if share >= limits.clock:
+            continue
+        why = ", ".join(gpu.figures.throttle)
+        limit_w = gpu.figures.power_limit_w
+        power = f"a higher limit: nvidia-smi --power-limit, now {limit_w:.0f} W" if limit_w else "a higher power limit"
+        yield Finding(
+            code=Code.THROTTLED,
+            text=f"GPU {gpu.figures.index} runs at {share:.0%} of its clock: {why} (limit {limits.clock:.0%})",
+            value=share,
+            limit=limits.clock,
+            remedy=power if "power cap" in gpu.figures.throttle else "better airflow, or fewer watts to its neighbours",
+            change=Change(speeds=(share,)),
+        )
+
+
+def moments_of(history: History, index: int) -> list[GpuMoment]:
+    """A GPU at every moment but the first."""
+    return [gpu for snapshot in history.snapshots[1:] for gpu in snapshot.gpus if gpu.figures.index == index]
+
+
+def foreign_memory(history: History, limits: Limits) -> Iterator[Finding]:
+    """Memory of our GPUs that other processes hold."""
+    for gpu in history.last.gpus:
+        held = sum(holder.nbytes or 0 for holder in gpu.foreign)
+        share = held / gpu.figures.memory_total_bytes
+        if share <= limits.foreign:
+            continue
+        names = ", ".join(f"{holder.name or 'process'} ({holder.pid})" for holder in gpu.foreign)
+        yield Finding(
+            code=Code.FOREIGN_MEMORY,
+            text=f"{names} holds {format_bytes(held)} of GPU {gpu.figures.index}, {share:.0%} of its memory "
+            f"(limit {limits.foreign:.0%})",
+            value=share,
+            limit=limits.foreign,
+            remedy=f"stop these processes ({', '.join(str(holder.pid) for holder in gpu.foreign)}) and start again, or "
+            "plan around them",
+            change=Change(freed_bytes=held),
+        )
+
+
+def slow_client(history: History, limits: Limits) -> Iterator[Finding]:
+    """Clients that do not read their answers."""
+    slow = [seconds for seconds in history.last.unread_s if seconds > limits.unread_s]
+    if slow:
+        yield Finding(
+            code=Code.SLOW_CLIENT,
+            text=f"{len(slow)} of {len(history.last.unread_s)} stalled clients has taken nothing for {max(slow):.0f} s "
+            f"(limit {limits.unread_s:.0f} s)"
+            if len(slow) > 1
+            else f"a client has taken nothing of its answer for {max(slow):.0f} s (limit {limits.unread_s:.0f} s)",
+            value=max(slow),
+            limit=limits.unread_s,
+            remedy="have the client read as tokens come, or end; a proxy in front should not hold answers back",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    allreduce_wait,
+    straggler,
+    stage_imbalance,
+    kv_starved,
+    preemption_storm,
+    prefix_unused,
+    batch_small,
+    throttled,
+    foreign_memory,
+    slow_client,
+)
+COUNTING: tuple[Rule, ...] = (preemption_storm, prefix_unused)
