@@ -35,7 +35,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, processes": {"executor": "processes", "tensor_parallel_size": 2},
     "pp2, processes": {"executor": "processes", "pipeline_parallel_size": 2},
 }
-in_every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def in_layouts(*often: str) -> pytest.MarkDecorator:
+    """Parametrise a test with all layouts; those that are not named are long."""
+    rows = [
+        pytest.param(layout, marks=[pytest.mark.long] * (name not in often), id=name)
+        for name, layout in LAYOUTS.items()
+    ]
+    return pytest.mark.parametrize("layout", rows)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ def both_answers(llm: LLM) -> list[list[list[int]]]:
     return [answers(llm, params) for params in (GREEDY, DRAWN)]
 
 
-@in_every_layout
+@in_layouts("whole, inline", "pp2, inline", "tp2, processes")
 def test_an_engine_that_has_slept_gives_the_same_tokens(path: Path, layout: dict[str, Any]) -> None:
     with LLM(str(path), **ENGINE, **layout) as llm:
         want = both_answers(llm)
@@ -99,7 +107,7 @@ def test_an_engine_that_has_slept_gives_the_same_tokens(path: Path, layout: dict
             assert both_answers(llm) == want
 
 
-@in_every_layout
+@in_layouts("tp2, inline", "pp2, processes")
 @pytest.mark.parametrize("asleep", [pytest.param(False, marks=pytest.mark.long), True], ids=["awake", "asleep"])
 def test_swapped_weights_are_those_of_a_fresh_engine(
     path: Path, other: Path, layout: dict[str, Any], asleep: bool
@@ -171,8 +179,15 @@ def large(folder: Path) -> Path:
     return checkpoints.make(name, folder)
 
 
-@pytest.mark.parametrize("executor", ["inline", "processes"])
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("executor", "level"),
+    [
+        ("inline", 1),
+        ("processes", 2),
+        pytest.param("inline", 2, marks=pytest.mark.long),
+        pytest.param("processes", 1, marks=pytest.mark.long),
+    ],
+)
 def test_sleep_gives_memory_back(large: Path, executor: str, level: int) -> None:
     weights = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     assert weights > 200 << 20
@@ -266,7 +281,7 @@ def test_a_draft_model_sleeps_and_wakes_too(path: Path, other: Path) -> None:
         assert both_answers(llm) == swapped
 
 
-@in_every_layout
+@in_layouts("whole, inline", "pp2, inline", "tp2, processes")
 def test_figures_of_ranks(path: Path, layout: dict[str, Any]) -> None:
     with LLM(str(path), **ENGINE, **layout) as llm:
         llm.rank_stats()
@@ -283,7 +298,7 @@ def test_figures_of_ranks(path: Path, layout: dict[str, Any]) -> None:
         assert all(row["steps"] == row["compute_s"] == 0 for row in again)
 
 
-@in_every_layout
+@in_layouts("whole, inline", "tp2, inline", "pp2, processes")
 def test_the_layout_is_the_plan_s_with_the_memory_of_now(path: Path, layout: dict[str, Any]) -> None:
     with LLM(str(path), **ENGINE, **layout) as llm:
         rows, plan, blocks = llm.layout(), llm.plan, llm.num_blocks

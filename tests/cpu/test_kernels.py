@@ -46,13 +46,10 @@ def attend_by_loop(
         for token in range(first, last):
             position = int(batch.positions[token])
             begin = max(0, position - window + 1) if window else 0
-            blocks = [
-                (int(batch.tables[row, p // cache.block_size]), p % cache.block_size)
-                for p in range(begin, position + 1)
-            ]
+            places = torch.arange(begin, position + 1)
+            blocks, offsets = batch.tables[row, places // cache.block_size].long(), places % cache.block_size
             for head in range(q.shape[1]):
-                keys = torch.stack([cache.keys[b, o, head // group] for b, o in blocks]).double()
-                values = torch.stack([cache.values[b, o, head // group] for b, o in blocks]).double()
+                keys, values = (part[blocks, offsets, head // group].double() for part in (cache.keys, cache.values))
                 scores = keys @ q[token, head].double() * scale
                 out[token, head] = scores.softmax(0) @ values
                 if lse is not None:

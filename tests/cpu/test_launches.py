@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,21 +58,33 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4, 12])
 
 
+ENGINES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3", {}),
+    ("qwen2-window", {"quantization": "int4"}),
+    ("llama-biased", {"quantization": "int8", "max_num_batched_tokens": 200}),
+    ("mistral", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    ("tiny", {"tensor_parallel_size": 2, "quantization": "int4"}),
+    ("llama", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24}),
+    ("qwen3-moe", {}),
+    ("gpt-oss", {"quantization": "int4", "max_num_batched_tokens": 200}),
+]
+EAGER = ("qwen3", "llama-biased", "llama", "gpt-oss")  # with graphs all; without, what differs most
+
+
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("graphed", "name", "how"),
     [
-        ("qwen3", {}),
-        ("qwen2-window", {"quantization": "int4"}),
-        ("llama-biased", {"quantization": "int8", "max_num_batched_tokens": 200}),
-        ("mistral", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-        ("tiny", {"tensor_parallel_size": 2, "quantization": "int4"}),
-        ("llama", {"pipeline_parallel_size": 2, "max_num_batched_tokens": 24}),
-        ("qwen3-moe", {}),
-        ("gpt-oss", {"quantization": "int4", "max_num_batched_tokens": 200}),
+        pytest.param(
+            graphed,
+            name,
+            how,
+            marks=[pytest.mark.long] * (not graphed and name not in EAGER),
+            id=f"{'graphs' if graphed else 'eager'}-{name}-{', '.join(how) or 'plain'}",
+        )
+        for graphed in (False, True)
+        for name, how in ENGINES
     ],
-    ids=lambda it: it if isinstance(it, str) else ", ".join(it) or "plain",
 )
-@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
 def test_nothing_new_is_launched_while_requests_run(
     name: str, how: dict, graphed: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,26 +32,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.long] * (name in SELDOM)) for name in checkpoints.RECIPES],
-)
-def checkpoint(request: pytest.FixtureRequest, folder: Path) -> Path:
-    return checkpoints.make(request.param, folder)
+# Each of these is tested with every value: plain, windows with sinks and experts, latents, two kinds of rotation, many
+# experts, positions that are learnt. Others differ from one of them in what a rank computes, of which all logits are
+# tested, and not in how requests are put together: they have two values, other ones from recipe to recipe.
+EVERY = ("llama", "gpt-oss", "deepseek-v3", "gemma3", "qwen3-moe", "gpt2")
+FEW = 2
+
+
+def with_recipes(name: str, values: Iterable[Any], *, every: bool = False) -> pytest.MarkDecorator:
+    """Parametrise a test with all recipes and each of the values; what others show is marked `long`."""
+    values = list(values)
+    rows = []
+    for number, recipe in enumerate(checkpoints.RECIPES):
+        for place, value in enumerate(values):
+            often = every or recipe in EVERY or (place - FEW * number) % len(values) < FEW
+            marks = () if often and recipe not in SELDOM else pytest.mark.long
+            rows.append(pytest.param(recipe, value, marks=marks, id=f"{recipe}-{value}"))
+    return pytest.mark.parametrize(("checkpoint", name), rows, indirect=["checkpoint"])
 
 
 @pytest.fixture(scope="module")
-def truth(checkpoint: Path) -> list[list[int]]:
+def written(folder: Path) -> Callable[[str], Path]:
+    """Function of a recipe: its checkpoint, written once."""
+    return cache(lambda recipe: checkpoints.make(recipe, folder))
+
+
+@pytest.fixture
+def checkpoint(request: pytest.FixtureRequest, written: Callable[[str], Path]) -> Path:
+    return written(request.param)
+
+
+@cache
+def true_tokens(checkpoint: Path) -> list[list[int]]:
     """Greedy continuations of PROMPTS by Transformers, never ending early."""
     model = checkpoints.reference(checkpoint)
     return [greedy(model, prompt, NEW) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def true_logits(checkpoint: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the second prompt by Transformers, in float32 and in bfloat16."""
-    exact, rounded = (reference_logits(checkpoint, dtype, PROMPTS[1]) for dtype in (torch.float32, torch.bfloat16))
-    return exact, rounded
+@cache
+def true_logits(checkpoint: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of the second prompt by Transformers."""
+    return reference_logits(checkpoint, dtype, PROMPTS[1])
 
 
 def reference_logits(checkpoint: Path, dtype: torch.dtype, prompt: list[int]) -> torch.Tensor:
@@ -65,29 +89,31 @@ def greedy(model: torch.nn.Module, prompt: list[int], new: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_agree_in_every_layout(
-    checkpoint: Path, true_logits: tuple[torch.Tensor, torch.Tensor], layout: str
-) -> None:
-    prompt = PROMPTS[1]
-    exact, rounded = true_logits
-    got = logits_of(plan_for(checkpoint, layout, dtype="float32"), prompt)
+@with_recipes("layout", LAYOUTS, every=True)
+def test_logits_agree_in_every_layout(checkpoint: Path, layout: str) -> None:
+    exact = true_logits(checkpoint, torch.float32)
+    got = logits_of(plan_for(checkpoint, layout, dtype="float32"), PROMPTS[1])
     assert (got - exact).abs().max() <= 1e-4 * exact.std()
-    # In bfloat16 as close to the exact logits as Transformers: layers multiply what a rounding changes. Where it
-    # changes the choice of an expert, one position differs by far more than the others.
-    ours = (logits_of(plan_for(checkpoint, layout, dtype="bfloat16"), prompt) - exact).abs()
+
+
+@with_recipes("layout", LAYOUTS)
+def test_logits_in_bfloat16_are_as_close_as_those_of_transformers(checkpoint: Path, layout: str) -> None:
+    """Layers multiply what a rounding changes. Where it changes the choice of an expert, one position differs by far
+    more than the others."""
+    exact, rounded = (true_logits(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours = (logits_of(plan_for(checkpoint, layout, dtype="bfloat16"), PROMPTS[1]) - exact).abs()
     theirs = (rounded - exact).abs()
     assert ours.mean() <= 2 * theirs.mean() and ours.median() <= 1.5 * theirs.median()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[int]], layout: str) -> None:
+@with_recipes("layout", LAYOUTS)
+def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, layout: str) -> None:
     with LLM(str(checkpoint), dtype="float32", skip_tokenizer_init=True, executor="inline", **LAYOUTS[layout]) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True))
-    assert [o.outputs[0].token_ids for o in outputs] == truth
+    assert [o.outputs[0].token_ids for o in outputs] == true_tokens(checkpoint)
 
 
-@pytest.mark.parametrize(
+@with_recipes(
     "how",
     [
         {"max_num_batched_tokens": 7},  # chunked prefill, mixed with decode
@@ -99,11 +125,8 @@ def test_greedy_tokens_equal_in_every_layout(checkpoint: Path, truth: list[list[
         {"async_scheduling": True},
         {"async_scheduling": True, "tensor_parallel_size": 2, "max_num_batched_tokens": 20},
     ],
-    ids=str,
 )
-def test_tokens_do_not_depend_on_scheduling(
-    checkpoint: Path, truth: list[list[int]], how: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     preempt = how.get("kv_cache_memory_bytes") == 1
     if preempt:
         monkeypatch.setattr(kv, "GROWTH", 1)  # or nobody would be let in who has to go again
@@ -117,6 +140,7 @@ def test_tokens_do_not_depend_on_scheduling(
         again = llm.generate(PROMPTS, params)  # now from the prefix cache, where there is one
         preemptions = llm.stats().preemptions
         windows = llm.plan.kv_layout.has_windows
+    truth = true_tokens(checkpoint)
     assert [o.outputs[0].token_ids for o in first] == truth
     assert [o.outputs[0].token_ids for o in again] == truth
     # With windows the answers of three fit too.

@@ -153,7 +153,8 @@ def launch_all():
 @pytest.mark.parametrize(
     ("capability", "head_dims", "dtype", "kept"),
     [
-        (90, "128", "bfloat16", "bfloat16"),
+        # test_sass compiles these, and heads of 256 take more memory
+        pytest.param(90, "128", "bfloat16", "bfloat16", marks=pytest.mark.long),
         (90, "128", "bfloat16", "float8_e4m3fn"),
         (86, "256,8", "bfloat16", "bfloat16"),
         (86, "128", "float32", "float32"),

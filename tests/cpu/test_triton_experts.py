@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace as changed
 
 from tests.cpu.kernels import triton_kernels
-from tests.cpu.matrices import KINDS, MXFP4, random_stacks
+from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random_stacks
 from weft.architectures.place import Span
 from weft.architectures.shape import Experts
 from weft.kernels.base import ExpertStack
@@ -70,8 +70,22 @@ def test_experts(dtype: torch.dtype, tokens: int, columns: Span | None) -> None:
     compare(SEVEN, random_stacks(SEVEN, HIDDEN, dtype, columns=columns), dtype, tokens, processors=100)
 
 
-@pytest.mark.parametrize("type", [*KINDS, MXFP4])
-@pytest.mark.parametrize("columns", [None, Span(32, 96)], ids=["all columns", "64 columns"])
+COLUMNS = {"all columns": None, "64 columns": Span(32, 96)}
+
+
+@pytest.mark.parametrize(
+    ("type", "columns"),
+    [
+        pytest.param(
+            kind,
+            span,
+            marks=[pytest.mark.long] * (kind not in TYPICAL_KINDS and number % 2 != place),
+            id=f"{kind}-{name}",
+        )
+        for number, kind in enumerate([*KINDS, MXFP4])
+        for place, (name, span) in enumerate(COLUMNS.items())
+    ],
+)
 def test_quantised_experts(type: str, columns: Span | None) -> None:
     compare(SEVEN, random_stacks(SEVEN, HIDDEN, torch.float32, type, columns), torch.float32, 5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from tests.cpu import tiny
 from tests.cpu.kernels import triton_kernels
-from tests.cpu.matrices import KINDS, MXFP4, random
+from tests.cpu.matrices import KINDS, MXFP4, TYPICAL_KINDS, random
 from weft import LLM, SamplingParams
 from weft.architectures.place import Span
 from weft.formats.schemes import ALL_SCHEMES
@@ -39,9 +40,18 @@ CUTS = [(33, Span(0, 576), 576), (1, Span(0, 32), 32), (70, Span(160, 800), 928)
 LOADS = {torch.float32: [(1, (1, 40)), (24, (1, 40))], torch.float16: [(24, (40,))]}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("type", [*KINDS, MXFP4])
-@pytest.mark.parametrize(("rows", "cols", "width"), CUTS, ids=str)
+def in_cuts() -> Iterator[Any]:
+    """Typical kinds with every cut in both types, the others with one cut in each; the rest is long."""
+    for number, kind in enumerate([*KINDS, MXFP4]):
+        for place, dtype in enumerate(DTYPES):
+            for at, cut in enumerate(CUTS):
+                often = kind in TYPICAL_KINDS or (number + 2 * place) % len(CUTS) == at
+                yield pytest.param(
+                    kind, dtype, *cut, marks=[pytest.mark.long] * (not often), id=f"{kind}-{dtype}-{cut[0]}"
+                )
+
+
+@pytest.mark.parametrize(("type", "dtype", "rows", "cols", "width"), [*in_cuts()])
 def test_products(type: str, dtype: torch.dtype, rows: int, cols: Span, width: int) -> None:
     weight = random(type, rows, cols, width, dtype=dtype)
     generator = torch.Generator().manual_seed(2)

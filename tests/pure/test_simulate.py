@@ -224,7 +224,13 @@ def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("stages", "input_len", "users", "batched_tokens"),
-    [(2, 512, 96, 2048), (2, 4096, 16, 2048), (4, 1024, 32, 512), (4, 2048, 32, 8192), (8, 1024, 64, 2048)],
+    [
+        (2, 512, 96, 2048),
+        pytest.param(2, 4096, 16, 2048, marks=pytest.mark.long),
+        (4, 1024, 32, 512),
+        pytest.param(4, 2048, 32, 8192, marks=pytest.mark.long),
+        (8, 1024, 64, 2048),
+    ],
 )
 def test_stages_wait_for_prompts_as_long_as_is_predicted(
     stages: int, input_len: int, users: int, batched_tokens: int
@@ -243,7 +249,7 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     assert expected - alone > 1.3 * run.prefill_s(Workload(input_len=input_len)) * users / 256
 
 
-@pytest.mark.parametrize(("stages", "most"), [(1, 16), (1, 64), (1, 300), (2, 64)])
+@pytest.mark.parametrize(("stages", "most"), [pytest.param(1, 16, marks=pytest.mark.long), (1, 64), (1, 300), (2, 64)])
 def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> None:
     """Each streams the weights, and has room for few prompts beside the answers: most requests wait."""
     shape, gpus = find("Llama-3.1-8B").shape, f"{stages}xH100"
@@ -360,7 +366,7 @@ def close(one: Report, other: Report, within: float, within_s: float = 1e-4, nam
         ({"lookahead": True}, load(rate=4.0)),
         ({"lookahead": True, "max_num_seqs": 16}, load(users=24)),
         ({"stages": 2}, load(rate=4.0)),
-        ({"stages": 4, "max_num_seqs": 10}, load(users=14)),
+        pytest.param({"stages": 4, "max_num_seqs": 10}, load(users=14), marks=pytest.mark.long),
     ],
     ids=["light", "heavy", "full", "preempting", "prefixes", "ahead", "ahead, full", "pipeline", "full pipeline"],
 )

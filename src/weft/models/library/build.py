@@ -37,9 +37,7 @@ def build_on_meta(config: PreTrainedConfig, attention: str, function: Callable[.
     with _building, torch.device("meta"):
         AttentionInterface.register(attention, function)
         config.dtype = None  # the default, so that other threads never see another one
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=attention
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         model.train(False)
         return model
 
@@ -72,7 +70,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         for key, buffer in buffers.items():
             empty = torch.full(buffer.shape, torch.nan if buffer.is_floating_point() else 0, dtype=buffer.dtype)
             setattr(module, key, empty)
-        model._init_weights(module)  # type: ignore[no-untyped-call]
+        model._init_weights(module)
         for key in buffers:
             value = getattr(module, key)
             if not value.is_floating_point() or value.isnan().any():

@@ -70,7 +70,7 @@ class LibraryDecoder:
         if place.last:
             self._given = Given()
             setattr(causal, causal.base_model_prefix, self._given)
-            causal.set_output_embeddings(self._head(tensors, table))  # type: ignore[no-untyped-call]
+            causal.set_output_embeddings(self._head(tensors, table))
             self._causal = causal
         self._base = base
         fill_buffers(base, self._device)

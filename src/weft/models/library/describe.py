@@ -281,7 +281,7 @@ def embedding_dims(model: PreTrainedModel) -> tuple[int, int]:
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
     """The head, if the model has a linear one."""
-    head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: nn.Linear = model.get_output_embeddings()
     return head
 
 
