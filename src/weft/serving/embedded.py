@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model, plan_engines
 from weft.client.replicas import start_engine
@@ -42,7 +43,8 @@ async def run_service(config: EngineConfig, options: ServeOptions, opened: Opene
     checkpoint, text_tools, host, assembly = opened
     planned = plan_engines(config, checkpoint, host, assembly, whole=True)
     grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-    engine = await start_engine(planned, config, stall_s=options.progress_timeout, assembly=assembly)
+    nodes = EngineNodes(config, checkpoint, assembly, planned) if assembly else None
+    engine = await start_engine(planned, config, stall_s=options.progress_timeout, nodes=nodes)
     try:
         frontend = Frontend.for_engine(
             config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
