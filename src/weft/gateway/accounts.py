@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from weft.gateway.completion import MOST_TOKENS, PATHS
+from weft.gateway.completion import COUNTED, MOST_TOKENS
 from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
@@ -41,6 +41,10 @@ class Accounts:
         """Return True if the tokens of a request's answer count."""
         return self.ledger is not None or self._rates.counts_tokens(exchange.client.name)
 
+    def limits_tokens(self, name: str | None) -> bool:
+        """Return True if a key may take only so many tokens."""
+        return name in self._quotas or self._rates.counts_tokens(name)
+
     def enter(self, exchange: Exchange) -> None:
         """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it, 503 if nobody can tell."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
@@ -62,7 +66,7 @@ class Accounts:
         if exchange.completion is None and method not in ("GET", "HEAD") and path not in WITHOUT_ANSWER:
             raise HttpError(
                 403,
-                f"the key {exchange.client.name!r} has a quota, which counts {' and '.join(PATHS)}; {path!r:.200} "
+                f"the key {exchange.client.name!r} has a quota, which counts {', '.join(COUNTED)}; {path!r:.200} "
                 "needs a key without one",
                 code="path-without-quota",
             )
