@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.pure.letters import END, output
-from tests.pure.worlds import HI, FakeEngine, World, events
+from tests.pure.worlds import HI, FakeEngine, Wire, World, events
 from weft.core.request import Output, Request
 from weft.serving import prefix_debug
 from weft.serving.prefix_debug import HEADER, PER_KEY, TOKEN_BYTES, PrefixDebug, place_of
@@ -97,8 +97,10 @@ async def test_a_stream_is_as_without_the_header() -> None:
 async def test_a_stream_that_breaks_before_its_first_token_says_so() -> None:
     engine = FakeEngine(lambda request: ())
     engine.breaks = True
-    answer = await World(engine, enable_prefix_debug=True).chat(stream=True)
-    assert "engine_dead" in answer.text and answer.headers[HEADER] == ""
+    wire = Wire(World(engine, enable_prefix_debug=True), "/v1/chat/completions", {"messages": HI, "stream": True})
+    assert "engine_dead" in await wire.text(until="engine_dead")
+    assert (HEADER.lower().encode(), b"") in wire.sent[0]["headers"]
+    await wire.task
 
 
 MESSAGES: list[dict[str, Any]] = [

@@ -98,7 +98,7 @@ def _responses_usage(values: Values, usage: Usage) -> None:
 
 def _ollama_usage(values: Values, usage: Usage) -> None:
     """Whole answers, and the last line."""
-    if "eval_count" in values or "prompt_eval_count" in values:
+    if "eval_count" in values or "prompt_eval_count" in values or values.get("done_reason") in ("load", "unload"):
         # Ollama leaves out the count of a prompt that its cache has.
         usage["prompt_tokens"] = values.get("prompt_eval_count", 0)
         usage["completion_tokens"] = values.get("eval_count", 0)
