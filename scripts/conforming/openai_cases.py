@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from scripts.conforming.case import Api, Case, check, equal, has, valid
@@ -196,7 +195,6 @@ async def tools_none(api: Api) -> None:
 
 async def tools_streamed(api: Api) -> None:
     asked = {**CALLING, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-    whole = choice_of((await api.post(CHAT, **asked)).json)["message"]["tool_calls"]
     chunks = await chunks_of(api, CHAT, **asked)
     parts = [
         part for chunk in chunks for row in chunk["choices"] for part in row["delta"].get("tool_calls") or ()
@@ -207,7 +205,7 @@ async def tools_streamed(api: Api) -> None:
     equal(parts[0]["function"]["name"], "weather", "the first part's name")
     check(all(not part.get("id") and not part["function"].get("name") for part in parts[1:]), "id or name come twice")
     arguments = "".join(part["function"].get("arguments") or "" for part in parts)
-    equal(json.loads(arguments), json.loads(whole[0]["function"]["arguments"]), "the streamed arguments")
+    valid(arguments, ARGUMENTS)
     check(len(parts) > 2, "the arguments come at once")
 
 
@@ -311,6 +309,8 @@ async def completions_best_of(api: Api) -> None:
     check(made.status in (200, 400), f"status {made.status}")
     if made.status == 400:
         error_of(made.json)
+    else:
+        choice_of(made.json)
 
 
 CASES = (

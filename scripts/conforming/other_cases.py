@@ -53,7 +53,9 @@ async def responses_tools(api: Api) -> None:
     valid(call["arguments"], ARGUMENTS)
     events = (await api.post(RESPONSES, stream=True, **asked)).events
     parts = [data["delta"] for name, data in events if name == "response.function_call_arguments.delta"]
-    equal("".join(parts), call["arguments"], "the streamed arguments")
+    (streamed,) = events[-1][1]["response"]["output"]
+    equal("".join(parts), streamed["arguments"], "the streamed arguments")
+    valid(streamed["arguments"], ARGUMENTS)
     history = [
         {"role": "user", "content": "Weather?"},
         {key: call[key] for key in ("type", "call_id", "name", "arguments")},
@@ -115,7 +117,7 @@ async def messages_tools(api: Api) -> None:
         equal(body["stop_reason"], "tool_use", "stop_reason")
         events = (await api.post(MESSAGES, stream=True, tool_choice=choice, **asked)).events
         parts = [data["delta"].get("partial_json", "") for name, data in events if name == "content_block_delta"]
-        equal(valid("".join(parts), ARGUMENTS), uses[0]["input"], "the streamed input")
+        valid("".join(parts), ARGUMENTS)
 
 
 async def messages_stop(api: Api) -> None:
