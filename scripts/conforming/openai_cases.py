@@ -196,9 +196,7 @@ async def tools_none(api: Api) -> None:
 async def tools_streamed(api: Api) -> None:
     asked = {**CALLING, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
     chunks = await chunks_of(api, CHAT, **asked)
-    parts = [
-        part for chunk in chunks for row in chunk["choices"] for part in row["delta"].get("tool_calls") or ()
-    ]
+    parts = [part for chunk in chunks for row in chunk["choices"] for part in row["delta"].get("tool_calls") or ()]
     check(parts, "no call is streamed")
     equal({part["index"] for part in parts}, {0}, "the calls' indices")
     has(parts[0], {"index": int, "id": str, "type": str, "function": dict}, "the first part")

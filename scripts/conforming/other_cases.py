@@ -15,7 +15,9 @@ SHORT = {"temperature": 0, "max_output_tokens": 12}
 
 
 def check_response(body: Any, *statuses: str) -> None:
-    has(body, {"id": str, "object": str, "created_at": int, "model": str, "output": list, "usage": dict}, "the response")
+    has(
+        body, {"id": str, "object": str, "created_at": int, "model": str, "output": list, "usage": dict}, "the response"
+    )
     equal(body["object"], "response", "object")
     check(body["status"] in statuses, f"status is {body['status']!r}")
     has(body["usage"], {"input_tokens": int, "output_tokens": int, "total_tokens": int}, "usage")
@@ -61,7 +63,9 @@ async def responses_tools(api: Api) -> None:
         {key: call[key] for key in ("type", "call_id", "name", "arguments")},
         {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"},
     ]
-    check_response((await api.post(RESPONSES, input=history, tools=[FUNCTION], **SHORT)).json, "completed", "incomplete")
+    check_response(
+        (await api.post(RESPONSES, input=history, tools=[FUNCTION], **SHORT)).json, "completed", "incomplete"
+    )
 
 
 async def responses_schema(api: Api) -> None:

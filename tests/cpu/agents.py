@@ -11,7 +11,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-WORDS = "read the file and change the test so that it fails when the value is wrong then run all of them again".split()
+SENTENCE = "read the file and change the test so that it fails when the value is wrong then run all of them again"
+WORDS = tuple(SENTENCE.split())
 
 
 def text(seed: str, words: int) -> str:

@@ -23,7 +23,10 @@ SCHEMA = {
     "title": "place",
     "description": "a place",
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 10}, "size": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9},
+    },
     "required": ["city", "size"],
     "additionalProperties": False,
 }

@@ -1,4 +1,4 @@
-"""Every path of /openapi.json: whatever a client sends, no answer says that the server is at fault, or is not described.
+"""Every path of /openapi.json: whatever a client sends, the server is not at fault, and the status is described.
 
 schemathesis makes the requests from the description.
 """

@@ -164,7 +164,9 @@ async def test_each_key_has_files_and_batches_of_its_own(
                 assert (await ask("GET", path, "k2", head=stolen)).status_code == 404
                 assert (await ask("GET", path, "b", head=stolen)).status_code == 404
             for path, id in (("/v1/files", file), ("/v1/batches", batch)):
-                found = {key: [row["id"] for row in (await ask("GET", path, key)).json()["data"]] for key in ("k1", "k2")}
+                found = {
+                    key: [row["id"] for row in (await ask("GET", path, key)).json()["data"]] for key in ("k1", "k2")
+                }
                 assert id in found["k1"] and not found["k2"]
             while (told := (await ask("GET", f"/v1/batches/{batch}", "k1")).json())["status"] != "completed":
                 pass

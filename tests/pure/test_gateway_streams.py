@@ -41,7 +41,9 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, Any] = {"said": SAID, "reasoning_parser": "qwen3", "max_model_len": 4096}
 # Times, and what each server's cache had.
-CHANGING = re.compile(rb'"(?:created_at":"[^"]*|[a-z_]+_duration":\d+|(?:cache_read_)?input_tokens":\d+|cached_tokens":\d+)')
+CHANGING = re.compile(
+    rb'"(?:created_at":"[^"]*|[a-z_]+_duration":\d+|(?:cache_read_)?input_tokens":\d+|cached_tokens":\d+)'
+)
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
@@ -102,7 +104,9 @@ async def asked(live: LiveGateway, path: str, **fields: Any) -> bytes:
 async def test_the_client_sees_an_undisturbed_stream(path: str) -> None:
     async with replicas(weft(), weft()) as live:
         alone = await asked(live, path)
-    assert b"weft" not in alone and "Done \ufffd".encode() in b"".join(re.findall(rb'(?:text|content|response|delta)":"([^"]*)', alone))
+    assert b"weft" not in alone and "Done \ufffd".encode() in b"".join(
+        re.findall(rb'(?:text|content|response|delta)":"([^"]*)', alone)
+    )
     end = b"\n" if path.startswith("/api/") else b"\n\n"
     # As many parts as an undisturbed replica sends, marks included: one for each letter, and those around them.
     counts = [*range(8), *range(8, 3 * len(SAID), 17)]

@@ -47,7 +47,9 @@ class Completion:
         begun = fields.continue_token_ids
         self.begun: list[int] = begun if is_id_list(begun) else []
         limits = (fields.max_tokens, fields.max_completion_tokens)
-        given = [limit for limit in (limits if self.api is None else [self.api.read_limit(fields)]) if limit is not None]
+        given = [
+            limit for limit in (limits if self.api is None else [self.api.read_limit(fields)]) if limit is not None
+        ]
         self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
         self.max_tokens: int | None = max(given) if given and self._is_bounded else None
         self.has_tools = bool(bytes(fields.tools) or bytes(fields.functions))
@@ -88,7 +90,11 @@ class Completion:
 
     def usage_fields(self) -> dict[str, Any]:
         """Fields that ask a stream for its usage. The client's other options of streams are about that usage."""
-        return {} if self.api is not None or not self.streams or self.keeps_usage else {"stream_options": {"include_usage": True}}
+        return (
+            {}
+            if self.api is not None or not self.streams or self.keeps_usage
+            else {"stream_options": {"include_usage": True}}
+        )
 
     def limit_fields(self, most: int, only: str | None) -> dict[str, Any]:
         """Fields that limit the answer to `most` tokens, under the name `only`, else under all that the path knows.

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from weft.client.collector import Collector
 from weft.client.frontend import Prompt
 from weft.errors import RequestError
-from weft.serving.answer_ids import StreamState, check_state
 from weft.serving.answer_grammar import answer_grammar
+from weft.serving.answer_ids import StreamState, check_state
 from weft.serving.continuation import answered_ids
 from weft.serving.openai_types import ChatRequest
 from weft.serving.parsers.choose import AnswerFormat

@@ -1,8 +1,8 @@
 """PrefixDebug: says of each request how much of its prompt the cache had, and where it left its client's earlier ones.
 
-The header X-Weft-Prefix of an answer has positions and roles, never text: `hit=N; miss=M; at=P; where=ROLE`. N and M are
-tokens of the prompt that the cache had, and had not. P is the first token that differs from every earlier prompt and
-answer of the same key, and ROLE the role of its message: "tools" for their description, "template" for text of the
+The header X-Weft-Prefix of an answer has positions and roles, never text: `hit=N; miss=M; at=P; where=ROLE`. N and M
+are tokens of the prompt that the cache had, and had not. P is the first token that differs from every earlier prompt
+and answer of the same key, and ROLE the role of its message: "tools" for their description, "template" for text of the
 chat template, "prompt" for a completion. `where` is "new" if the key has said nothing alike, and "repeated" if all of
 the prompt was there before. `evicted=K` follows if the cache has lost K tokens before P.
 """

@@ -17,8 +17,8 @@ from starlette.responses import FileResponse, Response
 from weft.errors import RequestError
 from weft.serving.access import check_page
 from weft.serving.batches.answers import Endpoint
-from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.expiry import check_expiry, form_expiry
+from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import UNFINISHED, new_id
 from weft.serving.batches.types import (
     BatchList,
@@ -51,7 +51,7 @@ def _keeper(request: Request) -> BatchKeeper:
 def _owner(request: Request) -> str:
     """The name under which a client's files are kept: clients with other keys do not see them.
 
-    A gateway tells its own clients apart by the header X-Weft-Owner. They share the gateway's key, so nobody can name an
+    A gateway tells its own clients apart by the header X-Weft-Owner. They share the gateway's key: nobody can name an
     owner under another key.
     """
     service: Service = request.app.state.service
@@ -92,9 +92,7 @@ async def upload_file(request: Request) -> Response:
             await asyncio.to_thread(_copy, body, form, content)
             name = form.filename
             until = keeper.expiry(int(time.time()), expires_after)
-            file = await keeper.call(
-                lambda store: store.add_file(owner, content, name, PURPOSE, expires_at=until)
-            )
+            file = await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE, expires_at=until))
     keeper.start()
     return JsonResponse(file)
 

@@ -31,7 +31,9 @@ def form_expiry(form: Form) -> ExpiresAfter | None:
         return None
     if seconds is None or not seconds.isascii() or not seconds.isdigit() or len(seconds) > 9:
         raise RequestError(
-            f"expires_after[seconds] is {seconds!r:.60}; it must be a number", param="expires_after", code="invalid-expiry"
+            f"expires_after[seconds] is {seconds!r:.60}; it must be a number",
+            param="expires_after",
+            code="invalid-expiry",
         )
     given = ExpiresAfter(anchor=anchor or "", seconds=int(seconds))
     check_expiry(given, "expires_after")

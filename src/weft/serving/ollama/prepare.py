@@ -55,7 +55,9 @@ def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, None, shows_reasoning=False)
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
-    return Prepared(name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False)
+    return Prepared(
+        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+    )
 
 
 def prepare_generate(service: Service, content: bytes) -> Prepared:
@@ -73,7 +75,9 @@ def prepare_generate(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, _prepare_raw(service, common, body), shows_reasoning=False)
     system = [{"role": "system", "content": body.system}] if body.system else []
     common.messages = [*system, {"role": "user", "content": body.prompt}]
-    return Prepared(name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False)
+    return Prepared(
+        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+    )
 
 
 def _prepare_raw(service: Service, common: CommonRequest, body: GenerateRequest) -> PreparedChat:

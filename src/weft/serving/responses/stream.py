@@ -162,7 +162,11 @@ class ResponseStream:
         if call.id is not None:
             yield from self._begin(
                 FunctionCallItem(
-                    id=self._ids.hexadecimal("fc"), status="in_progress", call_id=call.id, name=call.name or "", arguments=""
+                    id=self._ids.hexadecimal("fc"),
+                    status="in_progress",
+                    call_id=call.id,
+                    name=call.name or "",
+                    arguments="",
                 )
             )
         if isinstance(self._open, FunctionCallItem) and call.arguments:
