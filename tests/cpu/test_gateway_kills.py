@@ -11,10 +11,11 @@ from tests.pure.gateways import LiveGateway, gateway
 from weft.gateway.checks import read_models
 
 COUNT = [{"role": "user", "content": "Count from one to twenty in words."}]
+TOKENS = 32
 CHAT: dict[str, Any] = {
     "messages": COUNT,
     "stream_options": {"include_usage": True},
-    "max_tokens": 48,
+    "max_tokens": TOKENS,
     "ignore_eos": True,
 }
 # So long that a call is still being written when the server dies.
@@ -24,12 +25,12 @@ SCHEMA = {**WORDS, "required": ["words"], "additionalProperties": False}
 KINDS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, "temperature": 0}),
     ("/v1/chat/completions", {**CHAT, "temperature": 0.8, "seed": 11, "presence_penalty": 0.5}),
-    ("/v1/messages", {"messages": COUNT, "max_tokens": 48, "temperature": 0}),
+    ("/v1/messages", {"messages": COUNT, "max_tokens": TOKENS, "temperature": 0}),
     (
         "/v1/messages",
         {
             "messages": COUNT,
-            "max_tokens": 200,
+            "max_tokens": TOKENS,
             "temperature": 0,
             "tools": [{"name": "say", "input_schema": SCHEMA}],
             "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
@@ -39,16 +40,16 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
         "/v1/responses",
         {
             "input": COUNT,
-            "max_output_tokens": 200,
+            "max_output_tokens": TOKENS,
             "temperature": 0,
             "tools": [{"type": "function", "name": "say", "parameters": SCHEMA}],
             "tool_choice": "required",
             "parallel_tool_calls": False,
         },
     ),
-    ("/api/chat", {"messages": COUNT, "options": {"temperature": 0, "num_predict": 48}, "format": SCHEMA}),
+    ("/api/chat", {"messages": COUNT, "options": {"temperature": 0, "num_predict": TOKENS}, "format": SCHEMA}),
 ]
-BEGUN = 1500  # bytes of a stream that has begun
+BEGUN = 9  # parts of a stream that has begun: more than the first tokens' events
 
 
 def objects(text: str) -> list[Any]:
@@ -79,7 +80,7 @@ async def ask(live: LiveGateway, at: int, begun: asyncio.Event) -> str:
     async with live.client.stream("POST", path, json=body, timeout=60.0) as answer:
         async for piece in answer.aiter_text():
             text += piece
-            if len(text) > BEGUN:
+            if text.count("data: {") + text.count('"created_at"') > BEGUN:
                 begun.set()
     return text
 
