@@ -19,6 +19,7 @@ import numpy as np
 
 from weft.hardware import cpu
 from weft.hardware.cpu import CpuSpeed
+from weft.native.pages import map_pages
 from weft.probes import kernel_speed
 
 PASSES_S = 0.15  # of each kind; the best pass counts, since others may have been disturbed
@@ -92,9 +93,7 @@ class PinnedThreads:
 
 def anonymous_pages(size: int) -> np.ndarray:
     """Array of int32 over new anonymous pages of `size` bytes, huge pages if the system has them."""
-    pages = mmap.mmap(-1, max(1, size // mmap.PAGESIZE) * mmap.PAGESIZE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = map_pages(max(1, size // mmap.PAGESIZE) * mmap.PAGESIZE)
     array: np.ndarray = np.frombuffer(pages, dtype=np.int32)
     return array
 

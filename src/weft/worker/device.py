@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -18,6 +17,7 @@ from weft.hardware import host
 from weft.hardware.cuda import BUS_ORDER, ORDER_VARIABLE, uuid_digits
 from weft.kernels.base import KVCache
 from weft.kernels.capture import release_cached_memory
+from weft.native.pages import map_pages
 from weft.plan.plan import Plan
 
 
@@ -110,11 +110,7 @@ def allocate_zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     """
     if device.type != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, prod(dims) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Decode attention reads all over the cache: with pages of 4 KiB it waits for their addresses.
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(dims)
+    return torch.frombuffer(map_pages(prod(dims) * dtype.itemsize), dtype=dtype).view(dims)
 
 
 class ToHost:

@@ -107,8 +107,7 @@ def describe_routing(spec: Experts, correction: torch.Tensor | None) -> RoutingD
 def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None = None) -> NativeStack:
     """Pack the matrices of a stack, and order their biases alike."""
     first = reorder_rows(stack.weight.select(0, 0), order)
-    count = stack_size(stack.weight)
-    tensors = tuple(part.new_empty(count, len(part)) for part in allocate_packed(entries, first))
+    tensors = allocate_packed(entries, first, (stack_size(stack.weight),))
     bias = stack.bias if stack.bias is None or order is None else stack.bias[:, order].contiguous()
     descriptor = describe_matrix(first, first.shape[0], tensors, bias)
     packed = NativeStack(entries, descriptor, tensors, stack.bias, bias, order)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from weft.formats.schemes import UNIT
 from weft.native.entries import Entries
+from weft.native.pages import PagePool
 from weft.native.structures import LOWEST_KINDS, PANEL, MatrixDescriptor
 from weft.quant.quantised import QuantisedWeight
+
+_pages = PagePool()  # of the packed weights of this process
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,24 @@ def describe_matrix(
     return descriptor
 
 
-def allocate_packed(entries: Entries, weight: torch.Tensor | QuantisedWeight) -> tuple[torch.Tensor, ...]:
-    """Memory for a packed weight [rows, cols]: its numbers and, if it is quantised, its scales, and its minima or zero
-    points if the scheme has them."""
+def allocate_packed(
+    entries: Entries, weight: torch.Tensor | QuantisedWeight, stacked: Sequence[int] = ()
+) -> tuple[torch.Tensor, ...]:
+    """Memory for a packed weight [rows, cols], or for as many as the dims `stacked` say: its numbers and, if it is
+    quantised, its scales, and its minima or zero points if the scheme has them."""
     panels = -(-weight.shape[0] // PANEL)
     if isinstance(weight, torch.Tensor):
-        return (torch.empty(panels * entries.panel_size(weight.shape[1]), dtype=weight.dtype),)
+        return (_allocate((*stacked, panels * entries.panel_size(weight.shape[1])), weight.dtype),)
     parts = [part for part in (weight.values, weight.scales, weight.lowest) if part is not None]
-    return tuple(part.new_empty(panels * PANEL * part.shape[1]) for part in parts)
+    return tuple(_allocate((*stacked, panels * PANEL * part.shape[1]), part.dtype) for part in parts)
+
+
+def _allocate(dims: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor in huge pages, side by side with the last one: a step reads all weights in order."""
+    if not prod(dims):
+        return torch.empty(dims, dtype=dtype)
+    pages, offset = _pages.take(prod(dims) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype, count=prod(dims), offset=offset).view(dims)
 
 
 def pack_weight(entries: Entries, weight: torch.Tensor | QuantisedWeight, into: Sequence[torch.Tensor]) -> None:
