@@ -22,6 +22,7 @@ from weft.gateway.checks import DnsWatch, FileWatch
 from weft.gateway.completion import COUNTED, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
+from weft.gateway.endings import EventEnding, error_event
 from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, OWNER_HEADER, ClientGoneError, Exchange, without
 from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
 from weft.gateway.fleet import Fleet, unknown_model
@@ -33,9 +34,7 @@ from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_response
 from weft.serving.joined import JOINED
-from weft.serving.ollama.stream import encode_error_line
-from weft.serving.responses.errors import encode_error
-from weft.serving.sse import DONE, encode_error_event
+from weft.serving.sse import DONE
 
 NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
@@ -287,7 +286,7 @@ class Proxy:
             self._last(exchange).fail(self.fleet.clock(), str(error))
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
-            await send({"type": "http.response.body", "body": _error_event(exchange, error)})
+            await send({"type": "http.response.body", "body": error_event(exchange, error)})
         else:
             self._note_complete(exchange, head)
             await send({"type": "http.response.body", "body": b""})
@@ -366,36 +365,6 @@ class Proxy:
 def owner_of(name: str) -> bytes:
     """The name by which upstreams know the files of a key; it stays if the key itself changes."""
     return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()
-
-
-def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
-    """The last event of a broken stream: the replica's own, if it sent one."""
-    answer, path = exchange.answer, exchange.scope["path"]
-    if isinstance(answer, ResumableAnswer) and answer.error_event:
-        return answer.error_event
-    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
-    if path.startswith("/api/"):
-        return encode_error_line(broken)
-    if path == "/v1/responses":
-        return encode_error(broken, answer.told if isinstance(answer, ResumableAnswer) else 0)
-    return encode_error_event(broken, path)
-
-
-class EventEnding:
-    """Knows of a response if it is a stream of events or lines, and if the bytes so far end one of these."""
-
-    def __init__(self, head: ResponseHead) -> None:
-        self._ends: tuple[bytes, ...] = (b"\n\n", b"\r\n\r\n", b"\r\r") if head.is_event_stream else ()
-        if head.is_line_stream:
-            self._ends = (b"\n",)
-        self._tail = b"\n\n"
-
-    def push(self, piece: bytes) -> None:
-        self._tail = (self._tail + piece[-4:])[-4:]
-
-    @property
-    def between_events(self) -> bool:
-        return bool(self._ends) and self._tail.endswith(self._ends)
 
 
 class ClientWatch:
