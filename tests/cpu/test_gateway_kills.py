@@ -59,7 +59,7 @@ def objects(text: str) -> list[Any]:
 
 
 def said(path: str, text: str) -> tuple[str, list[str]]:
-    """What a stream says, and the kinds of its events."""
+    """Text of a stream, and the kinds of its events."""
     found = objects(text)
     assert not any("error" in row and row["error"] for row in found), text
     if path == "/v1/chat/completions":

@@ -26,7 +26,6 @@ class ResumableAnswer(ABC):
     """
 
     lacks_usage = False
-    error_event: bytes
 
     def __init__(self, *, continuable: bool, begun: list[int] | None) -> None:
         self.continuable = continuable
@@ -47,6 +46,11 @@ class ResumableAnswer(ABC):
     def progressed(self) -> bool:
         """True if tokens have come since the last `resume`."""
         return len(self.token_ids) > self._resumed_at
+
+    @property
+    @abstractmethod
+    def error_event(self) -> bytes:
+        """The last replica's word on its failure; empty if it said nothing."""
 
     def note_resumed(self) -> None:
         """Count a replica that brought no token."""
@@ -88,6 +92,8 @@ class StreamedAnswer(ResumableAnswer):
     upstream's.
     """
 
+    error_event = b""
+
     def __init__(
         self,
         *,
@@ -98,7 +104,6 @@ class StreamedAnswer(ResumableAnswer):
         begun: list[int] | None = None,
     ) -> None:
         super().__init__(continuable=continuable, begun=begun)
-        self.error_event = b""  # of the last replica
         self._keeps_usage, self._model = keeps_usage, model
         self._strips_ids, self._keeps_ids = continuable and not keeps_ids, keeps_ids
         self._usage_passed = False  # the chunk that has nothing else

@@ -49,7 +49,7 @@ class MarkedAnswer(ResumableAnswer):
 
     @property
     def error_event(self) -> bytes:
-        """What the last replica said of its failure; empty if it said nothing."""
+        """The last replica's word on its failure; empty if it said nothing."""
         if self._held and self._api.is_error(self._held[-1]):
             return self._held[-1]
         return self._last_error

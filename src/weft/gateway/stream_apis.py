@@ -17,7 +17,7 @@ LINE_MARK = b'{"weft":'
 
 
 class Mark(msgspec.Struct):
-    """What Weft says behind each part of a stream: the tokens that it is made of, and if it was the last part."""
+    """Weft's word behind each part of a stream: the tokens that it is made of, and if it was the last part."""
 
     token_ids: list[int] = []
     last: bool = False

@@ -53,7 +53,7 @@ class PreparedChat:
         return self.use.named
 
     def report(self, service: Service, request: Request) -> PrefixReport | None:
-        """What the answer is to say of its prompt's place in the prefix cache; to be asked before it is submitted."""
+        """Report for the answer on its prompt's place in the prefix cache; to be asked before it is submitted."""
         return service.prefix_report(request, self.collectors[0], self.body.messages, self.use.tools)
 
     def new_parser(self, prompt: str) -> StreamParser | None:

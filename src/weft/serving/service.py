@@ -258,7 +258,7 @@ class Service:
         messages: Sequence[Mapping[str, Any]] = (),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> PrefixReport | None:
-        """What a request's answer is to say of its prompt's place in the prefix cache; None if it says nothing."""
+        """Report for an answer on its prompt's place in the prefix cache; None if nobody asked for reports."""
         if self.prefix_debug is None:
             return None
         return PrefixReport(self.prefix_debug, self, request, collector, messages, tools)
