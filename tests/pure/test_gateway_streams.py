@@ -261,7 +261,7 @@ USAGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("streams", [False, True])
 async def test_tokens_of_all_apis_count(path: str, streams: bool, tmp_path: Path) -> None:
-    """Of another vendor's server, whose streams have no marks."""
+    """The server is another vendor's, whose streams have no marks."""
     told: dict[str, Any] = {"model": "m", **USAGES[path]}
 
     async def answer(exchange: Exchange) -> None:
