@@ -1,4 +1,4 @@
-"""Coding agents: the prefix cache has what an earlier turn had, beside other users and preemption."""
+"""Coding agents: the prefix cache has what an earlier turn had, beside other users."""
 
 from __future__ import annotations
 
@@ -74,12 +74,10 @@ def replay(server: Server, model: str, path: str, turns: int, size: int, tokens:
 def test_turns_of_an_agent_hit_the_cache(path: str, tmp_path: Path) -> None:
     """The short form of the one below. The tiny model takes a token for each letter."""
     words = (write_long(tmp_path / "tiny", 16384), "--load-format", "dummy", "--dtype", "float32", "--port", "0")
-    # 14 MB are 7,168 tokens: the agent's last prompt has 5,400, and the others' answers do not fit beside it.
     words += ("--kv-cache-memory-bytes", "7M", "--max-num-seqs", "8", "--served-model-name", "tiny")
     with Server(*words, "--enable-prefix-debug") as server, other_users(server, "tiny", 700):
         reusable, hit = replay(server, "tiny", path, turns=12, size=150, tokens=8)
         assert reusable > 10_000 and hit >= LEAST * reusable, hit / reusable
-        assert server.metric("vllm:num_preemptions_total") > 0
 
 
 @pytest.mark.long
@@ -90,4 +88,3 @@ def test_fifty_turns_of_an_agent_hit_the_cache(path: str) -> None:
         with other_users(server, "demo", 600):
             reusable, hit = replay(server, "demo", path, turns=50, size=1500, tokens=24)
         assert reusable > 100_000 and hit >= LEAST * reusable, hit / reusable
-        assert server.metric("vllm:num_preemptions_total") > 0
