@@ -51,6 +51,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=float, default=12.0, metavar="S", help="longest stop of a replica")
     parser.add_argument("--budget", type=float, default=0.05, metavar="DOLLARS", help="of the cloud, for the day")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--llama-python",
+        metavar="FILE",
+        default=sys.executable if find_spec("llama_cpp") is not None else None,
+        help="Python interpreter that has llama_cpp.server, which serves a GGUF model as the third replica",
+    )
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of weft serve, behind --")
     return parser.parse_args()
 
@@ -60,9 +66,11 @@ class Soak:
         self._given, self._folder = arguments, folder
         self._random = Random(arguments.seed)
         self._wefts = [weft_process(f"weft{at}", arguments.model, arguments.flags, folder) for at in (0, 1)]
-        llama = find_spec("llama_cpp") is not None and arguments.model.endswith(".gguf")
-        self._vendor_is_stub = not llama
-        self._vendor = llama_process(arguments.model, folder) if llama else stub_process("vendor", 0.01, folder)
+        python = arguments.llama_python if arguments.model.endswith(".gguf") else None
+        self._vendor_is_stub = python is None
+        self._vendor = (
+            stub_process("vendor", 0.01, folder) if python is None else llama_process(python, arguments.model, folder)
+        )
         self._cloud = stub_process("cloud", 0.005, folder)
         self._disturbances: Counter[str] = Counter()
         port = free_port()
@@ -85,9 +93,10 @@ class Soak:
 
     async def _measure(self) -> dict[str, Any]:
         given = self._given
-        names = ["vendor", "cloud"]
-        expected = await expected_answers([weft.url for weft in self._wefts], kinds(given.tokens), names)
-        load = Load(self._gateway.url, expected, given.seed)
+        vendors = [] if self._vendor_is_stub else [self._vendor.url]
+        stubs = ["vendor", "cloud"] if self._vendor_is_stub else ["cloud"]
+        expected = await expected_answers([weft.url for weft in self._wefts], vendors, kinds(given.tokens), stubs)
+        load = Load(self._gateway.url, expected, given.seed, [self._vendor.url, self._cloud.url])
         await self._until_known()
         before = [await self._successes(weft) for weft in self._wefts]
         began = time.monotonic()
@@ -179,7 +188,7 @@ class Soak:
             "gateway_counts_dollars": round(status["spending"]["dollars_day"], 6),
             "budget_dollars": given.budget,
             "model": given.model,
-            "vendor": "a stub, for llama_cpp.server is not installed or the model is no GGUF file"
+            "vendor": "a stub: without --llama-python, or the model is no GGUF file"
             if self._vendor_is_stub
             else "llama_cpp.server",
             "missed": [goal for goal, met in goals.items() if not met],

@@ -128,8 +128,8 @@ def stub_process(name: str, pause_s: float, folder: Path) -> ServerProcess:
     return ServerProcess(name, port, [sys.executable, *words], folder / f"{name}.log")
 
 
-def llama_process(model: str, folder: Path) -> ServerProcess:
-    """llama-cpp-python's server, with a GGUF file."""
+def llama_process(python: str, model: str, folder: Path) -> ServerProcess:
+    """llama-cpp-python's server, with a GGUF file, by an interpreter that has it."""
     port = free_port()
     words = [
         "-m",
@@ -143,4 +143,4 @@ def llama_process(model: str, folder: Path) -> ServerProcess:
         "--n_ctx",
         "2048",
     ]
-    return ServerProcess("vendor", port, [sys.executable, *words], folder / "vendor.log")
+    return ServerProcess("vendor", port, [python, *words], folder / "vendor.log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from scripts.soaking.processes import MODEL
 from scripts.soaking.stub import answer_of
 
 PATIENCE_S = 180.0
+VENDOR_ROUNDS = 3
 SUBJECTS = ["sea", "sky", "rain", "snow", "fire", "stone", "river", "bird", "fish", "tree", "sun", "moon"]
 # Whole answers, by whoever gives them; or broken ones, which only servers that are not ours may leave.
 COMPLETE, BROKEN, WRONG = "complete", "broken", "wrong"
@@ -29,6 +31,9 @@ class Asked(NamedTuple):
     def body(self, *, stream: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {"temperature": self.temperature, "seed": 7, "max_tokens": self.tokens}
         return {"model": MODEL, "messages": [{"role": "user", "content": self.prompt}], "stream": stream, **fields}
+
+
+Expected = Mapping[Asked, Mapping[str, Sequence[str]]]  # texts, by who says them
 
 
 class Verdict(NamedTuple):
@@ -48,10 +53,13 @@ def kinds(tokens: int) -> list[Asked]:
 
 
 class Load:
-    """Sends requests to a gateway. `expected`: for each kind, who may say what. Each request ends with one verdict."""
+    """Sends requests to a gateway. Each ends with one verdict.
 
-    def __init__(self, url: str, expected: dict[Asked, dict[str, str]], seed: int) -> None:
-        self._url, self._expected = url, expected
+    `expected`: for each kind, who may say what. `others`: URLs of servers that are not ours.
+    """
+
+    def __init__(self, url: str, expected: Expected, seed: int, others: Sequence[str] = ()) -> None:
+        self._url, self._expected, self._others = url, expected, others
         self._random = Random(seed)
         self.verdicts: list[Verdict] = []
 
@@ -98,13 +106,16 @@ class Load:
         return self._complete(asked, text)
 
     def _complete(self, asked: Asked, text: str) -> Verdict:
-        by = next((name for name, expected in self._expected[asked].items() if text == expected), "")
+        by = next((name for name, expected in self._expected[asked].items() if text in expected), "")
         return Verdict(COMPLETE, by) if by else Verdict(WRONG, why=f"{asked}: nobody says {text!r:.200}")
 
     def _broken(self, asked: Asked, received: bytes, why: str) -> Verdict:
         """An answer that ended visibly: right only if a server that is not ours had begun it."""
         text = read_events(received)[0]
-        begun = [name for name, expected in self._expected[asked].items() if text and expected.startswith(text)]
+        if not text and any(url in why for url in self._others):  # its head had come, and none of its text
+            return Verdict(BROKEN, "another server", why)
+        expected = self._expected[asked].items()
+        begun = [name for name, texts in expected if text and any(each.startswith(text) for each in texts)]
         if begun and begun[0] != "weft":
             return Verdict(BROKEN, begun[0], why)
         return Verdict(WRONG, why=f"broken after {text!r:.100}: {why}")
@@ -127,20 +138,31 @@ def read_events(received: bytes) -> tuple[str, int, str]:
     return text, ends, error
 
 
-async def expected_answers(urls: list[str], asked_kinds: list[Asked], names: list[str]) -> dict[Asked, dict[str, str]]:
-    """For each kind, what Weft says, undisturbed and alone, and what each stub would say. Raises ValueError if two
-    servers of ours do not agree."""
-    expected = {}
+async def expected_answers(
+    ours: Sequence[str], vendors: Sequence[str], asked_kinds: list[Asked], stubs: Sequence[str]
+) -> Expected:
+    """For each kind, what Weft, each server of other vendors (by URL) and each stub say, undisturbed and alone.
+
+    Raises ValueError if two servers of ours do not agree. Another vendor's may round otherwise when it reuses a prompt:
+    whatever it says in several rounds counts.
+    """
+    expected: dict[Asked, dict[str, list[str]]] = {}
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
+
+        async def answer_text(url: str, asked: Asked) -> str:
+            answer = await client.post(f"{url}/v1/chat/completions", json=asked.body(stream=False))
+            return str(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+
         for asked in asked_kinds:
-            texts = set()
-            for url in urls:
-                answer = await client.post(f"{url}/v1/chat/completions", json=asked.body(stream=False))
-                texts.add(answer.raise_for_status().json()["choices"][0]["message"]["content"])
+            texts = {await answer_text(url, asked) for url in ours}
             if len(texts) != 1:
                 raise ValueError(f"{asked}: the replicas say {sorted(texts)}")
-            others = {name: "".join(answer_of(name, asked.prompt, asked.tokens)) for name in names}
-            expected[asked] = {"weft": texts.pop(), **others}
+            said = {name: ["".join(answer_of(name, asked.prompt, asked.tokens))] for name in stubs}
+            expected[asked] = {"weft": [texts.pop()], **said}
+        for _ in range(VENDOR_ROUNDS):
+            for url in vendors:
+                for asked in asked_kinds:
+                    expected[asked].setdefault(url, []).append(await answer_text(url, asked))
     return expected
 
 

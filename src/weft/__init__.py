@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.client.async_llm import AsyncLLM
-    from weft.client.outputs import CompletionOutput, RequestOutput
+    from weft.client.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from weft.core.params import SamplingParams, StructuredOutputsParams
     from weft.llm import LLM
 
@@ -25,6 +25,7 @@ __all__ = [
     "StructuredOutputsParams",
     "RequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "__version__",
 ]
 
@@ -36,6 +37,7 @@ _HOMES = {
     "StructuredOutputsParams": "weft.core.params",
     "RequestOutput": "weft.client.outputs",
     "CompletionOutput": "weft.client.outputs",
+    "EmbeddingOutput": "weft.client.outputs",
 }
 
 

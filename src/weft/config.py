@@ -138,6 +138,36 @@ class ModelOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolingOptions(Options):
+    """Use of the model: for answers, or for embeddings and scores. vLLM's flags; its later versions lack `task`."""
+
+    runner: str = option(
+        "auto",
+        choices=("auto", "generate", "pooling"),
+        help="generate: answers alone; pooling: embeddings or scores alone; auto: what the model's files declare",
+    )
+    convert: str = option(
+        "auto",
+        choices=("auto", "none", "embed", "classify"),
+        help="let a model that answers embed too, by the state after the last token, or score (classify) by its logits "
+        "of yes and no; none: the model as it is",
+    )
+    task: str = option(
+        "auto",
+        choices=("auto", "generate", "embed", "score"),
+        synonyms={"embedding": "embed", "classify": "score"},
+        help="embed is --convert embed, score is --convert classify, generate is --runner generate",
+    )
+    hf_overrides: dict[str, Any] | None = option(
+        None,
+        metavar="JSON",
+        help='\'{"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"], '
+        '"is_original_qwen3_reranker": true}\', by which vLLM serves Qwen3-Reranker, is --convert classify; '
+        '{"is_matryoshka": true} changes nothing; others are refused',
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayoutOptions(Options):
     """The ranks, each one's share of the model, and their devices. The planner chooses what is left open."""
 
@@ -290,7 +320,7 @@ class SchedulingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ModelOptions, LayoutOptions, NodeOptions, MemoryOptions, SchedulingOptions):
+class EngineConfig(ModelOptions, PoolingOptions, LayoutOptions, NodeOptions, MemoryOptions, SchedulingOptions):
     """Options of an engine. The flag of `max_model_len` is `--max-model-len`; None leaves the decision to the planner.
 
     Raises ConfigError for a value that is not allowed.

@@ -15,8 +15,17 @@ from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
 from weft.client.local import LocalEngine
-from weft.client.opening import Message, check_params, describe_engine, open_model, parse_prompt_or_chat, plan_engines
-from weft.client.outputs import RequestOutput
+from weft.client.opening import (
+    Message,
+    check_params,
+    describe_engine,
+    list_prompts,
+    open_model,
+    parse_prompt_or_chat,
+    plan_engines,
+)
+from weft.client.outputs import EmbeddingOutput, RequestOutput
+from weft.client.pooling import Pooler
 from weft.client.progress import Bar, Progress
 from weft.client.running import RunningReplica
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
@@ -80,6 +89,7 @@ class LLM:
         self._frontend = Frontend.for_engine(
             self.config, checkpoint, text_tools, self._engine.plan.max_model_len, grammars
         )
+        self._pooler = Pooler(self._frontend, self.config.model)
 
     @property
     def plan(self) -> Plan:
@@ -129,7 +139,7 @@ class LLM:
         only with prompts of the same "cache_salt" in their dict. `sampling_params` is one for all prompts or one for
         each; None takes the model's own defaults. Raises RequestError before anything runs.
         """
-        parsed = [self._frontend.parse_prompt(prompt) for prompt in _list_prompts(prompts)]
+        parsed = [self._frontend.parse_prompt(prompt) for prompt in list_prompts(prompts)]
         return self._answer_all(parsed, sampling_params, use_tqdm, priority)
 
     @overload
@@ -218,6 +228,52 @@ class LLM:
         parsed = parse_prompt_or_chat(self._frontend, prompt)
         collector = self._frontend.create_collector(parsed, params, arrival_s=time.monotonic())
         return AnswerStream(self._stream_answer(collector))
+
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Bar] = True,
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of one prompt or several, in their order, each in `embedding`.
+
+        Prompts are those of `generate`. `dimensions` cuts the embeddings, `truncate_prompt_tokens` the prompts (-1: to
+        the model's length). Raises RequestError before anything runs, also for a model that does not embed.
+        """
+        self._pooler.check_dimensions(dimensions)
+        now = time.monotonic()
+        collectors = [
+            self._pooler.embedding_collector(prompt, arrival_s=now, truncate=truncate_prompt_tokens)
+            for prompt in list_prompts(prompts)
+        ]
+        self._run_to_end(collectors, use_tqdm)
+        return [self._pooler.embedding_output(collector, dimensions) for collector in collectors]
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Bar] = True,
+    ) -> list[float]:
+        """Return how well each document answers the query, or the query of its own if there are as many.
+
+        A reranker gives the probability of "yes", under the `instruction` if there is one; a model that embeds gives
+        the cosine of both embeddings. Raises RequestError before anything runs, also for a model that does neither.
+        """
+        scoring = self._pooler.score_request(
+            query,
+            documents,
+            arrival_s=time.monotonic(),
+            instruction=instruction,
+            truncate=truncate_prompt_tokens,
+        )
+        self._run_to_end(scoring.collectors, use_tqdm)
+        return scoring.scores()
 
     def sampling_params(self, **fields: Any) -> SamplingParams:
         """Return SamplingParams with these fields, and the model's own defaults (generation_config.json) for others."""
@@ -333,11 +389,15 @@ class LLM:
             self._frontend.create_collector(prompt, one, arrival_s=now, priority=level)
             for prompt, one, level in zip(prompts, each, priorities, strict=True)
         ]
-        with Progress(count, use_tqdm) as progress, closing(self._run_requests(collectors)) as updates:
+        self._run_to_end(collectors, use_tqdm)
+        return [collector.output for collector in collectors]
+
+    def _run_to_end(self, collectors: Sequence[Collector], use_tqdm: bool | Callable[..., Bar]) -> None:
+        """Run the collectors' requests until all have ended."""
+        with Progress(len(collectors), use_tqdm) as progress, closing(self._run_requests(collectors)) as updates:
             for collector in updates:
                 if collector.output.finished:
                     progress.advance()
-        return [collector.output for collector in collectors]
 
     def _stream_answer(self, collector: Collector) -> Generator[RequestOutput, None, None]:
         with closing(self._run_requests([collector])) as updates:
@@ -394,11 +454,3 @@ def start_replicas(
     from weft.client.replica_thread import ReplicaThread  # imports asyncio, which one engine does not need
 
     return ReplicaThread(planned, config)
-
-
-def _list_prompts(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
-    """Return a list of one prompt or several. A text, a dict and a list of token ids are one prompt."""
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]
-    several = list(cast(Iterable[PromptLike], prompts))
-    return [cast(Sequence[int], several)] if several and all(isinstance(part, int) for part in several) else several

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
+import numpy as np
 import ollama
 import pytest
 
@@ -27,7 +29,8 @@ def words(folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module", params=["1", "2"], ids=["whole", "tp2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(*words(tmp_path_factory.mktemp("apis"), "--tensor-parallel-size", request.param)) as running:
+    more = ("--tensor-parallel-size", request.param, "--convert", "embed")
+    with Server(*words(tmp_path_factory.mktemp("apis"), *more)) as running:
         yield running
 
 
@@ -55,6 +58,31 @@ def test_the_same_answer_over_every_api(server: Server) -> None:
     parts = llama.generate("tiny:latest", "hi", options=options, stream=True)
     assert "".join(part.response or "" for part in parts) == text
     llama.close()
+    eventually(server.at_rest)
+
+
+def test_embeddings_over_every_api(server: Server) -> None:
+    """64 texts share steps, also beside an answer, and leave nothing behind."""
+    texts = [f"text {n}" for n in range(64)]
+    alone = [
+        np.array(server.client.embeddings.create(model="tiny", input=text).data[0].embedding) for text in texts[:3]
+    ]
+    steps = server.metric("weft:steps_total")
+    made = server.client.embeddings.create(model="tiny", input=texts)
+    assert server.metric("weft:steps_total") - steps < len(texts) / 4
+    answering = server.client.completions.create(model="tiny", prompt="a", max_tokens=400, stream=True)
+    beside = server.client.embeddings.create(model="tiny", input=texts)
+    answering.close()
+    assert np.allclose([row.embedding for row in beside.data], [row.embedding for row in made.data], atol=1e-4)
+    vectors = np.array([row.embedding for row in made.data])
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert np.abs(vectors[:3] - alone).max() < 1e-4
+    llama = ollama.Client(host=server.url)
+    assert np.abs(np.array(llama.embed("tiny", texts).embeddings) - vectors).max() < 1e-4
+    llama.close()
+    ranked = httpx.post(f"{server.url}/v1/rerank", json={"query": texts[0], "documents": texts[1:4]}).json()["results"]
+    cosines = vectors[1:4] @ vectors[0]
+    assert np.allclose([row["relevance_score"] for row in ranked], sorted(cosines, reverse=True), atol=1e-4)
     eventually(server.at_rest)
 
 

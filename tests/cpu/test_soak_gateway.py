@@ -44,6 +44,7 @@ def event(text: str) -> bytes:
 
 
 END, ERROR = b"data: [DONE]\n\n", b'data: {"error": {"message": "upstream x: it broke"}}\n\n'
+VENDORS_ERROR = b'data: {"error": {"message": "upstream http://vendor: it broke"}}\n\n'
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ END, ERROR = b"data: [DONE]\n\n", b'data: {"error": {"message": "upstream x: it 
     [
         (event("one ") + event("two") + END, COMPLETE),
         (event("vendor: ") + event("3") + END, COMPLETE),
+        (event("vendor: ") + event("4") + END, COMPLETE),
         (event("one ") + END, WRONG),
         (event("one ") + event("two"), WRONG),
         (event("one ") + event("two") + END + END, WRONG),
@@ -58,10 +60,12 @@ END, ERROR = b"data: [DONE]\n\n", b'data: {"error": {"message": "upstream x: it 
         (event("vendor: ") + ERROR, BROKEN),
         (event("one ") + ERROR, WRONG),
         (ERROR, WRONG),
+        (VENDORS_ERROR, BROKEN),
+        (event("one ") + VENDORS_ERROR, WRONG),
     ],
 )
 def test_verdicts(received: bytes, outcome: str) -> None:
     asked = Asked("p", 2, 0.0)
-    load = Load("", {asked: {"weft": "one two", "vendor": "vendor: 3"}}, 0)
+    load = Load("", {asked: {"weft": ["one two"], "vendor": ["vendor: 3", "vendor: 4"]}}, 0, ["http://vendor"])
     verdict: Verdict = load._judge_stream(asked, received)
     assert verdict.outcome == outcome and bool(verdict.why) == (outcome != COMPLETE)

@@ -25,6 +25,11 @@ def next_token(digest: int) -> int:
     return (digest >> 7) % VOCAB
 
 
+def pooled(context: Sequence[int]) -> bytes:
+    """The result of a request with pooling."""
+    return digests(context, [])[-1].to_bytes(8)
+
+
 def logprob(value: float) -> TokenLogprobs:
     return TokenLogprobs(value, 1, [], [])
 
@@ -142,7 +147,13 @@ class Ranks:
             if params.prompt_logprobs is not None:
                 ends = min(row.end, len(row.admission.prompt) - 1)
                 result.prompt_logprobs[slot] = [logprob(row.context[p + 1]) for p in range(start, ends)]
-            assert samples == (row.end == len(row.context) + len(row.guesses))
+            ends = row.end == len(row.context) + len(row.guesses)
+            if row.admission.pooling is not None:
+                assert not samples and not row.guesses
+                if ends:
+                    result.pooled[slot] = pooled(row.context)
+                continue
+            assert samples == ends
             if samples:
                 after = [next_token(digest) for digest in row.known[len(row.known) - 1 - len(row.guesses) :]]
                 result.tokens += after

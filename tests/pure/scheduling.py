@@ -18,7 +18,7 @@ from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.scheduler import Scheduler
-from weft.core.step import StepPlan
+from weft.core.step import Pooling, StepPlan
 from weft.core.token_ids import TokenIds
 from weft.plan.plan import DraftModel, Speculation
 
@@ -53,10 +53,19 @@ def request(
     priority: int = 0,
     stop_ids: tuple[int, ...] = (),
     identity: RequestIdentity = PLAIN,
+    pooling: Pooling | None = None,
     **params: Any,
 ) -> Request:
     sampling, ids = SamplingParams(**params), TokenIds.pack(prompt)
-    return Request(id=id, prompt=ids, params=sampling, stop_ids=stop_ids, priority=priority, identity=identity)
+    return Request(
+        id=id,
+        prompt=ids,
+        params=sampling,
+        stop_ids=stop_ids,
+        priority=priority,
+        identity=identity,
+        pooling=pooling,
+    )
 
 
 def layout(
@@ -143,6 +152,7 @@ class Engine:
         scheduler = self.scheduler
         new = [sequence.order for id, sequence in scheduler._running.items() if id not in before]
         waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
+        waiting -= scheduler._pooling
         orders = [scheduler._unfinished[id].order for id in waiting]
         assert not new or not orders or max(new) < min(orders)
 
@@ -171,5 +181,6 @@ class Engine:
         assert kv.promised == sum(sequence.promised for sequence in running) >= 0
         assert kv.reserved == sum(sequence.reserved for sequence in running) >= 0
         stats = self.scheduler.stats()
-        assert stats.blocks_used == len(held[id(kv.pool)]) and stats.running == len(running)
+        assert stats.blocks_used == len(held[id(kv.pool)])
+        assert stats.running == len(running) + len(self.scheduler._pooling)
         assert len(running) <= self.scheduler.max_num_seqs

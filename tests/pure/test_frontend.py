@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,9 @@ from weft.core.request import Output
 from weft.core.step import TokenLogprobs
 from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
+from weft.serving.service import run_quickly
+from weft.structured import compiler
+from weft.structured.vocabulary import build_vocabulary
 
 
 def collect(params: SamplingParams, prompt: PromptLike = "hello", **changes: object) -> Collector:
@@ -294,12 +299,22 @@ def test_words_come_from_the_tokenizer() -> None:
         front.decode([9999])
 
 
-def test_a_prepared_vocabulary_is_that_of_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server prepares it in a thread: its event loop must not do it."""
-    tools = text_tools()
+def test_the_vocabulary_waits_for_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing prepares it at the start, and an event loop must not do it."""
+    tools, built = text_tools(), []
+
+    def build(*given: Any) -> Any:
+        built.append(given)
+        return build_vocabulary(*given)
+
+    monkeypatch.setattr(compiler, "build_vocabulary", build)
     grammars = tools.create_grammars(VOCAB, [END])
-    tools.prepare_vocabulary(grammars)
-    monkeypatch.setattr("weft.structured.compiler.build_vocabulary", None)
-    collect(SamplingParams(structured_outputs={"choice": ["yes", "no"]}), grammars=grammars)
-    nothing = TextTools()  # to prepare
-    nothing.prepare_vocabulary(nothing.create_grammars(VOCAB, [END]))
+    tools.prepare_vocabulary()
+    params = SamplingParams(structured_outputs={"choice": ["yes", "no"]})
+    with pytest.raises(compiler.UnpreparedError):
+        run_quickly(lambda: collect(params, grammars=grammars))
+    assert not built
+    collect(params, grammars=grammars)
+    run_quickly(lambda: collect(params, grammars=grammars))
+    assert len(built) == 1
+    TextTools().prepare_vocabulary()  # nothing to prepare

@@ -207,6 +207,26 @@ async def test_other_servers_are_asked_for_no_token_ids() -> None:
         live.assert_idle()
 
 
+async def test_an_answer_of_another_vendor_is_complete_with_its_end_mark() -> None:
+    """Its server goes between the end mark and the end of the response: the client lacks nothing, and sees no error."""
+
+    async def other(exchange: Exchange) -> None:
+        if exchange.json is None:
+            exchange.head("200 OK", "Content-Length: 23")
+            exchange.writer.write(b'{"data": [{"id": "m"}] }')
+        else:
+            exchange.stream()
+            exchange.event({"choices": [{"text": "a"}]})
+            exchange.event(b"[DONE]")
+            await exchange.writer.drain()
+            exchange.hang_up()
+
+    async with replicas(other) as live:
+        text = (await live.client.post(PATHS[1], json=body(PATHS[1], model="m"))).text
+        assert "error" not in text and text.count("[DONE]") == 1
+        live.assert_idle()
+
+
 async def test_a_replica_that_does_not_continue_ends_the_answer_visibly() -> None:
     """It has keys, and that of the gateway is not the admin's."""
     closed = {"api_key": ("k",), "admin_key": "other"}

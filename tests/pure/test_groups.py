@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.ranks import Ranks, expected
+from tests.pure.ranks import Ranks, expected, pooled
 from tests.pure.scheduling import LIMITS, create_scheduler, request
 from tests.pure.test_scheduler_properties import OPERATIONS, asked, limits
 from tests.refusals import refuses
@@ -119,7 +119,10 @@ def test_every_request_gets_its_tokens(
     scheduler = groups.scheduler
     longest = scheduler.groups[0].kv.layout.longest(groups.limits["num_blocks"], groups.limits["max_model_len"])
     for id, item in taken.items():
-        assert groups.tokens(id) == expected(item, longest)[0]
+        if item.pooling is not None:
+            assert [output.pooled for output in groups.outputs[id]] == [pooled(list(item.prompt))]
+        else:
+            assert groups.tokens(id) == expected(item, longest)[0]
     assert scheduler._load == [0] * count and not scheduler._group_of and not scheduler._tokens_of
     stats = scheduler.stats()
     assert stats.generation_tokens == sum(len(groups.tokens(id)) for id in groups.outputs)

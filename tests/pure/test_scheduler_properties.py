@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.ranks import VOCAB, expected, logprob
+from tests.pure.ranks import VOCAB, expected, logprob, pooled
 from tests.pure.scheduling import AHEAD, DRAFT, LIMITS, Engine, request
 from weft.core.request import Request
+from weft.core.step import Pooling
 from weft.errors import RequestError
 from weft.plan.plan import Speculation
 
@@ -45,6 +46,8 @@ def asked(draw: st.DrawFn, id: str) -> Request:
     """Prompts of few kinds, so that they share beginnings."""
     prompt = [draw(st.integers(0, 1))] * draw(st.integers(1, 10)) + [2] * draw(st.integers(0, 10))
     most = draw(st.none() | st.integers(1, 12))
+    if draw(st.sampled_from([False, False, True])):
+        return request(id, prompt, priority=draw(st.integers(0, 2)), pooling=Pooling())
     return request(
         id,
         prompt,
@@ -116,6 +119,11 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
         if item.id not in taken:
             assert all(output.finish_reason is None for output in outputs[:-1])
             continue
+        if item.pooling is not None:
+            assert [output.pooled for output in outputs] == [pooled(list(item.prompt))]
+            assert outputs[0].finish_reason == "stop"
+            assert not outputs[0].tokens and 0 <= outputs[0].cached_tokens < len(item.prompt)
+            continue
         answer, reason = expected(item, engine.longest)
         assert engine.tokens(item.id) == answer
         assert [output.finish_reason for output in outputs] == [None] * (len(outputs) - 1) + [reason]
@@ -134,7 +142,7 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
     # Nothing of them is left behind.
     assert all(sequence.done for _, sequence in engine.scheduler._queue)
     assert sorted(engine.scheduler._slots) == list(range(engine.limits["max_num_seqs"]))
-    assert not engine.scheduler._ready
+    assert not engine.scheduler._ready and not engine.scheduler._pooling
 
 
 @settings(max_examples=300)
@@ -176,6 +184,7 @@ def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
                 max_tokens=random.choice([None, *range(1, 13)]),
                 prompt_logprobs=random.choice([None, None, 0]),
                 frequency_penalty=random.choice([0.0, 0.0, 0.5]),
+                pooling=random.choice([None, None, Pooling()]),
             )
             for i in range(20)
         ]

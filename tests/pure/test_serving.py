@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,8 @@ from weft.client.frontend import TextTools
 from weft.core.identity import RequestIdentity
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
+from weft.structured import compiler
+from weft.structured.vocabulary import build_vocabulary
 
 # Chat
 
@@ -248,3 +251,21 @@ async def test_without_a_tokenizer_ids_are_served() -> None:
     answer = (await world.complete(prompt=[97], logprobs=1, max_tokens=2)).json()
     assert answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 2
     refused(await world.chat(), param="messages")
+
+
+async def test_the_first_grammar_keeps_the_event_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind of work has been quick so far, and the body is tiny; the vocabulary is prepared in a thread even so."""
+    world = World(FakeEngine(saying("{}")))
+    builders = []
+
+    def build(*given: Any) -> Any:
+        builders.append(threading.current_thread())
+        return build_vocabulary(*given)
+
+    monkeypatch.setattr(compiler, "build_vocabulary", build)
+    await world.complete()
+    await world.complete()
+    for _ in range(2):
+        assert (await world.complete(structured_outputs={"choice": ["yes", "no"]})).status_code == 200
+    assert len(builders) == 1 and builders[0] is not threading.main_thread()
+    assert len(world.engine.requests) == 4

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.pure.letters import END, frontend, output
@@ -20,6 +21,7 @@ from weft.core.commands import Command, Done, RankReport, RankStats, Replies, Re
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause, EngineError, QueueFullError
 from weft.executors.base import Ready
+from weft.formats.pooling import PoolingSettings
 from weft.plan.memory import Capacity
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan, named_devices
@@ -29,6 +31,7 @@ from weft.serving.errors import describe_error
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
 
+HIDDEN = 4  # numbers of a state
 Script = Callable[[Request], Iterable[Output]]
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "tiny", "messages": HI}
@@ -57,6 +60,21 @@ def in_pieces(*texts: str) -> Script:
         yield output(request.id, END, "stop")
 
     return script
+
+
+def pools(request: Request) -> Iterable[Output]:
+    """Each prompt yields its state, or the logits of the tokens that are wanted, made of its bytes."""
+    assert request.pooling is not None
+    wanted = len(request.pooling.token_ids) or HIDDEN
+    yield Output(request.id, [], [], "stop", cached_tokens=1, pooled=state_of(request.prompt, wanted).tobytes())
+
+
+def state_of(prompt: Iterable[int], length: int) -> np.ndarray:
+    """Numbers that depend on every token of a prompt."""
+    state = np.zeros(length)
+    for at, token in enumerate(prompt):
+        state[at % length] += np.sin((at + 1) * (token + 1))
+    return state.astype("<f4")
 
 
 def dying(request: Request) -> Iterable[Output]:
@@ -209,11 +227,12 @@ class World:
         engine: FakeEngine | None = None,
         text_tools: TextTools | None = None,
         max_model_len: int = 64,
+        pooling: PoolingSettings | None = None,
         **options: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
         tools = {} if text_tools is None else {"text_tools": text_tools}
-        front = frontend(max_model_len=max_model_len, **tools)
+        front = frontend(max_model_len=max_model_len, pooling=pooling, hidden=HIDDEN, **tools)
         self.service = Service(self.engine, front, ServeOptions(**options), model="tiny", capacity=8)
         self.app = create_app(self.service)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://weft")

@@ -22,6 +22,7 @@ from weft.config import (
     NodeOptions,
     Option,
     Options,
+    PoolingOptions,
     SchedulingOptions,
     declared_options,
 )
@@ -108,6 +109,7 @@ def option_parser(option: Option, kind: Any) -> Callable[[str], Any] | None:
 
 ENGINE = (
     ("model", option_flags(ModelOptions)),
+    ("pooling", option_flags(PoolingOptions)),
     ("layout", option_flags(LayoutOptions)),
     ("nodes", option_flags(NodeOptions)),
     ("memory", option_flags(MemoryOptions)),

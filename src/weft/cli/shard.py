@@ -19,6 +19,8 @@ from weft.errors import ConfigError
 from weft.executors.reading import ReadingProgress
 from weft.formats import gguf, hub, sharded
 from weft.formats.checkpoint import Checkpoint
+from weft.formats.config_json import CONFIG
+from weft.formats.pooling import LOGIT_SCORE, POOLING
 from weft.formats.safetensors import INDEX
 from weft.formatting import format_bytes
 from weft.hardware.host import Host, probe_host
@@ -132,3 +134,7 @@ def copy_texts(checkpoint: Path, folder: Path) -> None:
         for path in sorted(checkpoint.glob(pattern)):
             if path.name != INDEX:
                 shutil.copyfile(path, folder / path.name)
+    for name in (POOLING, LOGIT_SCORE):
+        if (path := checkpoint / name / CONFIG).is_file():
+            (folder / name).mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name / CONFIG)

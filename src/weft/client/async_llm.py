@@ -15,8 +15,9 @@ from weft.client.arguments import engine_config
 from weft.client.collector import Collector
 from weft.client.control import memory_rows, profile_command, stat_rows, swap_command, trace_paths
 from weft.client.frontend import Frontend, Prompt, PromptLike
-from weft.client.opening import Message, check_params, describe_engine, open_model, plan_engines
-from weft.client.outputs import RequestOutput
+from weft.client.opening import Message, check_params, describe_engine, list_prompts, open_model, plan_engines
+from weft.client.outputs import EmbeddingOutput, RequestOutput
+from weft.client.pooling import Pooler, ScoreRequest
 from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
@@ -166,6 +167,49 @@ class AsyncLLM:
 
         return self._answer(render, sampling_params, request_id, priority)
 
+    async def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """See `LLM.embed`. Cancelling the task ends the requests."""
+        started = await self._ready()
+        pooler, now = Pooler(started.frontend, self.config.model), time.monotonic()
+
+        def collect() -> list[Collector]:
+            pooler.check_dimensions(dimensions)
+            return [
+                pooler.embedding_collector(prompt, arrival_s=now, truncate=truncate_prompt_tokens)
+                for prompt in list_prompts(prompts)
+            ]
+
+        collectors = await asyncio.to_thread(collect)
+        await _run_to_end(started.engine, collectors)
+        return [pooler.embedding_output(collector, dimensions) for collector in collectors]
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[float]:
+        """See `LLM.score`. Cancelling the task ends the requests."""
+        started = await self._ready()
+        pooler, now = Pooler(started.frontend, self.config.model), time.monotonic()
+
+        def collect() -> ScoreRequest:
+            return pooler.score_request(
+                query, documents, arrival_s=now, instruction=instruction, truncate=truncate_prompt_tokens
+            )
+
+        scoring = await asyncio.to_thread(collect)
+        await _run_to_end(started.engine, scoring.collectors)
+        return scoring.scores()
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Their iterations yield the answer so far, with finish_reason "abort". Ignores unknown ids."""
         names = [request_id] if isinstance(request_id, str) else list(request_id)
@@ -270,7 +314,7 @@ class AsyncLLM:
         assembly = await asyncio.to_thread(assemble, self.config, checkpoint, host)
         planned = await asyncio.to_thread(plan_engines, self.config, checkpoint, host, assembly)
         grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-        asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
+        asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
         engine = await start_engine(planned, self.config, assembly=assembly)
         frontend = Frontend.for_engine(
             self.config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
@@ -296,6 +340,8 @@ class AsyncLLM:
         check_params(params)
         # In a thread: a long text takes a while to tokenize, and the event loop has other answers to pass on.
         prompt = await asyncio.to_thread(make_prompt, frontend)
+        if params.structured_outputs is not None:
+            await asyncio.to_thread(frontend.grammars.prepare)
         collector = frontend.create_collector(prompt, params, arrival_s=time.monotonic(), priority=priority)
         name = collector.output.request_id if request_id is None else request_id
         if name in self._running:
@@ -317,6 +363,16 @@ class AsyncLLM:
                 yield _mark_aborted(collector.output)
         finally:
             del self._running[name]
+
+
+async def _run_to_end(engine: AsyncEngine | ReplicaSet, collectors: Sequence[Collector]) -> None:
+    """Run the one request of each collector until all have ended."""
+    if not collectors:
+        return
+    owners = {collector.requests[0].id: collector for collector in collectors}
+    async with aclosing(engine.submit([collector.requests[0] for collector in collectors])) as stream:
+        async for output in stream:
+            owners[output.id].add(output, time.monotonic())
 
 
 def _mark_aborted(output: RequestOutput) -> RequestOutput:

@@ -104,7 +104,9 @@ class Collector:
         if completion.finish_reason is not None:
             return None
         answer = self.output
-        if answer.metrics.first_token_s is None and output.tokens:
+        if output.pooled is not None:
+            answer.pooled = output.pooled
+        if answer.metrics.first_token_s is None and (output.tokens or output.pooled is not None):
             answer.metrics.first_token_s = now_s
             answer.metrics.scheduled_s = output.scheduled_s
             answer.num_cached_tokens = output.cached_tokens

@@ -17,6 +17,7 @@ from weft.core.commands import Profile, RankReport, Replies, SwapWeights, TraceF
 from weft.errors import RequestError, error_reason
 from weft.formats.checkpoint import resolve
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
+from weft.plan.opening import pooling_task
 from weft.plan.plan import Plan
 from weft.plan.quantization import held_tensors
 from weft.plan.shards import shard_difference
@@ -32,7 +33,13 @@ def swap_command(model: str | os.PathLike[str], config: EngineConfig, plan: Plan
     Raises ModelError as `formats.checkpoint.resolve` does, and RequestError for a checkpoint of other shapes.
     """
     name = os.fspath(model)
-    checkpoint = resolve(name, hf_token=config.hf_token, download_dir=config.download_dir, model_impl=config.model_impl)
+    checkpoint = resolve(
+        name,
+        hf_token=config.hf_token,
+        download_dir=config.download_dir,
+        model_impl=config.model_impl,
+        task=pooling_task(config),
+    )
     difference = shape_difference(checkpoint.shape, plan.shape)
     # Tensors that are quantised as they are loaded, or not at all, may be stored in any type.
     stored = plan.schemes and plan.quantization not in ONLINE_QUANTIZATIONS

@@ -19,10 +19,12 @@ from weft.config import EngineConfig
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
 from weft.core.request import Request
+from weft.core.step import Pooling
 from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import RequestError
 from weft.formats.checkpoint import Checkpoint
 from weft.formats.config_json import chat_settings
+from weft.formats.pooling import PoolingSettings
 from weft.structured.compiler import GrammarCompiler
 from weft.structured.grammar import body_of, grammar_text
 from weft.text.template import ChatML, ChatTemplate
@@ -32,6 +34,8 @@ PromptLike = str | Sequence[int] | Mapping[str, Any]
 
 # Sampling fields of generation_config.json that SamplingParams has too.
 GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+POOLED = SamplingParams(temperature=0.0, max_tokens=1)  # of requests for which nothing is sampled
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,22 @@ def stream_key(*parts: object) -> int:
     return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
 
 
+def list_ids(prompt: object, param: str) -> list[int]:
+    """List the token ids of a prompt that is no text. Raises RequestError for anything else."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
+            param=param,
+            code="invalid-prompt",
+        )
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise RequestError(
+            "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
+        ) from None
+
+
 @dataclass(frozen=True)
 class TextTools:
     """A model's tokenizer and chat template; both None with skip_tokenizer_init."""
@@ -98,15 +118,13 @@ class TextTools:
         """Create the compiler of grammars for a model with `vocab` embedding rows, whose answers end with `eos`."""
         return GrammarCompiler(lambda: self.require_tokenizer("a grammar", "structured_outputs"), vocab, eos)
 
-    def prepare_vocabulary(self, grammars: GrammarCompiler) -> None:
-        """Compute the longest token now, rather than for the first long prompt, and the vocabulary of grammars.
+    def prepare_vocabulary(self) -> None:
+        """Compute the longest token now, rather than for the first long prompt.
 
-        The former takes 50 to 200 ms, in which no other thread runs, the latter some 10 microseconds per token. To be
-        called in a thread while the engine starts.
+        It takes 50 to 200 ms, in which no other thread runs. To be called in a thread while the engine starts.
         """
         if self.tokenizer is not None:
             self.tokenizer.longest_token  # noqa: B018  # cached by the tokenizer
-            grammars.prepare()
 
 
 class Frontend:
@@ -115,7 +133,8 @@ class Frontend:
     `vocab` is the number of embedding rows, `max_model_len` the limit on tokens of prompt and answer together, `eos`
     the token ids that end an answer. `defaults` are sampling parameters for requests that leave them out,
     `max_new_tokens` the length of an answer that the model's own code has by default, which `LLM.chat` takes.
-    `grammars` is the compiler that a core of the same process has. Without a tokenizer, prompts are token ids and
+    `grammars` is the compiler that a core of the same process has. `hidden` is the length of the model's states,
+    `pooling` what it makes of prompts beside answers. Without a tokenizer, prompts are token ids and
     answers have no text. All methods raise RequestError, naming the field, for anything that cannot be served.
     """
 
@@ -130,8 +149,12 @@ class Frontend:
         max_new_tokens: int | None = None,
         seed: int = 0,
         grammars: GrammarCompiler | None = None,
+        hidden: int = 0,
+        pooling: PoolingSettings | None = None,
     ) -> None:
         self.vocab = vocab
+        self.hidden = hidden
+        self.pooling = pooling
         self.max_model_len = max_model_len
         self.max_new_tokens = max_new_tokens
         self._eos = tuple(eos)
@@ -163,6 +186,8 @@ class Frontend:
             max_new_tokens=sampling_length(checkpoint.generation, config.generation_config),
             seed=config.seed,
             grammars=grammars,
+            hidden=shape.hidden,
+            pooling=checkpoint.pooling,
         )
 
     @property
@@ -200,19 +225,7 @@ class Frontend:
         if isinstance(prompt, str):
             self.check_text(prompt, param=param)
             return Prompt(self.pack_prompt(self.encode(prompt, special=special, param=param), param=param), prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise RequestError(
-                f"a prompt is a text or a list of token ids, not {type(prompt).__name__}",
-                param=param,
-                code="invalid-prompt",
-            )
-        try:
-            ids = [operator.index(token) for token in prompt]
-        except TypeError:
-            raise RequestError(
-                "a prompt given as a list must hold token ids, all integers", param=param, code="prompt-not-token-ids"
-            ) from None
-        return Prompt(self.pack_prompt(ids, param=param))
+        return Prompt(self.pack_prompt(list_ids(prompt, param), param=param))
 
     def _parse_dict(self, prompt: Mapping[str, Any], *, special: bool, param: str) -> Prompt:
         text, ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
@@ -226,14 +239,17 @@ class Frontend:
             code="prompt-dict-without-prompt",
         )
 
-    def pack_prompt(self, ids: list[int], *, param: str = "prompt") -> TokenIds:
-        """Pack a prompt's ids. Raises RequestError for no ids, too many of them, or one outside the vocabulary."""
+    def pack_prompt(self, ids: list[int], *, param: str = "prompt", answers: bool = True) -> TokenIds:
+        """Pack a prompt's ids. Raises RequestError for no ids, too many of them, or one outside the vocabulary.
+
+        A prompt that the model `answers` leaves room for a token.
+        """
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=param, code="empty-prompt")
-        if len(ids) >= self.max_model_len:
+        if len(ids) > self.max_model_len - answers:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and this model's maximum context length is "
-                f"{self.max_model_len}, answer included; send at most {self.max_model_len - 1}",
+                f"{self.max_model_len}{', answer included' * answers}; send at most {self.max_model_len - answers}",
                 param=param,
                 code="prompt-too-long",
             )
@@ -322,6 +338,13 @@ class Frontend:
         the `structured_outputs` of `params` do.
         """
         check_priority(priority)
+        if self.pooling is not None and not self.pooling.generates:
+            raise RequestError(
+                f"this model does not generate: it {self.pooling.task}s; send the request to another model, or start "
+                "this one with --runner generate",
+                param="model",
+                code="model-does-not-generate",
+            )
         grammar = grammar or self._grammar(params)
         check_cache_salt(prompt.cache_salt)
         choice = self._choice_params(prompt, params)
@@ -332,7 +355,7 @@ class Frontend:
         check_ids(choice, self.vocab)
         # Without a seed, the same requests in the same order still get the same tokens.
         origin = ("seed", params.seed) if params.seed is not None else ("engine", self._seed, next(self._unseeded))
-        identity = PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
+        identity = _identity(prompt)
         requests = [
             Request(
                 id=f"{name}-{index}",
@@ -348,6 +371,23 @@ class Frontend:
             for index in range(params.n)
         ]
         return Collector(name, prompt.text, params, requests, self.tokenizer, arrival_s, shown)
+
+    def create_pooling_collector(
+        self, prompt: Prompt, pooling: Pooling, *, arrival_s: float, priority: int = 0
+    ) -> Collector:
+        """Return the Collector of what the model makes of a prompt as a whole, with the core's one request for it."""
+        check_priority(priority)
+        check_cache_salt(prompt.cache_salt)
+        name = str(next(self._names))
+        request = Request(
+            id=f"{name}-0",
+            prompt=prompt.ids,
+            params=POOLED,
+            priority=priority,
+            identity=_identity(prompt),
+            pooling=pooling,
+        )
+        return Collector(name, prompt.text, POOLED, [request], None, arrival_s)
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the checked text of the grammar of `structured_outputs`; "" without one."""
@@ -416,19 +456,19 @@ class Frontend:
         """Return the tokenizer; RequestError for `feature`, which needs it, if there is none."""
         return self._text_tools.require_tokenizer(feature, param)
 
-    def check_text(self, text: str, *, param: str = "prompt", least: int = 0) -> None:
+    def check_text(self, text: str, *, param: str = "prompt", least: int = 0, answers: bool = True) -> None:
         """Raise RequestError for a text that is too long whatever its tokens are, before it is tokenized.
 
-        A text of at most `least` characters is always accepted.
+        A text of at most `least` characters is always accepted. `answers` as for `pack_prompt`.
         """
         if len(text) <= max(least, self.max_model_len):  # no token is shorter than a character
             return
         longest_token = self.require_tokenizer("a text", param).longest_token
-        most = max(least, (self.max_model_len - 1) * longest_token)
+        most = max(least, (self.max_model_len - answers) * longest_token)
         if len(text) > most:
             raise RequestError(
                 f"the prompt has {len(text):,} characters and this model's maximum context length is "
-                f"{self.max_model_len} tokens, answer included; send at most {most:,} characters",
+                f"{self.max_model_len} tokens{', answer included' * answers}; send at most {most:,} characters",
                 param=param,
                 code="prompt-too-long",
             )
@@ -441,6 +481,10 @@ class Frontend:
                     param=param,
                     code="token-id-out-of-range",
                 )
+
+
+def _identity(prompt: Prompt) -> RequestIdentity:
+    return PLAIN if prompt.cache_salt is None else RequestIdentity(cache_salt=prompt.cache_salt)
 
 
 class _Rendering(NamedTuple):

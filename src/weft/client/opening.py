@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -82,6 +82,14 @@ def parse_prompt_or_chat(frontend: Frontend, prompt: PromptLike | Sequence[Messa
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return frontend.chat_prompt(cast(Sequence[Message], prompt))
     return frontend.parse_prompt(cast(PromptLike, prompt))
+
+
+def list_prompts(prompts: PromptLike | Sequence[PromptLike]) -> Sequence[PromptLike]:
+    """Return a list of one prompt or several. A text, a dict and a list of token ids are one prompt."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]
+    several = list(cast(Iterable[PromptLike], prompts))
+    return [cast(Sequence[int], several)] if several and all(isinstance(part, int) for part in several) else several
 
 
 def check_params(params: object) -> None:

@@ -41,7 +41,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One prompt, whose token ids are packed in `prompt_ids`, and its choices, in order of their index."""
+    """One prompt, whose token ids are packed in `prompt_ids`, and its choices, in order of their index.
+
+    `pooled` are the float32 numbers of a request for an embedding or a score, in little-endian bytes.
+    """
 
     request_id: str
     prompt: str | None
@@ -51,6 +54,27 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     finished: bool = False
+    pooled: bytes | None = None
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt, in a new list."""
+        return list(self.prompt_ids)
+
+
+@dataclass
+class EmbeddingOutput:
+    """The embedding of one prompt, whose token ids are packed in `prompt_ids`."""
+
+    request_id: str
+    embedding: list[float]
+    prompt_ids: TokenIds
+    num_cached_tokens: int = 0
+
+    @property
+    def outputs(self) -> EmbeddingOutput:
+        """This output: vLLM's has the embedding one level below."""
+        return self
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -9,7 +9,7 @@ import msgspec
 
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.params import SamplingParams
-from weft.core.step import SlotFailure, TokenLogprobs
+from weft.core.step import Pooling, SlotFailure, TokenLogprobs
 from weft.core.token_ids import NO_IDS, TokenIds
 from weft.errors import QueueFullError, RequestError
 
@@ -23,7 +23,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     all token ids that end the request: the model's own, unless ignore_eos is set, and stop_token_ids. Under the policy
     "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks. `answered` is the
     beginning of an answer that another engine gave: the request goes on behind it as after a preemption, and its limits
-    count these tokens. It has no prompt logprobs then. `grammar` constrains the answer; "": nothing does.
+    count these tokens. It has no prompt logprobs then. `grammar` constrains the answer; "": nothing does. With
+    `pooling` there is no answer: the request ends with the step that computes the end of its prompt.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     identity: RequestIdentity = PLAIN
     answered: TokenIds = NO_IDS
     grammar: str = ""
+    pooling: Pooling | None = None
 
     @property
     def length(self) -> int:
@@ -50,6 +52,7 @@ class Output(msgspec.Struct, array_like=True):
     prompt positions from 1 on; they come once, with the first token. So does `scheduled_s`, the time at which the
     request first took part in a step, by this host's monotonic clock. `error` is the reason that the request could not
     go on, if `finish_reason` is "error". `replica` is the number of the engine, which only the caller's side knows.
+    `pooled` are the float32 numbers, in little-endian bytes, of a request with `pooling`.
     """
 
     id: str
@@ -62,6 +65,7 @@ class Output(msgspec.Struct, array_like=True):
     scheduled_s: float | None = None
     error: SlotFailure | None = None
     replica: int = 0
+    pooled: bytes | None = None
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -121,14 +125,19 @@ def queue_full_error(waiting: int, limit: int) -> QueueFullError:
     )
 
 
-def check_prompt_length(length: int, max_model_len: int, needed_blocks: int, num_blocks: int) -> None:
-    """Raise RequestError for a prompt of `length` tokens that can never run under these limits."""
+def check_prompt_length(
+    length: int, max_model_len: int, needed_blocks: int, num_blocks: int, *, answers: bool = True
+) -> None:
+    """Raise RequestError for a prompt of `length` tokens that can never run under these limits.
+
+    If the request `answers`, its prompt leaves room for one token at least.
+    """
     if not length:
         raise RequestError("the prompt is empty; give at least one token", param="prompt", code="empty-prompt")
-    if length >= max_model_len:
+    if length > max_model_len - answers:
         raise RequestError(
             f"the prompt has {length} tokens, and prompt and answer together at most {max_model_len} "
-            f"(max_model_len); send at most {max_model_len - 1}",
+            f"(max_model_len); send at most {max_model_len - answers}",
             param="prompt",
             code="prompt-too-long",
         )

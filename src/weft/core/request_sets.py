@@ -56,6 +56,8 @@ class RequestSets:
         self._ready: deque[Sequence] = deque()
         # A heap by order.
         self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        # Without slot and blocks: the step that ends their prompts is in flight, and nothing follows it.
+        self._pooling: set[str] = set()
         # Waiting, and not in the queue: what they need is not loaded yet.
         self._unprepared: dict[str, Sequence] = {}
         self._slots = list(range(max_num_seqs - 1, -1, -1))
@@ -82,14 +84,16 @@ class RequestSets:
         length = request.length
         if request.id in self._unfinished:
             raise duplicate_id_error(request.id)
-        check_prompt_length(length, self.max_model_len, self.kv.layout.blocks(length + 1), self.kv.num_blocks)
+        answers = request.pooling is None
+        needed_blocks = self.kv.layout.blocks(length + answers)
+        check_prompt_length(length, self.max_model_len, needed_blocks, self.kv.num_blocks, answers=answers)
         if self.waiting >= self.max_num_queued + len(self._slots):
             raise queue_full_error(self.waiting, self.max_num_queued)
         order = (request.priority if self._by_priority else 0, self._arrivals)
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
         sequence = Sequence(request, order, longest)
-        if self.speculation and not request.params.needs_history:
+        if self.speculation and answers and not request.params.needs_history:
             sequence.proposer = DraftProposer(self.speculation)
         self._arrivals += 1
         self._unfinished[request.id] = sequence
@@ -143,7 +147,7 @@ class RequestSets:
     @property
     def waiting(self) -> int:
         """Number of waiting requests, prepared or not."""
-        return len(self._unfinished) - len(self._running)
+        return len(self._unfinished) - len(self._running) - len(self._pooling)
 
     @property
     def active(self) -> int:
@@ -166,7 +170,7 @@ class RequestSets:
         """Return a copy of the gauges and counters."""
         return replace(
             self._counters,
-            running=len(self._running),
+            running=len(self._running) + len(self._pooling),
             waiting=self.waiting,
             blocks_used=self.blocks_used,
             step_sizes=list(self._counters.step_sizes),
@@ -184,6 +188,7 @@ class RequestSets:
         sequence.done = True
         self._discard_ready(sequence)
         del self._unfinished[sequence.request.id]
+        self._pooling.discard(sequence.request.id)
         if sequence.slot >= 0:
             self._stop_running(sequence)
 

@@ -80,7 +80,17 @@ class Scheduler(RequestSets):
         plan.released, self._released = self._released, []
         self._steps += 1
         self._in_flight.append(flight)
+        self._free_pooled(flight)
         return plan
+
+    def _free_pooled(self, flight: Flight) -> None:
+        """Release slots and blocks of the requests whose prompts end in this step: later steps may have them at once.
+
+        Their blocks stay in the prefix cache.
+        """
+        for sequence in flight.pooled:
+            self._stop_running(sequence)
+            self._pooling.add(sequence.request.id)
 
     def _select_running(self) -> list[Sequence]:
         """Select the running requests of this step. Each is sure of a token and of blocks for it."""
@@ -149,7 +159,9 @@ class Scheduler(RequestSets):
         sequence.slot = self._slots.pop()
         self._running[request.id] = sequence
         output = sequence.tokens[sequence.prompt_length :]
-        flight.plan.admitted.append(Admission(sequence.slot, request.key, request.params, request.prompt, output))
+        flight.plan.admitted.append(
+            Admission(sequence.slot, request.key, request.params, request.prompt, output, request.pooling)
+        )
         self.kv.open_tables(sequence, prefix)
         # After a preemption the prompt's logprobs come anew.
         sequence.prompt_logprobs = []
@@ -203,7 +215,10 @@ class Scheduler(RequestSets):
             plan.tokens += drafts
         plan.draft_counts.append(len(drafts))
         flight.rows.append(sequence)
-        if end == len(tokens) + sequence.pending + len(drafts):
+        if end == len(tokens) and sequence.request.pooling is not None:
+            plan.samples.append(False)
+            flight.pooled.append(sequence)
+        elif end == len(tokens) + sequence.pending + len(drafts):
             plan.samples.append(True)
             sequence.pending += 1
             if self.lookahead and sequence.may_continue(True):
@@ -229,6 +244,8 @@ class Scheduler(RequestSets):
         counters.computed_tokens += len(plan.tokens)
         counters.step_sizes[(len(plan.tokens) - 1).bit_length()] += 1
         outputs = self._fail_rows(flight, result.failed) if result.failed else []
+        if result.pooled:
+            outputs += self._finish_pooled(flight, result.pooled)
         sampled = zip(result.tokens, result.logprobs, strict=True)
         end = 0
         for sequence, count, samples, drafted in zip(
@@ -259,6 +276,18 @@ class Scheduler(RequestSets):
             if slot in failed and not sequence.done:
                 self._finish(sequence)
                 outputs.append(Output(sequence.request.id, [], [], finish_reason="error", error=failed[slot]))
+        return outputs
+
+    def _finish_pooled(self, flight: Flight, pooled: Mapping[int, bytes]) -> list[Output]:
+        """End the requests whose prompts a step has computed to the end."""
+        outputs = []
+        for slot, sequence in zip(flight.plan.slots, flight.rows, strict=True):
+            if slot in pooled and not sequence.done:
+                self._counters.prompt_tokens += sequence.prompt_length
+                self._finish(sequence)
+                cached = sequence.cached or 0
+                id = sequence.request.id
+                outputs.append(Output(id, [], [], "stop", cached_tokens=cached, pooled=pooled[slot]))
         return outputs
 
     def _extend(self, sequence: Sequence, samples: list[Sample]) -> Output:

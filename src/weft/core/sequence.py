@@ -141,15 +141,17 @@ class Sequence:
 class Flight:
     """A step that is being scheduled, or in flight: its plan and the sequence of each row.
 
-    `grown` are the rows that have new entries in their block tables, with these entries by KV group.
+    `grown` are the rows that have new entries in their block tables, with these entries by KV group. `pooled` are the
+    requests with `pooling` whose prompts end in the step.
     """
 
-    __slots__ = ("grown", "plan", "rows")
+    __slots__ = ("grown", "plan", "pooled", "rows")
 
     def __init__(self, id: int) -> None:
         self.plan = StepPlan(id, [], [], [], [], [], [], [], [], [])
         self.rows: list[Sequence] = []
         self.grown: list[tuple[int, list[list[int]]]] = []
+        self.pooled: list[Sequence] = []
 
     def plan_blocks(self, groups: int) -> None:
         """Give the plan the new blocks of its rows, in each of `groups` KV groups."""

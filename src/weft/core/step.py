@@ -14,14 +14,28 @@ from weft.core.token_ids import TokenIds
 UNKNOWN = -1  # placeholder for the token that the slot sampled last, which the scheduler does not know yet
 
 
+class Pooling(msgspec.Struct, array_like=True, frozen=True):
+    """Ask for what a model makes of a prompt as a whole, instead of an answer.
+
+    It is the hidden state after the last token, behind the final norm; or, with `token_ids`, the logits of these tokens
+    after it.
+    """
+
+    token_ids: tuple[int, ...] = ()
+
+
 class Admission(msgspec.Struct, array_like=True):
-    """A request that takes a slot. After a preemption `output` holds the tokens generated before it."""
+    """A request that takes a slot. After a preemption `output` holds the tokens generated before it.
+
+    With `pooling` no token is sampled.
+    """
 
     slot: int
     key: int  # 64 bits: the request's random stream, from seed and choice index alone
     params: SamplingParams
     prompt: TokenIds
     output: list[int]
+    pooling: Pooling | None = None
 
 
 class StepPlan(msgspec.Struct, array_like=True):
@@ -86,7 +100,8 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs entry is None if the request wants none. `prompt_logprobs[slot]` are those of the prompt tokens that
     follow each position computed in this step. `drafts[slot]` are the draft model's tokens for the next step; a slot
     has no entry while the draft model lags behind its text. `failed[slot]` is the reason that no token could be sampled
-    for a slot, whose ids in `tokens` are meaningless then.
+    for a slot, whose ids in `tokens` are meaningless then. `pooled[slot]` are the float32 numbers, in little-endian
+    bytes, of a request with `pooling` whose prompt ends in this step.
     """
 
     id: int
@@ -95,6 +110,7 @@ class StepResult(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: dict[int, list[int]] = {}
     failed: dict[int, SlotFailure] = {}
+    pooled: dict[int, bytes] = {}
 
 
 class LockStep(msgspec.Struct):

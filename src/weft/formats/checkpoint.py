@@ -28,6 +28,7 @@ from weft.formats import (
     hub,
     model_names,
     packed,
+    pooling,
     safetensors,
     sharded,
     signed,
@@ -53,6 +54,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     - `generation`: the sampling that the model recommends, by generation_config.json's names.
     - `quantised`: types of the quantised tensors, by Hugging Face's names; for a dummy, the types in its config.
     - `sharded`: what the files hold if each is of one rank (format "sharded_state").
+    - `pooling`: what the model makes of prompts as a whole, if it embeds or scores.
     """
 
     model: str
@@ -62,6 +64,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     generation: dict[str, float | int | bool]
     quantised: dict[str, str] = {}
     sharded: sharded.ShardedState | None = None
+    pooling: pooling.PoolingSettings | None = None
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Locate each tensor of the model; see `locate_tensors`."""
@@ -76,13 +79,14 @@ def resolve(
     download_dir: str | None = None,
     load_format: str = "auto",
     model_impl: str = "auto",
+    task: pooling.PoolingTask = "auto",
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, and fetch it if it is not here yet.
 
     The name is `demo`, a directory, a GGUF file, a repository on the Hugging Face hub, a nickname of one, or a GGUF
     file there as `hf.co/OWNER/REPO:QUANT`. With `load_format` "dummy" a config.json is enough. Raises ModelError, in
     one line with the ways out, for a model that is missing, damaged, incomplete, or of an unknown architecture.
-    `model_impl` is EngineConfig's.
+    `model_impl` is EngineConfig's, `task` is that of `read_pooling`.
     """
     try:
         full = model_names.full_name(model, folder=download_dir)
@@ -90,14 +94,14 @@ def resolve(
     except (OSError, RuntimeError) as error:  # an unreadable directory, a name too long, the ~ of an unknown user
         raise ModelError(f"cannot read {model}: {error_reason(error)}", code="cannot-read-model") from error
     if path.is_dir() and sharded.is_sharded(path) and load_format in ("auto", "sharded_state"):
-        return _sharded_checkpoint(model, path, model_impl)
+        return _sharded_checkpoint(model, path, model_impl, task)
     format: FileFormat = "safetensors" if path.is_dir() else "gguf"
     if load_format not in ("auto", "dummy", format):
         raise ModelError(
             f"{path} is {format}, not {load_format}; leave --load-format out, or give another model",
             code="other-load-format",
         )
-    dummy = load_format == "dummy"
+    dummy, metadata = load_format == "dummy", None
     if format == "gguf":
         if model_impl == "transformers":
             raise ModelError(
@@ -105,6 +109,7 @@ def resolve(
                 code="gguf-through-transformers",
             )
         header = gguf.read_gguf(path)
+        metadata = header.metadata
         shape, generation = gguf_shape.shape_from_gguf(header), gguf_shape.recommended_sampling(header)
         index = _translate_names(header, shape)
     else:
@@ -113,6 +118,9 @@ def resolve(
         generation = config_json.recommended_sampling(path)
         index = _translate_layout(index, shape)
     _check_shape(shape, str(path))
+    pooled = pooling.read_pooling(path, shape, task, metadata)
+    if pooled is not None and pooled.task == "embed" and index:
+        shape, pooled = _without_head(shape, pooled, index)
     if dummy:
         format, quantised = "dummy", packed.stored_types(shape)
     else:
@@ -125,11 +133,29 @@ def resolve(
         shape = packed.with_stored_types(shape, tensors)
         quantised = {name: info.type for name, info in tensors.items() if _is_quantised(info)}
     return Checkpoint(
-        model=model, path=str(path), format=format, shape=shape, generation=generation, quantised=quantised
+        model=model,
+        path=str(path),
+        format=format,
+        shape=shape,
+        generation=generation,
+        quantised=quantised,
+        pooling=pooled,
     )
 
 
-def _sharded_checkpoint(model: str, folder: Path, model_impl: str) -> Checkpoint:
+def _without_head(
+    shape: ModelShape, pooled: pooling.PoolingSettings, index: Mapping[str, TensorInfo]
+) -> tuple[ModelShape, pooling.PoolingSettings]:
+    """A shape and its settings for files that may lack the head: an embedding needs none, and the embedding's table
+    takes its place."""
+    head = find_architecture(shape.architecture).names.head + ".weight"
+    if shape.tied or shape.library or head in index or _packed_name(index, head) is not None:
+        return shape, pooled
+    logger.info("the files have no head: the model embeds, and does not generate")
+    return msgspec.structs.replace(shape, tied=True), msgspec.structs.replace(pooled, generates=False)
+
+
+def _sharded_checkpoint(model: str, folder: Path, model_impl: str, task: pooling.PoolingTask) -> Checkpoint:
     """The checkpoint that `weft shard` wrote to a directory. Raises ModelError if it is for another `model_impl`."""
     state = sharded.read_state(folder)
     impl = "weft" if state.shape.library is None else "transformers"
@@ -147,6 +173,7 @@ def _sharded_checkpoint(model: str, folder: Path, model_impl: str) -> Checkpoint
         generation=state.generation,
         quantised=state.quantised,
         sharded=state,
+        pooling=pooling.read_pooling(folder, state.shape, task),
     )
 
 
@@ -162,17 +189,28 @@ def with_file_types(shape: ModelShape, index: dict[str, TensorInfo]) -> ModelSha
 def _translate_layout(index: dict[str, TensorInfo], shape: ModelShape) -> dict[str, TensorInfo]:
     """Tensors of safetensors files as the table of parameters names them.
 
-    Names that only some files have are replaced, the tensors of each packed matrix are joined into one, stacks of
-    experts are divided, and matrices that are stored as [inputs, outputs] are turned.
+    Names that only some files have are replaced, those of a base model's files get their prefix, the tensors of each
+    packed matrix are joined into one, stacks of experts are divided, and matrices that are stored as [inputs, outputs]
+    are turned.
     """
     for pattern, name in find_architecture(shape.architecture).renamed:
         index = {re.sub(pattern, name, own): info for own, info in index.items()}
+    names = find_architecture(shape.architecture).names
+    index = _with_prefix(index, names.embed)
     if shape.published is not None:
         index = _join_matrices(index, shape.published)
-    names = find_architecture(shape.architecture).names
     if names.transposed:
         index = _turn_matrices(index, shape)
     return stacks.unstack(index, shape, dict(expected_tensors(shape))) if names.stacks else index
+
+
+def _with_prefix(index: dict[str, TensorInfo], embed: str) -> dict[str, TensorInfo]:
+    """Add the prefix of the module `embed` to all names if the files are of the base model, which has no head: its
+    names begin behind this prefix, as those of Qwen3-Embedding do."""
+    prefix, _, own = embed.rpartition(".")
+    if not prefix or own + ".weight" not in index:
+        return index
+    return {f"{prefix}.{name}": info for name, info in index.items()}
 
 
 def _join_matrices(index: dict[str, TensorInfo], published: PublishedQuantization) -> dict[str, TensorInfo]:

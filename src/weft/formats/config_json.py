@@ -119,8 +119,8 @@ def architecture(config: Fields) -> str:
         known = ((name, entry.config) for name, entry in ARCHITECTURES.items())
         names = [name for name, own in known if kind in (own.model_type, *own.other_types)] or [kind]
     for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
+        if (own_name := _own_name(name)) is not None:
+            return own_name
     missing = "" if library.is_installed() else f"; {library.EXTRA} adds those of Transformers"
     raise ModelError(
         f"{config.where}: unknown architecture {names[0]!r}; known: {', '.join(ARCHITECTURES)}{missing}",
@@ -131,9 +131,17 @@ def architecture(config: Fields) -> str:
 def _is_foreign(config: Fields) -> bool:
     """Return True if Transformers has a class for the model, and Weft has no table of it."""
     names = config.values.get("architectures")
-    if not isinstance(names, list) or any(name in ARCHITECTURES for name in names):
+    if not isinstance(names, list) or any(_own_name(name) for name in names):
         return False
     return any(isinstance(name, str) and library.knows(name) for name in names)
+
+
+def _own_name(name: object) -> str | None:
+    """The name by which Weft knows an architecture; the base model, Qwen3Model, is that of Qwen3ForCausalLM."""
+    text = str(name)
+    if text not in ARCHITECTURES and text.endswith("Model"):
+        text = text.removesuffix("Model") + "ForCausalLM"
+    return text if text in ARCHITECTURES else None
 
 
 def shape_from_config(

@@ -161,7 +161,9 @@ class Accounts:
         """The most that a request can take. No token is shorter than a byte; the quota counts as many as are likely."""
         completion = exchange.completion
         assert completion is not None
-        answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
+        answer = 0
+        if completion.answers:
+            answer = min(completion.choices * (completion.max_tokens or DEFAULT_ANSWER), MOST_TOKENS)
         prompt = exchange.bytes_in + (TOOL_TOKENS if completion.has_tools else 0)
         dollars = price_of(replica.config, replica.own_name(exchange.model), prompt, answer)
         return Amount(exchange.prompt_tokens, answer, dollars)
@@ -182,6 +184,8 @@ def usage_of(exchange: Exchange) -> Amount | None:
     """Tokens of a request by the usage that its upstream told; None if it told none, or none that can be."""
     usage: dict[str, Any] = (exchange.answer.usage if exchange.answer is not None else None) or {}
     prompt, completion = (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
+    if completion is None and exchange.completion is not None and not exchange.completion.answers:
+        completion = 0
     if type(prompt) is not int or type(completion) is not int:
         return None
     if not (0 <= prompt < MOST_USAGE and 0 <= completion < MOST_USAGE):

@@ -272,6 +272,8 @@ class WholeAnswer:
             self._api.read_usage(content, usage)
             return usage or None
         found = content.get("usage")
+        if found is None and "prompt_eval_count" in content:  # of Ollama's embeddings
+            found = {"prompt_tokens": content["prompt_eval_count"]}
         return found if isinstance(found, dict) else None
 
     def _flush(self) -> bytes:

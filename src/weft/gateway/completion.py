@@ -15,7 +15,19 @@ from weft.serving.errors import HttpError
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PATHS = (CHATS, COMPLETIONS)
-COUNTED = (*PATHS, *APIS)  # whose answers' tokens are counted, and whose streams may go on elsewhere
+# Embeddings and scores, of which only prompts are counted.
+POOLED = (
+    "/v1/embeddings",
+    "/v1/score",
+    "/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/api/embed",
+    "/api/embeddings",
+)
+# Whose tokens are counted; the streams of APIS may go on elsewhere, as those of PATHS.
+COUNTED = (*PATHS, *APIS, *POOLED)
 LIMITS = ("max_tokens", "max_completion_tokens")
 WHOLE_NUMBERS = ("n", "best_of", "max_output_tokens", *LIMITS)
 USAGE_OPTIONS = frozenset(("include_usage",))
@@ -24,7 +36,7 @@ MOST_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a
 
 
 class Completion:
-    """A request for a completion.
+    """A request for a completion, or for embeddings or scores, which `answers` nothing.
 
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
     `begun`: the beginning of the answer that the client gave, in token ids. `max_tokens`: the larger limit of the
@@ -57,12 +69,13 @@ class Completion:
         self._seed: int | None = None
         self._path = path
         self._state = fields.stream_state if isinstance(fields.stream_state, dict) else {}
+        self.answers = path in PATHS or self.api is not None
         self._priced: bool | None = None
 
     def is_priced(self, body: bytes) -> bool:
         """Return True if the tokens of the request bound its price; of several prompts they do not."""
         if self._priced is None:
-            self._priced = self.api is None and self.single and self._is_bounded and has_price(body)
+            self._priced = self._path in PATHS and self.single and self._is_bounded and has_price(body)
         return self._priced
 
     def token_fields(self, answered: list[int] | None, told: int = 0) -> dict[str, Any]:

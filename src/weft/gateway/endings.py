@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from weft.gateway.answer import ResumableAnswer
 from weft.gateway.exchange import Exchange
 from weft.gateway.upstream import ResponseHead, UpstreamError
@@ -25,7 +27,10 @@ def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
 
 
 class EventEnding:
-    """Knows of a response if it is a stream of events or lines, and if the bytes so far end one of these."""
+    """Knows of a response if it is a stream of events or lines, and how the bytes so far end."""
+
+    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
+    LONGEST = 32  # bytes that are looked at
 
     def __init__(self, head: ResponseHead) -> None:
         self._ends: tuple[bytes, ...] = (b"\n\n", b"\r\n\r\n", b"\r\r") if head.is_event_stream else ()
@@ -34,8 +39,13 @@ class EventEnding:
         self._tail = b"\n\n"
 
     def push(self, piece: bytes) -> None:
-        self._tail = (self._tail + piece[-4:])[-4:]
+        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
 
     @property
     def between_events(self) -> bool:
         return bool(self._ends) and self._tail.endswith(self._ends)
+
+    @property
+    def complete(self) -> bool:
+        """True if the end mark has come: the client lacks nothing."""
+        return self.between_events and self.END_MARK.search(self._tail) is not None

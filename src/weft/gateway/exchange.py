@@ -162,5 +162,7 @@ def client_gone() -> ClientGoneError:
 def without(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
     """The header fields whose names are not in `dropped`, nor named by a Connection field."""
     pairs = list(headers)
-    named = {part.strip().lower() for name, value in pairs if name == b"connection" for part in value.split(b",")}
-    return [(name, value) for name, value in pairs if name not in dropped and name not in named]
+    for name, value in pairs:
+        if name == b"connection":
+            dropped = dropped.union(part.strip().lower() for part in value.split(b","))
+    return [pair for pair in pairs if pair[0] not in dropped]

@@ -19,7 +19,7 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch
-from weft.gateway.completion import COUNTED, Completion, check_counted
+from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.endings import EventEnding, error_event
@@ -69,6 +69,7 @@ class Proxy:
         self._name = secrets.token_hex(8).encode()
         self.bodies = bodies
         self.accounts = accounts
+        self._watches = ClientWatches()
         self._dispatcher = Dispatcher(fleet, timeouts, metrics, accounts, objective)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,11 +87,11 @@ class Proxy:
             raise
         self.running.add(exchange)
         self.idle.clear()
-        watch = ClientWatch(exchange, receive)
+        self._watches.begin(exchange, receive)
         try:
             await self._serve(exchange, receive, send)
         finally:
-            watch.end()
+            self._watches.end(exchange)
             if exchange.attempt is not None:
                 exchange.attempt.close()
             self.running.discard(exchange)
@@ -203,7 +204,7 @@ class Proxy:
         if not exchange.client.admin and not is_public(path, raw_path) and not self._open_to_all:
             raise HttpError(
                 403,
-                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(COUNTED)} and the like "
+                f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
                 "are open to all clients",
                 code="path-not-public",
             )
@@ -282,8 +283,12 @@ class Proxy:
         except ClientGoneError as error:
             exchange.outcome = error.code
         except UpstreamError as error:
-            exchange.outcome = error.code
             self._last(exchange).fail(self.fleet.clock(), str(error))
+            if ending.complete:
+                exchange.outcome = "complete"
+                await send({"type": "http.response.body", "body": b""})
+                return
+            exchange.outcome = error.code
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": error_event(exchange, error)})
@@ -367,23 +372,43 @@ def owner_of(name: str) -> bytes:
     return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()
 
 
-class ClientWatch:
-    """Cancels a request once the client has closed its connection. Short requests end before it begins."""
+class ClientWatches:
+    """Cancels requests whose clients have closed their connections.
 
-    def __init__(self, exchange: Exchange, receive: Receive) -> None:
-        self._exchange, self._receive = exchange, receive
-        self._task: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+    Short requests end before they are watched: one timer for all looks for those that are older than WATCH_AFTER_S.
+    """
 
-    def end(self) -> None:
-        self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
+    def __init__(self) -> None:
+        self._waiting: dict[Exchange, Receive] = {}  # in the order of their beginning
+        self._tasks: dict[Exchange, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._watch())
+    def begin(self, exchange: Exchange, receive: Receive) -> None:
+        self._waiting[exchange] = receive
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._look)
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    def end(self, exchange: Exchange) -> None:
+        self._waiting.pop(exchange, None)
+        task = self._tasks.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+
+    def _look(self) -> None:
+        """Watch the clients of all requests that have lasted for WATCH_AFTER_S."""
+        self._timer = None
+        now = time.monotonic()
+        while self._waiting:
+            exchange, receive = next(iter(self._waiting.items()))
+            remaining_s = exchange.began_s + WATCH_AFTER_S - now
+            if remaining_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(remaining_s, self._look)
+                return
+            del self._waiting[exchange]
+            self._tasks[exchange] = asyncio.create_task(self._watch(exchange, receive))
+
+    @staticmethod
+    async def _watch(exchange: Exchange, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self._exchange.leave()
+        exchange.leave()

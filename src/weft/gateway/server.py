@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -136,6 +137,7 @@ async def _run(
     server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
     checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch, server.reload_certificate))
     listen.start_listening(listener, options)
+    gc.freeze()  # what exists now stays: no request waits while the collector scans it
     log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
     try:
         with handle_stop_signals(server.on_signal, shutdown_timeout):

@@ -198,7 +198,11 @@ class DecoderModel:
 
         None on other ranks of the last stage than the output rank."""
         assert self.head is not None
-        return self.head(hidden if self.final_norm is None else self.final_norm(hidden, self.kernels))
+        return self.head(self.states(hidden))
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage behind the final norm: [S, hidden], whole on every rank."""
+        return hidden if self.final_norm is None else self.final_norm(hidden, self.kernels)
 
 
 def create_embedding(

@@ -20,13 +20,16 @@ from weft.serving.batches import endpoints as batches
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
 from weft.serving.completions import completions
+from weft.serving.embeddings import embeddings
 from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
 from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.ollama import chat as ollama_chat
+from weft.serving.ollama import embed as ollama_embed
 from weft.serving.ollama import models as ollama
 from weft.serving.ollama.pull import pull_model
 from weft.serving.openapi import openapi
 from weft.serving.responses.stream import responses
+from weft.serving.scores import rerank, score
 from weft.serving.service import Service
 
 # Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
@@ -35,6 +38,9 @@ KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/embeddings", embeddings, methods=["POST"]),
+    *(Route(path, score, methods=["POST"]) for path in ("/v1/score", "/score")),
+    *(Route(path, rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Route("/v1/models", models.list_models),
     Route("/v1/models/{name:path}", models.get_model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -66,6 +72,8 @@ ROUTES = (
     Route("/api/show", ollama.show, methods=["POST"]),
     Route("/api/chat", ollama_chat.chat, methods=["POST"]),
     Route("/api/generate", ollama_chat.generate, methods=["POST"]),
+    Route("/api/embed", ollama_embed.embed, methods=["POST"]),
+    Route("/api/embeddings", ollama_embed.embeddings, methods=["POST"]),
     Route("/api/pull", pull_model, methods=["POST"]),
     Route("/api/delete", ollama.delete, methods=["DELETE"]),
     *(Route(f"/api/{name}", ollama.absent, methods=["POST"]) for name in ("create", "copy", "push")),
@@ -75,7 +83,12 @@ ROUTES = (
 
 
 # Whose requests a batch may hold.
-BATCH_ENDPOINTS = {"/v1/chat/completions": chat, "/v1/completions": completions, "/v1/responses": responses}
+BATCH_ENDPOINTS = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/responses": responses,
+    "/v1/embeddings": embeddings,
+}
 
 
 def create_app(service: Service) -> Starlette:

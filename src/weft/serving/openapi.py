@@ -24,6 +24,7 @@ from weft.serving.errors import (
     OllamaErrorFrame,
     shape_error,
 )
+from weft.serving.ollama import embed as ollama_embed
 from weft.serving.ollama import types as ollama
 from weft.serving.openai_types import (
     ChatChunk,
@@ -34,6 +35,7 @@ from weft.serving.openai_types import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from weft.serving.pooling_types import Embeddings, EmbeddingsRequest, Ranking, RerankRequest, ScoreRequest, Scores
 from weft.serving.responses import types as responses
 
 # With what any path may answer: a wrong or too long request, a missing key, a server that is full or ends.
@@ -80,6 +82,12 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         request=anthropic.MessagesRequest, answer=anthropic.Answer, part=anthropic.StreamEvent, media=EVENTS
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(request=anthropic.CountRequest, answer=anthropic.TokenCount),
+    ("POST", "/v1/embeddings"): Operation(request=EmbeddingsRequest, answer=Embeddings),
+    **{("POST", path): Operation(request=ScoreRequest, answer=Scores) for path in ("/v1/score", "/score")},
+    **{
+        ("POST", path): Operation(request=RerankRequest, answer=Ranking)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    },
     ("POST", "/v1/files"): Operation(form=True, answer=batches.FileObject),
     ("GET", "/v1/files"): Operation(answer=batches.FileList, query=(*PAGE, "purpose")),
     ("GET", "/v1/files/{id}"): Operation(answer=batches.FileObject),
@@ -112,6 +120,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ),
     ("POST", "/api/generate"): Operation(
         request=ollama.GenerateRequest, answer=ollama.GenerateAnswer, part=ollama.GenerateAnswer, media=LINES
+    ),
+    ("POST", "/api/embed"): Operation(request=ollama_embed.EmbedRequest, answer=ollama_embed.EmbedAnswer),
+    ("POST", "/api/embeddings"): Operation(
+        request=ollama_embed.EmbeddingsRequest, answer=ollama_embed.EmbeddingsAnswer
     ),
     ("POST", "/api/pull"): Operation(
         request=ollama.PullRequest, answer=ollama.PullStatus, part=ollama.PullStatus, media=LINES

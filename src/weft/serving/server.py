@@ -85,7 +85,7 @@ async def _serve(
     # While the engine starts, which takes longer: both are ready before the first request.
     predicting = asyncio.create_task(asyncio.to_thread(_predict, planned, speeds)) if speeds else None
     grammars = text_tools.create_grammars(checkpoint.shape.vocab, checkpoint.shape.eos)
-    asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary, grammars)
+    asyncio.get_running_loop().run_in_executor(None, text_tools.prepare_vocabulary)
     starting = time.monotonic()
     if len(planned) > 1:
         _log_replicas(planned)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from starlette.requests import Request as HttpRequest
 from weft.client.collector import Collector, Delta
 from weft.client.frontend import Frontend, Prompt
 from weft.client.memory import Trimmer
+from weft.client.pooling import Pooler
 from weft.client.running import RunningReplica
 from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.params import SamplingParams
@@ -34,6 +36,7 @@ from weft.serving.prefix_debug import PrefixDebug, PrefixReport
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
+from weft.structured.compiler import UnpreparedError, must_be_quick
 from weft.text.limits import LIMITS
 
 log = logging.getLogger("weft.serving")
@@ -107,6 +110,7 @@ class Service:
         self.model = model
         self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
         self.names = options.served_model_name or (model,)
+        self.pooler = Pooler(frontend, self.names[0])
         self.capacity = capacity
         self.created = int(time.time())
         self.metrics = Metrics(self.names[0], frontend.max_model_len, lambda: engine.replica_stats)
@@ -143,7 +147,8 @@ class Service:
 
         The work runs in a thread, since a small body may request much work and a chat template is untrusted code.
         Large bodies have their own threads, so that small ones do not wait for them. Only work on a tiny body, of a
-        kind that has been quick so far, runs in the event loop: that costs less than the way to a thread.
+        kind that has been quick so far, runs in the event loop: that costs less than the way to a thread. The first
+        grammar, for which the vocabulary is prepared, goes to a thread in any case.
         """
         content = await self._body_receiver.receive(request)
         large = len(content) > LIMITS.small_bytes
@@ -153,7 +158,8 @@ class Service:
             run = partial(self._loop_gate.timed, work, run)
         try:
             if tiny and self._loop_gate.allows(work):
-                return run()
+                with suppress(UnpreparedError):
+                    return run_quickly(run)
             return await self._threads_by_large[large].result(run)
         except ModelError as error:
             log.error("%s", error)
@@ -386,6 +392,15 @@ class EngineStream:
         completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+def run_quickly(run: Callable[[], Prepared]) -> Prepared:
+    """Run work in the event loop. Raises UnpreparedError for work that would take its time."""
+    token = must_be_quick.set(True)
+    try:
+        return run()
+    finally:
+        must_be_quick.reset(token)
 
 
 def shutting_down_error() -> HttpError:

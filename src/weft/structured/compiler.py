@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +27,14 @@ CACHED = 64  # compiled grammars that are kept
 THREADS = 2
 MASK_THREADS = 4  # that compute masks of several rows; more do not pay, as others need the cores
 WORD_BYTES = 4
+
+
+class UnpreparedError(Exception):
+    """The vocabulary is not prepared yet, and this is a thread that must not do it."""
+
+
+# True in a thread that has other work, such as that of an event loop: the vocabulary is not prepared there.
+must_be_quick: ContextVar[bool] = ContextVar("must_be_quick", default=False)
 
 
 class GuidedMatcher:
@@ -50,8 +59,8 @@ class GuidedMatcher:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary: `load` returns its tokenizer, `vocab` is the number of embedding rows.
 
-    It implements `core.grammar.Grammars`. Unless `prepare` has been called, the vocabulary is prepared
-    for the first grammar, in that one's thread.
+    It implements `core.grammar.Grammars`. The vocabulary is prepared for the first grammar, in that one's thread: most
+    servers never see one.
     """
 
     def __init__(self, load: Callable[[], Tokenizer], vocab: int, eos: Sequence[int]) -> None:
@@ -79,7 +88,7 @@ class GrammarCompiler:
         return build_vocabulary(tokenizer, self._vocab, sorted({*self._eos, *tokenizer.end_ids}))
 
     def prepare(self) -> None:
-        """Prepare the vocabulary now, rather than for the first grammar, which waits if it comes meanwhile."""
+        """Prepare the vocabulary if it is not yet, or wait until another thread has done so."""
         with self._lock:
             self.vocabulary  # noqa: B018  # cached
 
@@ -87,7 +96,10 @@ class GrammarCompiler:
         return self._threads.submit(self._matcher, grammar, list(answered))
 
     def check(self, grammar: str, param: str = PARAM) -> None:
-        """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled."""
+        """Raise RequestError, with the place of the mistake, for a grammar that cannot be compiled.
+
+        Raises UnpreparedError if this has to be quick, and the vocabulary is not prepared.
+        """
         try:
             self._base(grammar)
         except RequestError as error:
@@ -126,6 +138,9 @@ class GrammarCompiler:
         """A matcher at the beginning of a grammar, to be copied. Its first mask has been computed."""
         from llguidance import LLMatcher, LLParserLimits
 
+        # Before the lock, which the thread that prepares the vocabulary holds.
+        if must_be_quick.get() and "vocabulary" not in vars(self):
+            raise UnpreparedError
         with self._lock:
             if (base := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)

@@ -70,6 +70,17 @@ class Tokenizer:
         self._has_post_processor = settings.add_bos is None and settings.add_eos is None
         self._add_bos = bool(settings.add_bos) and self.bos_id is not None
         self._add_eos = bool(settings.add_eos) and self.eos_id is not None
+        self._ending = self._post_processed_ending() if settings.add_bos is not None else []
+
+    def _post_processed_ending(self) -> list[int]:
+        """Ids that the vocabulary's post-processor adds behind a text, if the settings leave that to it.
+
+        Settings that speak of BOS alone, as those of Qwen3-Embedding do, say nothing of the end.
+        """
+        if self._settings.add_eos is not None:
+            return []
+        [encoding] = self._hf_tokenizer.encode_batch_fast([""], add_special_tokens=True)
+        return [id for id in encoding.ids if id != self.bos_id]
 
     def _end_ids(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Ids that end a completion, given those that the tokenizer's files name.
@@ -126,6 +137,7 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         if self._add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
             ids.append(self.eos_id)
+        ids += self._ending
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

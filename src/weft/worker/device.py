@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from weft.architectures.place import Place
@@ -126,8 +127,16 @@ class ToHost:
 
     def values(self) -> list[Any]:
         """Wait for the copy; return the tensor as a list."""
+        return self._wait().tolist()
+
+    def array(self) -> np.ndarray:
+        """Wait for the copy; return the tensor as an array."""
+        array: np.ndarray = self._wait().numpy()
+        return array
+
+    def _wait(self) -> torch.Tensor:
         if self._arrived:
             # A thread that has set no device would create a context on GPU 0 by waiting: 0.5 GB of its memory.
             torch.cuda.set_device(self._device)
             self._arrived.synchronize()
-        return self._values.tolist()
+        return self._values

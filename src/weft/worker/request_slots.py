@@ -11,6 +11,7 @@ from weft.core.step import UNKNOWN, Admission, StepPlan
 from weft.kernels.batch import Lengths, table_columns
 from weft.kernels.sampling import Array
 from weft.kernels.staged import StagedStep
+from weft.worker.pooling import PooledPrompt
 from weft.worker.prompt_logprobs import PromptLogprobsRequest
 from weft.worker.sample_arrays import SampleArrays
 from weft.worker.staging import Staging
@@ -39,7 +40,7 @@ class RequestSlots:
     `tables` [KV groups, slots, blocks per sequence] int32 are the block tables, on the host; a copy on the device gets
     the new blocks of each step. `lengths` [slots] int32 are the numbers of blocks in them. `last` [slots] int64 on the
     device is the token that each slot sampled last. `prompt_logprobs` has the requests that want logprobs of their
-    prompt.
+    prompt, `pooled` those that want its hidden state or logits instead of an answer.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RequestSlots:
         self.tables = np.zeros((groups, slots, columns), dtype=np.int32)
         self.lengths = np.zeros(slots, dtype=np.int32)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
+        self.pooled: dict[int, PooledPrompt] = {}
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)
         self._staging = Staging(device)
         self._device_tables = torch.zeros(self.tables.shape, dtype=torch.int32, device=device)
@@ -60,6 +62,8 @@ class RequestSlots:
         top = admission.params.prompt_logprobs
         if top is not None:
             self.prompt_logprobs[admission.slot] = PromptLogprobsRequest(list(admission.prompt), top)
+        if admission.pooling is not None:
+            self.pooled[admission.slot] = PooledPrompt(len(admission.prompt), admission.pooling)
 
     def capacity(self, slot: int) -> int:
         """Number of tokens that the slot's blocks hold."""
@@ -68,6 +72,7 @@ class RequestSlots:
     def release(self, slot: int) -> None:
         """Free a slot."""
         self.prompt_logprobs.pop(slot, None)
+        self.pooled.pop(slot, None)
 
     def stage(
         self, step: StepPlan, samples: SampleArrays[np.ndarray] | None = None, *, singly: bool = False

@@ -320,6 +320,10 @@ class ModelRunner:
         if self.plan.exchange:
             self.model.serve_others(group_tokens)
 
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final states of rows of the last stage: [S, hidden] -> [S, hidden], see `DecoderModel.states`."""
+        return self.model.states(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits of sampled rows: [S, hidden] -> [S, vocab], None on ranks of the last stage that do not sample."""
         return self.model.logits(hidden)

@@ -35,6 +35,7 @@ from weft.plan.speculation import draft_plan
 from weft.worker import rehearsal
 from weft.worker.device import free_bytes
 from weft.worker.model_proposer import ModelProposer
+from weft.worker.pooling import PooledRows, pool_prompts
 from weft.worker.prompt_logprobs import score_prompts
 from weft.worker.proposer import Proposer
 from weft.worker.request_slots import RequestSlots
@@ -255,13 +256,16 @@ class Worker:
         samples: SampleBatch | None,
         tensors: SampleArrays[torch.Tensor] | None,
     ) -> Result:
-        """Sample, and score prompts if requests want it. Every rank of the last stage comes here, since the head is
-        cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
+        """Sample, and score or pool prompts if requests want it. Every rank of the last stage comes here, since the
+        head is cut; only the output rank has `samples`. `tensors` are None if the step samples no token."""
         prompt_logprobs, scoring = {}, self.request_slots.prompt_logprobs
         if scoring:
             prompt_logprobs = score_prompts(step, hidden, scoring, self.runner.logits, self.sampler)
+        pooled, prompts = None, self.request_slots.pooled
+        if prompts:
+            pooled = pool_prompts(step, hidden, prompts, self.runner, returns=self.sampler is not None)
         if tensors is None:
-            return StepResult(step.id, [], [], prompt_logprobs) if self.sampler else None
+            return self._unsampled(StepResult(step.id, [], [], prompt_logprobs), pooled) if self.sampler else None
         # In the usual decode step every token is sampled after: nothing to select.
         if len(tensors.picks) < len(hidden):
             hidden = hidden.index_select(0, tensors.picks)
@@ -279,9 +283,15 @@ class Worker:
             if min(tokens) == NOT_FINITE:
                 step_result.failed = samples.failures(tokens, self.rank)
                 step_result.tokens = [max(token, 0) for token in tokens]
-            return step_result
+            return pooled.add_to(step_result) if pooled else step_result
 
         return result() if self.runner.device.type == "cpu" else result
+
+    def _unsampled(self, result: StepResult, pooled: PooledRows | None) -> Result:
+        """The result of a step that samples no token, with what is `pooled` of prompts."""
+        if pooled is None:
+            return result
+        return pooled.add_to(result) if self.runner.device.type == "cpu" else lambda: pooled.add_to(result)
 
     def _keep_last_tokens(self, slots: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Keep the sampled tokens [R] int64 for the next step, on every rank; only the output rank has them."""

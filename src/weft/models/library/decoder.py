@@ -217,6 +217,10 @@ class LibraryDecoder:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
         self._step.caches = ()
 
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the last stage behind the final norm, as `hidden` returns them."""
+        return hidden
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].
 

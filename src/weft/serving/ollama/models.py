@@ -67,8 +67,6 @@ def show_model(service: Service, content: bytes) -> Response:
     parameters |= {"top_k": defaults.top_k, "top_p": defaults.top_p, "repeat_penalty": defaults.repetition_penalty}
     lines = [f"{key:<30} {value}" for key, value in parameters.items()]
     template = service.frontend.template_source or ""
-    more = ["tools"] if template else []
-    more += ["thinking"] if service.answer_format.reasoning is not None else []
     return JsonResponse(
         ShowAnswer(
             modelfile=f"# served by Weft\nFROM {tagged(name)}\n",
@@ -76,10 +74,22 @@ def show_model(service: Service, content: bytes) -> Response:
             template=template,
             details=row.details,
             model_info=details.model_info(plan),
-            capabilities=["completion", *more],
+            capabilities=_capabilities(service),
             modified_at=row.modified_at,
         )
     )
+
+
+def _capabilities(service: Service) -> list[str]:
+    """Abilities of the served model, in Ollama's words."""
+    settings = service.pooler.settings
+    does: list[tuple[str, bool]] = [
+        ("completion", generates := settings is None or settings.generates),
+        ("tools", generates and bool(service.frontend.template_source)),
+        ("thinking", generates and service.answer_format.reasoning is not None),
+        ("embedding", settings is not None and settings.task == "embed"),
+    ]
+    return [name for name, has in does if has]
 
 
 async def delete(request: Request) -> Response:
