@@ -16,7 +16,7 @@ import sys
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from scripts.abusing import bodies, connections, starts, stops
+from scripts.abusing import apis, bodies, connections, starts, stops
 from scripts.abusing.case import Attack, Case, Served
 from scripts.abusing.runner import HEADINGS, Runner
 from scripts.abusing.server import Stranger
@@ -25,7 +25,7 @@ MODEL = "demo"
 FLAGS = ("-tp", "2", "--max-num-batched-tokens", "256")
 # Those of one server together: connections that need a server of their own come last among theirs.
 CASES: tuple[Case, ...] = (
-    *sorted((*connections.ATTACKS, *bodies.ATTACKS), key=lambda attack: attack.served != Served()),
+    *sorted((*connections.ATTACKS, *bodies.ATTACKS, *apis.ATTACKS), key=lambda attack: attack.served != Served()),
     *stops.LIVES,
     *starts.LIVES,
 )

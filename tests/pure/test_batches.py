@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -457,3 +458,69 @@ def test_kill_9_loses_nothing_and_does_nothing_twice(tmp_path: Path) -> None:
     asked = (tmp_path / "asked").stat().st_size
     assert lines <= asked <= lines + 2 * 4
     store.close()
+
+
+# Expiry
+
+
+async def test_files_and_results_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        soon: Any = {"anchor": "created_at", "seconds": 3600}
+        short = await api.files.create(file=("f", jsonl([line("a")])), purpose="batch", expires_after=soon)
+        usual = await api.files.create(file=("g", jsonl([line("b")])), purpose="batch")
+        assert short.expires_at == short.created_at + 3600
+        assert usual.expires_at == usual.created_at + 30 * 24 * 3600
+        made = await api.batches.create(
+            input_file_id=short.id, endpoint=URL, completion_window="24h", output_expires_after=soon
+        )
+        batch = await ended(api, made.id)
+        output = await api.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        store = Store(tmp_path)
+        assert not store.answered(batch.id)  # the output file has the answers
+        monkeypatch.setattr(time, "time", lambda: now + 3700)
+        with pytest.raises(openai.NotFoundError):
+            await api.files.content(short.id)
+        assert [file.id async for file in api.files.list()] == [usual.id]
+        await api.files.create(file=("h", b"x"), purpose="batch")  # which makes room first
+        names = {path.name for path in (tmp_path / "contents").iterdir()}
+        assert short.id not in names and output.id not in names and usual.id in names
+        assert (await api.batches.retrieve(batch.id)).request_counts.completed == 1
+        monkeypatch.setattr(time, "time", lambda: now + 31 * 24 * 3600)
+        assert store.remove_expired(time.time(), 30 * 24 * 3600.0) == 0
+        with pytest.raises(openai.NotFoundError):
+            await api.batches.retrieve(batch.id)
+        store.close()
+
+
+async def test_what_an_unfinished_batch_reads_stays(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.new_content() as content:
+        content.write(jsonl([line("a")]))
+        file = store.add_file("", content, "f", "batch", expires_at=1)
+    fields: dict[str, Any] = {"endpoint": URL, "completion_window": "1h", "created_at": 0, "expires_at": 2**40}
+    store.add_batch("", BatchObject(id="batch_1", input_file_id=file.id, **fields))
+    assert store.remove_expired(2.0, 1.0) == file.bytes and store.batch("", "batch_1")
+    store.change_batch("batch_1", lambda row: setattr(row, "status", "failed"))
+    assert store.remove_expired(2.0, 0.0) == 0 and store.batch("", "batch_1")
+    assert store.remove_expired(2.0, 1.0) == 0 and store.batch("", "batch_1") is None
+    store.close()
+
+
+async def test_files_are_kept_for_ever_if_the_operator_says_so(tmp_path: Path) -> None:
+    async with client(World(storage_directory=str(tmp_path), storage_days=0)) as api:
+        assert (await api.files.create(file=("f", b"x"), purpose="batch")).expires_at is None
+
+
+@pytest.mark.parametrize("given", [{"seconds": 10}, {"seconds": 10**8}, {"anchor": "now"}, {"seconds": "x"}], ids=str)
+async def test_expiries_that_are_refused(tmp_path: Path, given: dict[str, Any]) -> None:
+    async with client(World(storage_directory=str(tmp_path))) as api:
+        expiry: Any = {"anchor": "created_at", "seconds": 3600, **given}
+        with pytest.raises(openai.BadRequestError, match="expires_after"):
+            await api.files.create(file=("f", b"x"), purpose="batch", expires_after=expiry)
+        file = await api.files.create(file=("f", b"x"), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="output_expires_after"):
+            await api.batches.create(
+                input_file_id=file.id, endpoint=URL, completion_window="24h", output_expires_after=expiry
+            )

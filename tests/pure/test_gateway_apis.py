@@ -15,8 +15,11 @@ import pytest
 from tests.pure.gateways import LiveGateway, gateway, hang_up, upstream
 from tests.pure.servers import weft_server
 from tests.pure.worlds import HI, FakeEngine, World, saying
+from weft.gateway.checks import read_models
+from weft.gateway.proxy import owner_of
 
 CHAT = {"messages": HI}
+LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", **CHAT}}
 
 
 @asynccontextmanager
@@ -103,15 +106,9 @@ async def test_files_and_batches_stay_at_one_server(tmp_path: Path) -> None:
     worlds = [World(storage_directory=str(folder)) for folder in folders]
     async with weft_server(worlds[0]) as first, weft_server(worlds[1]) as second:
         async with gateway(first.url, second.url) as live:
-            line = {
-                "custom_id": "a",
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": {"model": "tiny", **CHAT},
-            }
             ids = []
             for _ in range(4):
-                files = {"file": ("in.jsonl", json.dumps(line).encode())}
+                files = {"file": ("in.jsonl", json.dumps(LINE).encode())}
                 made = await live.client.post("/v1/files", files=files, data={"purpose": "batch"})
                 ids.append(made.json()["id"])
             for id in ids:
@@ -126,9 +123,73 @@ async def test_files_and_batches_stay_at_one_server(tmp_path: Path) -> None:
         await second.server.batches.close()
 
 
-async def test_files_of_a_gateway_with_keys_are_its_administrators_only(tmp_path: Path) -> None:
+KEYS = """
+- {name: one, key: k1}
+- {name: two, key: k2}
+- {name: some, key: k3, models: [tiny]}
+- {name: few, key: k4, tpm: 1000000}
+- {name: boss, key: b, admin: true}
+"""
+
+
+@pytest.mark.parametrize("upstream_keys", [False, True])
+async def test_each_key_has_files_and_batches_of_its_own(
+    tmp_path: Path, upstream_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys.yaml").write_text(KEYS)
+    monkeypatch.setenv("UPSTREAM_KEY", "u")
+    options = {"api_key": ("u", "other")} if upstream_keys else {}
+    world = World(storage_directory=str(tmp_path / "storage"), **options)
+    async with weft_server(world) as server:
+        one: dict[str, Any] = {"url": server.url, **({"key_env": "UPSTREAM_KEY"} if upstream_keys else {})}
+        async with gateway(upstreams=[one], keys=str(tmp_path / "keys.yaml")) as live:
+            (replica,) = live.proxy.fleet.replicas.values()
+            await read_models(replica, live.proxy.timeouts)
+
+            async def ask(method: str, path: str, key: str, **how: Any) -> Any:
+                return await live.client.request(method, path, headers={"x-api-key": key, **how.pop("head", {})}, **how)
+
+            upload: dict[str, Any] = {"files": {"file": ("in.jsonl", json.dumps(LINE).encode())}}
+            upload["data"] = {"purpose": "batch"}
+            made = await ask("POST", "/v1/files", "k1", **upload)
+            file = made.json()["id"]
+            assert "x-weft-owner" not in made.headers
+            body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "1h"}
+            assert (await ask("POST", "/v1/batches", "k2", json=body)).status_code == 404
+            batch = (await ask("POST", "/v1/batches", "k1", json=body)).json()["id"]
+            # Nobody names another's owner: the gateway does not pass a client's own header on.
+            stolen = {"x-weft-owner": owner_of("one").decode()}
+            for path in (f"/v1/files/{file}", f"/v1/files/{file}/content", f"/v1/batches/{batch}"):
+                assert (await ask("GET", path, "k1")).status_code == 200
+                assert (await ask("GET", path, "k2", head=stolen)).status_code == 404
+                assert (await ask("GET", path, "b", head=stolen)).status_code == 404
+            for path, id in (("/v1/files", file), ("/v1/batches", batch)):
+                found = {
+                    key: [row["id"] for row in (await ask("GET", path, key)).json()["data"]] for key in ("k1", "k2")
+                }
+                assert id in found["k1"] and not found["k2"]
+            while (told := (await ask("GET", f"/v1/batches/{batch}", "k1")).json())["status"] != "completed":
+                pass
+            assert (await ask("GET", f"/v1/files/{told['output_file_id']}/content", "k2")).status_code == 404
+            assert (await ask("DELETE", f"/v1/files/{file}", "k2")).status_code == 404
+            assert (await ask("DELETE", f"/v1/files/{file}", "k1")).json()["deleted"]
+            for key in ("k3", "k4"):  # whose limits nobody would compare with the lines
+                assert (await ask("POST", "/v1/files", key, **upload)).status_code == 403
+                assert (await ask("GET", "/v1/files", key)).json()["data"] == []
+            for path in ("/v1/files/a%2Fb", "/v1/files/../../sleep", "/v1/files/a/b", "/v1/filesystem"):
+                assert (await ask("GET", path, "k1")).status_code in (403, 404), path
+            assert (await ask("POST", "/api/pull", "k1", json={"model": "a"})).status_code == 403
+        await server.server.batches.close()
+
+
+async def test_files_of_keys_need_an_upstream_that_keeps_them_apart(tmp_path: Path) -> None:
     async with upstream() as stub, gateway(stub.url, keys=keys_file(tmp_path)) as live:
-        for path in ("/v1/files", "/v1/batches", "/api/pull"):
-            answer = await live.client.get(path, headers={"x-api-key": "k"})
-            assert answer.status_code == 403, path
+        for path in ("/v1/files", "/v1/batches", "/v1/files/file-1/content"):
+            assert (await live.client.get(path, headers={"x-api-key": "k"})).status_code == 403
             assert (await live.client.get(path, headers={"x-api-key": "b"})).status_code == 200
+        assert all("x-weft-owner" not in seen.headers for seen in stub.seen)
+        live.replica(stub).listed = {"m": {"id": "m", "owned_by": "weft"}}  # an older one, which does not know owners
+        answer = await live.client.get("/v1/files", headers={"x-api-key": "k"})
+        assert answer.status_code == 502 and "ok" not in answer.json()
+        assert stub.seen[-1].headers["x-weft-owner"] == owner_of("client").decode()
+        live.assert_idle()

@@ -10,6 +10,7 @@ from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutpu
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure, TokenLogprobs
+from weft.core.token_ids import TokenIds
 from weft.errors import RequestError
 from weft.text.stream import TextStream
 
@@ -43,7 +44,7 @@ class Collector:
     """The answer to one prompt: `requests` go to the core, and the core's Outputs come to `add`.
 
     If an answer has begun elsewhere (`Request.answered`), `output` has its tokens and text from the first, and no delta
-    has them; the text is that which a stream would have shown until then.
+    has them; the text is that which a stream would have shown until then. `begun` is the text of each of these tokens.
 
     `shown` are special tokens that the text has even if the parameters skip special tokens.
 
@@ -70,9 +71,28 @@ class Collector:
         first = None if tokenizer is None else TextStream(tokenizer, params, list(prompt), shown)
         for index, request in enumerate(requests):
             stream = first.fork() if first is not None and index else first
-            self._choices[request.id] = Choice(_begun(index, request, stream), stream)
+            self._choices[request.id] = Choice(CompletionOutput(index), stream)
+        self.begun = self._begin(requests[0].answered)
         outputs = [choice.output for choice in self._choices.values()]
         self.output = RequestOutput(name, text, prompt, outputs, Metrics(arrival_s))
+
+    def _begin(self, answered: TokenIds) -> list[str]:
+        """Add what is answered already to the only choice. Raises RequestError if it has a stop string."""
+        choice = self._choices[self.requests[0].id]
+        if not answered:
+            return []
+        choice.output.token_ids += answered
+        if choice.stream is None:
+            return [""] * len(answered)
+        texts = [choice.stream.push([token]) for token in answered]
+        if choice.stream.stopped is not None:
+            raise RequestError(
+                f"continue_token_ids ends with the stop string {choice.stream.stopped!r:.60}",
+                param="continue_token_ids",
+                code="nothing-to-continue",
+            )
+        choice.output.text = "".join(texts)
+        return texts
 
     def add(self, output: Output, now_s: float) -> Delta | None:
         """Add an Output of a choice. Returns the delta, or None if the choice has ended already.
@@ -151,18 +171,3 @@ class Collector:
 
     def _token_text(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.token_text(token)
-
-
-def _begun(index: int, request: Request, stream: TextStream | None) -> CompletionOutput:
-    """A choice that has what is answered already. Raises RequestError if that has a stop string."""
-    output = CompletionOutput(index)
-    if request.answered:
-        output.token_ids += request.answered
-        output.text = "" if stream is None else stream.push(output.token_ids)
-    if stream is not None and stream.stopped is not None:
-        raise RequestError(
-            f"continue_token_ids ends with the stop string {stream.stopped!r:.60}",
-            param="continue_token_ids",
-            code="nothing-to-continue",
-        )
-    return output

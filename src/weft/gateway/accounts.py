@@ -41,6 +41,10 @@ class Accounts:
         """Return True if the tokens of a request's answer count."""
         return self.ledger is not None or self._rates.counts_tokens(exchange.client.name)
 
+    def limits_tokens(self, name: str | None) -> bool:
+        """Return True if a key may take only so many tokens."""
+        return name in self._quotas or self._rates.counts_tokens(name)
+
     def enter(self, exchange: Exchange) -> None:
         """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it, 503 if nobody can tell."""
         name, tokens = exchange.client.name, exchange.prompt_tokens

@@ -2,52 +2,38 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
 
 from weft.gateway.completion import MOST_IDS, is_id_list
 from weft.gateway.events import DONE, EVENT_BYTES, EventSplitter, event_data
-from weft.gateway.upstream import UpstreamError
+from weft.gateway.stream_apis import StreamApi
+from weft.gateway.upstream import ResponseHead, UpstreamError
 
 FRUITLESS = 4  # replicas in a row that may break an answer without a token of it
 WHOLE_BYTES = 2**24  # of a JSON object that is read
 HEAD_FIELDS = ("id", "created", "model")  # of every chunk; a client sees those of the first
 
 
-class StreamedAnswer:
-    """The chunks of one completion, from one replica after another.
+class ResumableAnswer(ABC):
+    """An answer, from one replica after another.
 
-    `continuable`: the replica sends token ids, so that another one can go on; False once it sends something else.
-    `keeps_ids`: the client asked for them.
-    `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in every chunk; None for the
-    upstream's. `begun` are token ids that the client itself gave as the beginning of the answer.
-
-    `done`: the end mark was passed on. `finished`: the last token was. `usage`: the upstream's, of the whole answer.
+    `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
+    beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
+    upstream's, of the whole answer. `told`: number of events that the client has, where that counts.
     """
 
-    def __init__(
-        self,
-        *,
-        continuable: bool,
-        keeps_ids: bool = False,
-        keeps_usage: bool = True,
-        model: str | None = None,
-        begun: list[int] | None = None,
-    ) -> None:
+    lacks_usage = False
+
+    def __init__(self, *, continuable: bool, begun: list[int] | None) -> None:
         self.continuable = continuable
         self.done = self.finished = False
         self.usage: dict[str, Any] | None = None
-        self.error_event = b""  # of the last replica
         self.token_ids = list(begun or ())
-        self._keeps_usage, self._model = keeps_usage, model
-        self._strips_ids, self._keeps_ids = continuable and not keeps_ids, keeps_ids
-        self._usage_passed = False  # the chunk that has nothing else
-        self._splitter = EventSplitter()
+        self.told = 0
         self._broken: UpstreamError | None = None
-        self._head: dict[str, Any] | None = None
-        self._preamble = 0  # chunks without tokens that came first: the role, the echo of the prompt
-        self._skipped = 0  # of these, the ones that a replica sends again
         self._resumed_at = len(self.token_ids)
         self._fruitless = 0
 
@@ -62,7 +48,72 @@ class StreamedAnswer:
         return len(self.token_ids) > self._resumed_at
 
     @property
-    def lacks_usage(self) -> bool:
+    @abstractmethod
+    def error_event(self) -> bytes:
+        """The last replica's word on its failure; empty if it said nothing."""
+
+    def note_resumed(self) -> None:
+        """Count a replica that brought no token."""
+        self._fruitless = 0 if self.progressed else self._fruitless + 1
+        self._resumed_at = len(self.token_ids)
+
+    @abstractmethod
+    def fits(self, head: ResponseHead) -> bool:
+        """Return True for a response that goes on with this one."""
+
+    @abstractmethod
+    def resume(self) -> list[int]:
+        """Forget what is not complete. Returns the token ids that the next replica has to go on behind."""
+
+    @abstractmethod
+    def push(self, piece: bytes) -> bytes:
+        """The bytes for the client. To be followed by `check`."""
+
+    @abstractmethod
+    def finish(self) -> bytes:
+        """The bytes for the client at the end of the stream."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise UpstreamError for what is wrong with the bytes of the last `push`."""
+
+    def check_complete(self) -> None:
+        """Raise UpstreamError if the stream ended without its end mark."""
+        if self.continuable and not self.done:
+            raise UpstreamError("it ended the stream without its end mark", code="closed-in-response")
+
+
+class StreamedAnswer(ResumableAnswer):
+    """The chunks of one completion, from one replica after another.
+
+    `continuable`: the replica sends token ids, so that another one can go on; False once it sends something else.
+    `keeps_ids`: the client asked for them.
+    `keeps_usage`: the client asked for the chunk with the usage. `model`: the name in every chunk; None for the
+    upstream's.
+    """
+
+    error_event = b""
+
+    def __init__(
+        self,
+        *,
+        continuable: bool,
+        keeps_ids: bool = False,
+        keeps_usage: bool = True,
+        model: str | None = None,
+        begun: list[int] | None = None,
+    ) -> None:
+        super().__init__(continuable=continuable, begun=begun)
+        self._keeps_usage, self._model = keeps_usage, model
+        self._strips_ids, self._keeps_ids = continuable and not keeps_ids, keeps_ids
+        self._usage_passed = False  # the chunk that has nothing else
+        self._splitter = EventSplitter()
+        self._head: dict[str, Any] | None = None
+        self._preamble = 0  # chunks without tokens that came first: the role, the echo of the prompt
+        self._skipped = 0  # of these, the ones that a replica sends again
+
+    @property
+    def lacks_usage(self) -> bool:  # type: ignore[override]
         """True if the client still expects the chunk with the usage. Others may have told it of the answer so far."""
         return self._keeps_usage and not self._usage_passed
 
@@ -72,11 +123,14 @@ class StreamedAnswer:
         If the last token was passed on already, it samples that one again, so that there is an end to come to.
         """
         self._splitter, self._broken = EventSplitter(), None
-        self._fruitless = 0 if self.progressed else self._fruitless + 1
         ids = self.token_ids[:-1] if self.finished else self.token_ids
         self._skipped = 0 if ids else self._preamble
-        self._resumed_at = len(self.token_ids)
+        self.note_resumed()
         return ids
+
+    def fits(self, head: ResponseHead) -> bool:
+        """Return True for a response that goes on with this one."""
+        return head.status == 200 and head.is_event_stream
 
     def push(self, piece: bytes) -> bytes:
         """The bytes for the client. To be followed by `check`."""
@@ -103,11 +157,6 @@ class StreamedAnswer:
             raise self._broken
         if self._splitter.is_over_limit:
             raise UpstreamError(f"it sent an event of more than {EVENT_BYTES} bytes", code="event-too-large")
-
-    def check_complete(self) -> None:
-        """Raise UpstreamError if the stream ended without its end mark."""
-        if self.continuable and not self.done:
-            raise UpstreamError("it ended the stream without its end mark", code="closed-in-response")
 
     def _pass_event(self, event: bytes) -> bytes:
         data = event_data(event)
@@ -187,12 +236,12 @@ class StreamedAnswer:
 class WholeAnswer:
     """A response that is one JSON object, whose usage is read and whose model may get another name.
 
-    Of one that is too long, only the bytes are passed on.
+    Of one that is too long, only the bytes are passed on. `api`: the API, if that is not OpenAI's completions.
     """
 
-    def __init__(self, model: str | None) -> None:
+    def __init__(self, model: str | None, api: StreamApi | None = None) -> None:
         self.usage: dict[str, Any] | None = None
-        self._model = model
+        self._model, self._api = model, api
         self._pieces: list[bytes] = []
         self._size = 0
 
@@ -211,14 +260,21 @@ class WholeAnswer:
             return body
         if not isinstance(content, dict):
             return body
-        usage = content.get("usage")
-        if usage is None and "prompt_eval_count" in content:  # of Ollama's embeddings
-            usage = {"prompt_tokens": content["prompt_eval_count"]}
-        self.usage = usage if isinstance(usage, dict) else None
+        self.usage = self._usage_of(content)
         if self._model is None or "model" not in content:
             return body
         content["model"] = self._model
         return msgspec.json.encode(content)
+
+    def _usage_of(self, content: dict[str, Any]) -> dict[str, Any] | None:
+        if self._api is not None:
+            usage: dict[str, Any] = {}
+            self._api.read_usage(content, usage)
+            return usage or None
+        found = content.get("usage")
+        if found is None and "prompt_eval_count" in content:  # of Ollama's embeddings
+            found = {"prompt_tokens": content["prompt_eval_count"]}
+        return found if isinstance(found, dict) else None
 
     def _flush(self) -> bytes:
         body = b"".join(self._pieces)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any
 
 import msgspec
 
 from weft.gateway.fingerprint import RoutedFields, check_spelling
 from weft.gateway.prices import has_price
+from weft.gateway.stream_apis import APIS
 from weft.serving.errors import HttpError
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -24,9 +26,10 @@ POOLED = (
     "/api/embed",
     "/api/embeddings",
 )
-COUNTED = (*PATHS, *POOLED)
+# Whose tokens are counted; the streams of APIS may go on elsewhere, as those of PATHS.
+COUNTED = (*PATHS, *APIS, *POOLED)
 LIMITS = ("max_tokens", "max_completion_tokens")
-WHOLE_NUMBERS = ("n", "best_of", *LIMITS)
+WHOLE_NUMBERS = ("n", "best_of", "max_output_tokens", *LIMITS)
 USAGE_OPTIONS = frozenset(("include_usage",))
 MOST_TOKENS = 2**31 - 1  # that a limit may say
 MOST_IDS = 2**18  # token ids of an answer that are held, about 36 bytes each; a longer one is not continued
@@ -38,36 +41,51 @@ class Completion:
     `streams`: its answer is a stream of events. `single`: it is one choice of one prompt. `choices`: their number.
     `begun`: the beginning of the answer that the client gave, in token ids. `max_tokens`: the larger limit of the
     client, which sets `max_tokens`, `max_completion_tokens`, both, or none (None). `has_tools`: it describes tools.
+    `api`: whose stream has no room for token ids; None for OpenAI's completions.
     """
 
     def __init__(self, fields: RoutedFields, path: str) -> None:
-        self.streams = fields.stream is True
+        self.api = APIS.get(path)
+        self.streams = fields.stream is True or (
+            self.api is not None and self.api.streams_unasked and fields.stream is not False
+        )
         self.keeps_ids = fields.return_token_ids is True
         options = fields.stream_options
         self.keeps_usage = isinstance(options, dict) and options.get("include_usage") is True
         self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MOST_TOKENS else 1
-        self.single = fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(bytes(fields.prompt))
+        self.single = self.api is not None or (
+            fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(bytes(fields.prompt))
+        )
         begun = fields.continue_token_ids
         self.begun: list[int] = begun if is_id_list(begun) else []
-        given = [limit for limit in (fields.max_tokens, fields.max_completion_tokens) if limit is not None]
+        limits = (fields.max_tokens, fields.max_completion_tokens)
+        given = [
+            limit for limit in (limits if self.api is None else [self.api.read_limit(fields)]) if limit is not None
+        ]
         self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
         self.max_tokens: int | None = max(given) if given and self._is_bounded else None
         self.has_tools = bool(bytes(fields.tools) or bytes(fields.functions))
         self._seeds = fields.seed in (None, -1)
         self._seed: int | None = None
         self._path = path
-        self.answers = path in PATHS
+        self._state = fields.stream_state if isinstance(fields.stream_state, dict) else {}
+        self.answers = path in PATHS or self.api is not None
         self._priced: bool | None = None
 
     def is_priced(self, body: bytes) -> bool:
         """Return True if the tokens of the request bound its price; of several prompts they do not."""
         if self._priced is None:
-            self._priced = self.answers and self.single and self._is_bounded and has_price(body)
+            self._priced = self._path in PATHS and self.single and self._is_bounded and has_price(body)
         return self._priced
 
-    def token_fields(self, answered: list[int] | None) -> dict[str, Any]:
-        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all."""
+    def token_fields(self, answered: list[int] | None, told: int = 0) -> dict[str, Any]:
+        """Fields that ask for token ids, and to go on behind `answered`; None begins the answer. One seed for all.
+
+        `told`: number of events that the client has.
+        """
         fields: dict[str, Any] = {"return_token_ids": True}
+        if self.api is not None:
+            fields["stream_state"] = self._told(told)
         if not self.keeps_ids or answered or self.begun:
             # Even an empty list keeps the prompt's ids, which nobody wants, out of the answer.
             fields["continue_token_ids"] = self.begun if answered is None else answered
@@ -76,9 +94,20 @@ class Completion:
             fields["seed"] = self._seed
         return fields
 
+    def _told(self, events: int) -> dict[str, Any]:
+        """The state of the stream as replicas are told it; another gateway before this one may have begun it."""
+        if not self._state:
+            self._state = {"id": secrets.token_hex(16), "created": int(time.time()), "events": 0}
+        begun = self._state.get("events", 0)
+        return {**self._state, "events": events + (begun if type(begun) is int else 0)}
+
     def usage_fields(self) -> dict[str, Any]:
         """Fields that ask a stream for its usage. The client's other options of streams are about that usage."""
-        return {} if not self.streams or self.keeps_usage else {"stream_options": {"include_usage": True}}
+        return (
+            {}
+            if self.api is not None or not self.streams or self.keeps_usage
+            else {"stream_options": {"include_usage": True}}
+        )
 
     def limit_fields(self, most: int, only: str | None) -> dict[str, Any]:
         """Fields that limit the answer to `most` tokens, under the name `only`, else under all that the path knows.

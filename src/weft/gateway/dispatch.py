@@ -6,18 +6,19 @@ import asyncio
 from typing import Any
 
 from weft.gateway.accounts import DEFAULT_ANSWER, Accounts
-from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.answer import ResumableAnswer, StreamedAnswer, WholeAnswer
 from weft.gateway.breaker import RetryBudget
 from weft.gateway.completion import with_fields
 from weft.gateway.config import Objective, Timeouts
-from weft.gateway.exchange import ClientGoneError, Exchange, client_gone
+from weft.gateway.exchange import OWNER_HEADER, ClientGoneError, Exchange, client_gone
 from weft.gateway.fleet import Fleet
+from weft.gateway.marked import MarkedAnswer
 from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.paths import KEPT
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError
 
-KEPT = ("/v1/files", "/v1/batches")
 RESUME_S = 30.0  # time in which a replica must be found that goes on with a broken answer
 RESUME_POLL_S = 0.1
 SECOND_CHANCE_S = 1.0  # after which a replica that broke an answer may go on with it: it may have been restarted
@@ -61,6 +62,7 @@ class Dispatcher:
                 continue
             reason = reason_to_retry(head)
             self._judge(attempt, head)
+            check_owner(exchange, head)
             if not reason or not self._may_retry(exchange, reason):
                 return head, first
             if reason == "full":
@@ -79,6 +81,8 @@ class Dispatcher:
     def _candidates(self, exchange: Exchange) -> list[Replica]:
         """The replicas that may get a request now: overflow upstreams if the others are too busy, or none is left."""
         found = self.fleet.candidates(exchange.model, exchange.tried)
+        if exchange.owner:
+            return [replica for replica in found if replica.is_weft and not replica.overflow]
         usual = [replica for replica in found if not replica.overflow]
         if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
@@ -134,7 +138,8 @@ class Dispatcher:
         if own_name != exchange.model or (exchange.model and exchange.client.models is not None):
             changes["model"] = own_name
         if continuable and exchange.completion is not None:
-            changes |= exchange.completion.token_fields(answered)
+            told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
+            changes |= exchange.completion.token_fields(answered, told)
         if exchange.completion is not None and self.accounts.meters(exchange):
             changes |= exchange.completion.usage_fields()
         if exchange.completion is not None and replica.overflow:  # no more than was reserved
@@ -144,7 +149,7 @@ class Dispatcher:
 
     def _answer(
         self, exchange: Exchange, replica: Replica, head: ResponseHead, continuable: bool
-    ) -> StreamedAnswer | WholeAnswer | None:
+    ) -> ResumableAnswer | WholeAnswer | None:
         """Reader of a response on its way; None if the gateway need not read it."""
         completion = exchange.completion
         alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
@@ -152,8 +157,18 @@ class Dispatcher:
             return None
         if not continuable and alias is None and not self.accounts.meters(exchange):
             return None
-        if not head.is_event_stream:
-            return WholeAnswer(alias)
+        api = completion.api
+        if not (head.is_line_stream if api is not None and api.lines else head.is_event_stream):
+            return WholeAnswer(alias, api)
+        if api is not None:
+            return MarkedAnswer(
+                api,
+                continuable=continuable,
+                keeps_marks=completion.keeps_ids,
+                model=alias,
+                reads_usage=self.accounts.meters(exchange),
+                begun=completion.begun,
+            )
         return StreamedAnswer(
             continuable=continuable,
             keeps_ids=completion.keeps_ids,
@@ -194,7 +209,7 @@ class Dispatcher:
 
     # After it
 
-    async def resume(self, exchange: Exchange, answer: StreamedAnswer, broken: UpstreamError) -> bytes:
+    async def resume(self, exchange: Exchange, answer: ResumableAnswer, broken: UpstreamError) -> bytes:
         """First piece of another replica's continuation of an answer that has broken.
 
         Raises `broken` if there is none within RESUME_S, and ClientGoneError.
@@ -228,7 +243,7 @@ class Dispatcher:
                 self._blame(attempt, error)
                 continue
             self._judge(attempt, head)
-            if head.status == 200 and head.is_event_stream:
+            if answer.fits(head):
                 self.metrics.count_continued(attempt.replica)
                 return first
             attempt.close()
@@ -236,6 +251,16 @@ class Dispatcher:
             if head.status < 500 and head.status != 429:
                 break  # another replica would refuse it too
         raise broken
+
+
+def check_owner(exchange: Exchange, head: ResponseHead) -> None:
+    """Raise HttpError 502 for what an upstream sends without having heeded whose it is."""
+    if exchange.owner and head.status < 300 and not head.header(OWNER_HEADER):
+        raise HttpError(
+            502,
+            f"upstream {exchange.upstream} does not keep the files of keys apart; it needs this version of Weft",
+            code="owner-not-heeded",
+        )
 
 
 def reason_to_retry(head: ResponseHead) -> str:

@@ -10,9 +10,10 @@ DONE = b"[DONE]"
 
 
 class EventSplitter:
-    """Whole events of a stream; a line ends with LF, CRLF or CR."""
+    """Whole events of a stream; a line ends with LF, CRLF or CR. `end`: what ends an event instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: re.Pattern[bytes] = BLANK_LINE) -> None:
+        self._end = end
         self._rest = b""
 
     @property
@@ -25,7 +26,7 @@ class EventSplitter:
         data, start = self._rest + piece, 0
         searched = max(0, len(self._rest) - 3)  # a blank line may begin in the rest
         events = []
-        for blank in BLANK_LINE.finditer(data, searched):
+        for blank in self._end.finditer(data, searched):
             events.append(data[start : blank.end()])
             start = blank.end()
         self._rest = data[start:]

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.completion import COUNTED, Completion
 from weft.gateway.keys import Client
 from weft.gateway.ledger import Reservation
@@ -17,6 +17,7 @@ from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
 from weft.serving.errors import HttpError
 
+OWNER_HEADER = b"x-weft-owner"  # whose files and batches a request is about
 HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
 
 # RFC 9110: about one connection, not about the message. The others are written anew for each upstream.
@@ -31,6 +32,7 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     b"x-forwarded-for",
     b"x-forwarded-proto",
     HOP_HEADER,
+    OWNER_HEADER,
 }
 ENCODING = frozenset((b"accept-encoding",))  # the gateway reads the answers of these paths
 KEYS = frozenset((b"authorization", b"x-api-key"))
@@ -65,12 +67,13 @@ class Exchange:
         self.attempt: Attempt | None = None
         self.gone = False
         self.completion: Completion | None = None
-        self.answer: StreamedAnswer | WholeAnswer | None = None
+        self.answer: ResumableAnswer | WholeAnswer | None = None
         self.tried: list[Replica] = []
         self.tries = 0
         self.entered = False  # counted by the rates of its key
         self.reservation: Reservation | None = None
         self.reserved_at: Replica | None = None
+        self.owner = b""  # of files and batches: the client, as upstreams know it
         self.status = self.bytes_out = 0
         self.began_s, self.first_byte_s = time.monotonic(), 0.0
         self.outcome = "internal-error"  # unless something else is noted
@@ -88,7 +91,9 @@ class Exchange:
         if replica.key is not None:
             lines.append(b"authorization: Bearer %b\r\n" % replica.key.encode())
         elif not self.client.known:  # the gateway has no keys of its own: these are the upstream's
-            lines += [b"%b: %b\r\n" % pair for pair in self.scope["headers"] if pair[0] in KEYS]
+            lines += [b"%b: %b\r\n" % pair for pair in self.scope["headers"] if pair[0] in (*KEYS, OWNER_HEADER)]
+        if self.owner:
+            lines.append(b"%b: %b\r\n" % (OWNER_HEADER, self.owner))
         return b"".join([*lines, b"\r\n"])
 
     def _common_head(self, gateway: bytes) -> bytes:

@@ -42,6 +42,9 @@ class RoutedFields(msgspec.Struct):
     max_completion_tokens: Any = None
     return_token_ids: Any = None
     continue_token_ids: Any = None
+    stream_state: Any = None
+    max_output_tokens: Any = None
+    options: msgspec.Raw = NOTHING
     keep_alive: Any = None
 
 
@@ -58,6 +61,7 @@ GUARDED = frozenset(
         "best_of",
         "max_tokens",
         "max_completion_tokens",
+        "max_output_tokens",
         "continue_token_ids",
         "keep_alive",
     ]

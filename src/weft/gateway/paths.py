@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 OPENAI = (
     "chat/completions",
     "completions",
@@ -43,6 +45,10 @@ PUBLIC = frozenset(
     ("/", "/openapi.json", "/v2/rerank", *(f"/v1/{name}" for name in OPENAI), *(f"/api/{name}" for name in OLLAMA))
 ).union(f"/{name}" for name in OWN)
 
+# What upstreams of Weft keep for each key of the gateway.
+KEPT = ("/v1/files", "/v1/batches")
+KEPT_PATH = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]+(?:/content|/cancel)?)?")
+
 WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON
 
 
@@ -52,3 +58,8 @@ def is_public(path: str, raw_path: bytes) -> bool:
     `path`: percent escapes decoded. `raw_path`: as it was sent, and as the upstream gets it.
     """
     return path in PUBLIC and raw_path == path.encode()
+
+
+def is_kept(path: str, raw_path: bytes) -> bool:
+    """Return True for a path of files or batches, spelled without escapes."""
+    return KEPT_PATH.fullmatch(path) is not None and raw_path == path.encode()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from hashlib import blake2b
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -16,24 +16,25 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import WeftError
 from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
-from weft.gateway.answer import StreamedAnswer, WholeAnswer
+from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import FileWatch, PollWatch
 from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
-from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, ClientGoneError, Exchange, without
+from weft.gateway.endings import EventEnding, error_event
+from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, OWNER_HEADER, ClientGoneError, Exchange, without
 from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import PUBLIC, WITH_FORMS, is_public
+from weft.gateway.paths import PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_response
 from weft.serving.joined import JOINED
-from weft.serving.sse import DONE, encode_error_event
+from weft.serving.sse import DONE
 
 NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
@@ -166,7 +167,7 @@ class Proxy:
         path, body = exchange.scope["path"], exchange.body
         if exchange.scope["method"] != "POST" or path not in PUBLIC or path in WITH_FORMS:
             return read_fields(body)
-        return read_object(body) if body or path in PATHS else RoutedFields()
+        return read_object(body) if body or path in COUNTED else RoutedFields()
 
     def _model_of(self, fields: RoutedFields, path: str) -> str:
         """The model that a request asks for; in Ollama's API, NAME and NAME:latest are the same."""
@@ -196,12 +197,33 @@ class Proxy:
         """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
         path: str = exchange.scope["path"]
         raw_path: bytes = exchange.scope.get("raw_path", path.encode())
+        if exchange.client.known and not exchange.client.admin and is_kept(path, raw_path):
+            exchange.owner = owner_of(exchange.client.name or "")
+            self._check_kept(exchange)
+            return
         if not exchange.client.admin and not is_public(path, raw_path) and not self._open_to_all:
             raise HttpError(
                 403,
                 f"{path!r:.200} of the upstreams needs an admin key of the gateway; {', '.join(PATHS)} and the like "
                 "are open to all clients",
                 code="path-not-public",
+            )
+
+    def _check_kept(self, exchange: Exchange) -> None:
+        """Raise HttpError 403 for files that no upstream keeps apart, and for work that no limit would count."""
+        if not any(replica.is_weft for replica in self.fleet.replicas.values()):
+            raise HttpError(
+                403, "no upstream keeps the files of keys apart; this needs one of Weft", code="files-not-kept-apart"
+            )
+        client = exchange.client
+        if exchange.method != b"POST" or exchange.scope["path"].endswith("/cancel"):
+            return
+        if client.models is not None or self.accounts.limits_tokens(client.name):
+            raise HttpError(
+                403,
+                f"the key {client.name!r} has models, tpm or a quota, which nobody compares with the lines of batches; "
+                "they need a key without",
+                code="batch-not-counted",
             )
 
     def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
@@ -212,7 +234,7 @@ class Proxy:
         if exchange.client.admin or self._open_to_all:
             return
         path = exchange.scope["path"]
-        if fields.continue_token_ids and path in PATHS:
+        if fields.continue_token_ids and path in COUNTED:
             raise HttpError(403, "continue_token_ids needs an admin key of the gateway", code="not-admin")
         if fields.keep_alive is not None and path.startswith("/api/"):
             raise HttpError(
@@ -232,7 +254,7 @@ class Proxy:
             await error_response(error, exchange.scope["path"])(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
-            if not isinstance(exchange.answer, StreamedAnswer) or not exchange.answer.continuable:
+            if not isinstance(exchange.answer, ResumableAnswer) or not exchange.answer.continuable:
                 self._release_body(exchange)  # else another replica may need it
             await self._pass_on(exchange, head, first, send)
 
@@ -241,7 +263,7 @@ class Proxy:
     async def _pass_on(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
         """Send a response to the client as it comes, no faster than the client reads it."""
         exchange.status = head.status
-        headers = without(head.headers, HOP_BY_HOP)
+        headers = without(head.headers, HOP_BY_HOP | {OWNER_HEADER} if exchange.owner else HOP_BY_HOP)
         if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
             headers = without(headers, LENGTH)  # it may change, or tells of a body that does not come
         joined = exchange.answer is None and bool(first) and exchange.method != b"HEAD"
@@ -269,7 +291,7 @@ class Proxy:
             exchange.outcome = error.code
             if not ending.between_events:
                 return  # the server resets a connection whose response is not complete
-            await send({"type": "http.response.body", "body": _error_event(exchange, error)})
+            await send({"type": "http.response.body", "body": error_event(exchange, error)})
         else:
             self._note_complete(exchange, head)
             await send({"type": "http.response.body", "body": b""})
@@ -285,7 +307,7 @@ class Proxy:
     async def _pieces(self, exchange: Exchange, first: bytes) -> AsyncGenerator[bytes, None]:
         """The bytes for the client. Raises UpstreamError if the response breaks and no replica can go on with it."""
         answer, piece = exchange.answer, first
-        if isinstance(answer, StreamedAnswer):
+        if isinstance(answer, ResumableAnswer):
             async for shown in self._stream(exchange, answer, first):
                 yield shown
             return
@@ -296,7 +318,7 @@ class Proxy:
         if answer is not None:
             yield answer.finish()
 
-    async def _stream(self, exchange: Exchange, answer: StreamedAnswer, first: bytes) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, exchange: Exchange, answer: ResumableAnswer, first: bytes) -> AsyncGenerator[bytes, None]:
         """The events for the client, from one replica after another. Raises UpstreamError if none can go on."""
         piece = first
         while True:
@@ -324,7 +346,7 @@ class Proxy:
                 yield DONE
                 return
 
-    async def _go_on(self, exchange: Exchange, answer: StreamedAnswer, error: UpstreamError) -> bytes | None:
+    async def _go_on(self, exchange: Exchange, answer: ResumableAnswer, error: UpstreamError) -> bytes | None:
         """The next piece of an answer that has broken: another replica's, or the end mark. None if nothing is missing.
 
         Raises `error` if nobody can go on, and ClientGoneError.
@@ -345,35 +367,9 @@ class Proxy:
         return exchange.attempt
 
 
-def _error_event(exchange: Exchange, error: UpstreamError) -> bytes:
-    """The last event of a broken stream: the replica's own, if it sent one."""
-    if isinstance(exchange.answer, StreamedAnswer) and exchange.answer.error_event:
-        return exchange.answer.error_event
-    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
-    return encode_error_event(broken, exchange.scope["path"])
-
-
-class EventEnding:
-    """Knows of a response if it is a stream of events of unknown length, and how the bytes so far end."""
-
-    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
-    LONGEST = 32  # bytes that are looked at
-
-    def __init__(self, head: ResponseHead) -> None:
-        self._events = head.is_event_stream
-        self._tail = b"\n\n"
-
-    def push(self, piece: bytes) -> None:
-        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
-
-    @property
-    def between_events(self) -> bool:
-        return self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
-
-    @property
-    def complete(self) -> bool:
-        """True if the end mark has come: the client lacks nothing."""
-        return self.between_events and self.END_MARK.search(self._tail) is not None
+def owner_of(name: str) -> bytes:
+    """The name by which upstreams know the files of a key; it stays if the key itself changes."""
+    return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()
 
 
 class ClientWatches:

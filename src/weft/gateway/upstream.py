@@ -41,9 +41,16 @@ class ResponseHead(NamedTuple):
     @property
     def is_event_stream(self) -> bool:
         """True for events that can be read: of unknown length, and not compressed."""
-        kind = self.header(b"content-type").partition(b";")[0].strip().lower()
+        return self._is_stream(b"text/event-stream")
+
+    @property
+    def is_line_stream(self) -> bool:
+        """True for lines of JSON that can be read."""
+        return self._is_stream(b"application/x-ndjson")
+
+    def _is_stream(self, kind: bytes) -> bool:
         plain = not self.header(b"content-encoding") and not self.header(b"content-length")
-        return plain and kind == b"text/event-stream"
+        return plain and self.header(b"content-type").partition(b";")[0].strip().lower() == kind
 
 
 class UpstreamConnection(asyncio.Protocol):

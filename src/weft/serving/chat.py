@@ -36,7 +36,8 @@ async def chat(request: Request) -> Response:
     service: Service = request.app.state.service
     prepared = await service.prepare(request, decode_chat)
     check_continuation_key(request, prepared.body)
-    return await ChatStream(service, open_answers(service, prepared)).reply(request)
+    report = prepared.report(service, request)
+    return await ChatStream(service, open_answers(service, prepared)).reply(request, report)
 
 
 def decode_chat(service: Service, content: bytes) -> PreparedChat:

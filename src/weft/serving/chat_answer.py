@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft.client.collector import Delta
 from weft.client.outputs import Logprob
+from weft.serving.answer_ids import AnswerIds
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
 from weft.serving.openai_types import Usage
 from weft.serving.parsers.reader import CallArguments, CallBegin, Content, Event, Reasoning, StreamParser
@@ -92,10 +93,10 @@ class AnswerChoice:
 class ChoiceReader:
     """Turns one choice's text into AnswerDeltas, and keeps the whole."""
 
-    def __init__(self, index: int, parser: StreamParser | None, prepared: PreparedChat) -> None:
+    def __init__(self, index: int, parser: StreamParser | None, prepared: PreparedChat, ids: AnswerIds) -> None:
         self.choice = AnswerChoice(index)
         self._parser = parser
-        self._make_id = prepared.format.tools.make_id
+        self._ids, self._tools = ids, prepared.format.tools
         self._most_calls = prepared.most_calls
         self._named = prepared.named_tool
         self._calls = 0  # that have begun; those over the limit are left out
@@ -130,7 +131,7 @@ class ChoiceReader:
         return content, reasoning, tuple(_joined(calls))
 
     def _begin_call(self, name: str, id: str | None) -> ToolCallDelta:
-        call = ToolCall(id or self._make_id(), name)
+        call = ToolCall(id or self._tools.id_prefix + self._ids.letters(self._tools.id_letters), name)
         self.choice.tool_calls.append(call)
         return ToolCallDelta(len(self.choice.tool_calls) - 1, call.id, call.name)
 
@@ -160,6 +161,8 @@ def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 class ChatAnswers:
     """The answers to one chat request. Iterating gives AnswerDeltas of all choices as they arrive, until all ended.
 
+    `begun`: the deltas of tokens that another server has answered, and has sent. `ids` makes the ids of the answer.
+
     `aclose` must be called; it aborts unfinished choices. Raises what `EngineStream` raises.
     """
 
@@ -167,13 +170,12 @@ class ChatAnswers:
         self.prepared = prepared
         self.collector = prepared.collectors[0]
         prompt = service.frontend.prompt_text(self.collector.output) if prepared.parsed else ""
+        self.ids = AnswerIds(prepared.state)
         self._choices = [
-            ChoiceReader(output.index, prepared.new_parser(prompt), prepared)
+            ChoiceReader(output.index, prepared.new_parser(prompt), prepared, self.ids)
             for output in self.collector.output.outputs
         ]
-        # Tokens that another server has answered were sent by that server.
-        for reader, output in zip(self._choices, self.collector.output.outputs, strict=True):
-            reader.read(output.text, last=False)
+        self.begun = list(self._read_begun())
         self._stream: EngineStream = service.open_stream(prepared.collectors)
 
     @property
@@ -206,6 +208,13 @@ class ChatAnswers:
     async def aclose(self) -> None:
         """Abort unfinished choices."""
         await self._stream.aclose()
+
+    def _read_begun(self) -> Iterator[AnswerDelta]:
+        """Read the answered tokens as they came at the other server: one by one."""
+        reader = self._choices[0]
+        for token, text in zip(self.collector.requests[0].answered, self.collector.begun, strict=True):
+            content, reasoning, calls = reader.read(text, last=False)
+            yield AnswerDelta(0, content, reasoning, calls, token_ids=[token])
 
     def _read(self, delta: Delta) -> AnswerDelta:
         reader = self._choices[delta.index]

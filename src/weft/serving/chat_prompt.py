@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from starlette.requests import Request
+
 from weft.client.collector import Collector
 from weft.client.frontend import Prompt
 from weft.errors import RequestError
 from weft.serving.answer_grammar import answer_grammar
+from weft.serving.answer_ids import StreamState, check_state
 from weft.serving.continuation import answered_ids
 from weft.serving.openai_types import ChatRequest
 from weft.serving.parsers.choose import AnswerFormat
 from weft.serving.parsers.reader import StreamParser
+from weft.serving.prefix_debug import PrefixReport
 from weft.serving.sampling import sampling_fields
 from weft.serving.service import Service
 from weft.serving.structured import wanted_output
@@ -24,13 +28,14 @@ from weft.text.limits import LIMITS
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A checked and tokenized chat request, ready for the engine."""
+    """A checked and tokenized chat request, ready for the engine. `state`: that of a stream which moves."""
 
     body: ChatRequest
     model: str
     collectors: list[Collector]
     format: AnswerFormat
     use: ToolUse
+    state: StreamState | None = None
 
     @property
     def parsed(self) -> bool:
@@ -47,13 +52,18 @@ class PreparedChat:
         """The tool that the caller wants to be called."""
         return self.use.named
 
+    def report(self, service: Service, request: Request) -> PrefixReport | None:
+        """Report for the answer on its prompt's place in the prefix cache; to be asked before it is submitted."""
+        return service.prefix_report(request, self.collectors[0], self.body.messages, self.use.tools)
+
     def new_parser(self, prompt: str) -> StreamParser | None:
         """A parser for one choice of the rendered `prompt`; None if the answer is text only."""
         return self.format.parser(prompt, self.use.tools)
 
 
-def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
+def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None = None) -> PreparedChat:
     """Check a request, render its messages and tokenize them. Raises RequestError and HttpError."""
+    check_state(state)
     model = service.resolve_model(body.model)
     fields = sampling_fields(body)
     if body.max_completion_tokens is not None:
@@ -71,7 +81,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> PreparedChat:
     messages, arguments = _template_input(service, body, use, answer_format)
     prompt = service.frontend.chat_prompt(messages, **arguments)
     prompt = replace(prompt, cache_salt=body.cache_salt, answered=answered_ids(body, service.frontend.vocab))
-    prepared = PreparedChat(body, model, [], answer_format, use)
+    prepared = PreparedChat(body, model, [], answer_format, use, state)
     shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
     grammar = _grammar(service, prepared, prompt)
     collectors = service.create_collectors(

@@ -38,8 +38,9 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     prepared = await service.prepare(request, prepare_completion)
     check_continuation_key(request, prepared.body)
+    report = service.prefix_report(request, prepared.collectors[0])
     stream = service.open_stream(prepared.collectors)
-    return await CompletionStream(service, stream, prepared).reply(request)
+    return await CompletionStream(service, stream, prepared).reply(request, report)
 
 
 def prepare_completion(service: Service, content: bytes) -> PreparedCompletion:

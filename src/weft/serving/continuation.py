@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from starlette.requests import Request
 
 from weft.core.token_ids import NO_IDS, TokenIds
@@ -11,6 +13,12 @@ from weft.serving.openai_types import SamplingRequest
 from weft.serving.service import Service
 
 PARAM = "continue_token_ids"
+
+
+class Continuable(Protocol):
+    """A request whose answer may have begun elsewhere."""
+
+    continue_token_ids: list[int] | None
 
 
 def answered_ids(body: SamplingRequest, vocab: int, prompts: int = 1) -> TokenIds:
@@ -29,7 +37,7 @@ def answered_ids(body: SamplingRequest, vocab: int, prompts: int = 1) -> TokenId
     return TokenIds.pack(ids)
 
 
-def check_continuation_key(request: Request, body: SamplingRequest) -> None:
+def check_continuation_key(request: Request, body: Continuable) -> None:
     """Let only the admin key continue answers on a server with API keys. Raises HttpError.
 
     Who continues an answer says what the model has said: an administrator of the server may, its other clients not.

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import SamplingRequest, StreamOptions, Usage
+from weft.serving.prefix_debug import PrefixReport
 from weft.serving.service import Service
 from weft.serving.sse import DONE, Closable, encode_event, send_reply
 from weft.text.limits import LIMITS
@@ -47,7 +48,7 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
         self._options = body.stream_options or StreamOptions()
         self._keepalive_s = service.options.keepalive_interval
 
-    async def reply(self, request: Request) -> Response:
+    async def reply(self, request: Request, report: PrefixReport | None) -> Response:
         """Return the response that `request` asked for. The engine's stream is closed when the response ends."""
         return await send_reply(
             request,
@@ -56,6 +57,7 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
             events=self._events,
             whole=self._whole_response,
             keepalive_s=self._keepalive_s,
+            report=report,
         )
 
     @abstractmethod

@@ -54,7 +54,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """One method of a path: the types of the request's body, of the answer, and of its stream's parts.
 
     `media`: type of an answer that is no JSON, or of a stream. `form`: the body is an uploaded file. `query`:
-    parameters of the URL.
+    parameters of the URL. `statuses`: further ones with which it may answer.
     """
 
     request: Any = None
@@ -63,6 +63,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     media: str = ""
     form: bool = False
     query: tuple[str, ...] = ()
+    statuses: tuple[int, ...] = ()
 
 
 PAGE = ("limit", "after", "order")
@@ -91,7 +92,7 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/v1/files"): Operation(answer=batches.FileList, query=(*PAGE, "purpose")),
     ("GET", "/v1/files/{id}"): Operation(answer=batches.FileObject),
     ("DELETE", "/v1/files/{id}"): Operation(answer=batches.DeletedFile),
-    ("GET", "/v1/files/{id}/content"): Operation(media="application/octet-stream"),
+    ("GET", "/v1/files/{id}/content"): Operation(media="application/octet-stream", statuses=(206, 416)),
     ("POST", "/v1/batches"): Operation(request=batches.BatchRequest, answer=batches.BatchObject),
     ("GET", "/v1/batches"): Operation(answer=batches.BatchList, query=PAGE[:2]),
     ("GET", "/v1/batches/{id}"): Operation(answer=batches.BatchObject),
@@ -196,7 +197,7 @@ def _describe(route: Route, method: str, operation: Operation, schemas: Mapping[
     described: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
         "summary": " ".join(told.split()),
-        "responses": {"200": _answer(operation, schemas), **_errors(route.path, schemas)},
+        "responses": {"200": _answer(operation, schemas), **_errors(route.path, operation.statuses, schemas)},
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -223,11 +224,12 @@ def _answer(operation: Operation, schemas: Mapping[Any, Any]) -> dict[str, Any]:
     return {"description": "OK", "content": {**_content("application/json", schema), **content}}
 
 
-def _errors(path: str, schemas: Mapping[Any, Any]) -> dict[str, Any]:
-    """The errors that a path may give, in the shape of its API."""
+def _errors(path: str, more: Sequence[int], schemas: Mapping[Any, Any]) -> dict[str, Any]:
+    """The errors that a path may give, in the shape of its API; `more`: what else it may answer."""
     frame = type(shape_error(400, ErrorBody("", ""), path))
     content = _content("application/json", schemas[frame])
-    return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
+    found = {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in STATUSES}
+    return found | {str(status): {"description": HTTPStatus(status).phrase} for status in more}
 
 
 def _content(media: str, schema: Any) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class ServeOptions(Options):
     )
     disable_log_stats: bool = option(False, help="do not log statistics every ten seconds")
     enable_request_id_headers: bool = option(False, help="send the header X-Request-Id with every answer")
+    enable_prefix_debug: bool = option(
+        False, help="send the header X-Weft-Prefix with every answer: where its prompt left the client's earlier ones"
+    )
     response_role: str = option("assistant", help="role of the answers' messages")
     default_chat_template_kwargs: dict[str, Any] = option(
         default_factory=dict, metavar="JSON", help="variables of the chat template, for requests that give none"
@@ -60,5 +63,8 @@ class ServeOptions(Options):
     profile_directory: str = option("weft-profiles", metavar="DIR", help="where POST /start_profile writes traces")
     storage_directory: str | None = option(
         None, metavar="DIR", help="where uploaded files and batches are kept (default: $XDG_CACHE_HOME/weft/storage)"
+    )
+    storage_days: float = option(
+        30.0, metavar="DAYS", help="how long files, batches and their results are kept; 0: until a client deletes them"
     )
     admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -33,6 +33,7 @@ from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usag
 from weft.serving.options import ServeOptions
 from weft.serving.parsers.choose import choose_format
 from weft.serving.predicted import PredictionCheck
+from weft.serving.prefix_debug import PrefixDebug, PrefixReport
 from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
@@ -138,6 +139,7 @@ class Service:
         self._unknown_fields = UnknownFields()
         self._threads_by_large = {False: WorkThreads(LIMITS.small_threads), True: WorkThreads(LIMITS.large_threads)}
         self._loop_gate = LoopGate(time.monotonic)
+        self.prefix_debug = PrefixDebug() if options.enable_prefix_debug else None
         self.answer_format = choose_format(frontend.template_source, options.tool_call_parser, options.reasoning_parser)
 
     @property
@@ -261,6 +263,18 @@ class Service:
         if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
             raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
         return EngineStream(self, collectors)
+
+    def prefix_report(
+        self,
+        request: HttpRequest,
+        collector: Collector,
+        messages: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> PrefixReport | None:
+        """Report for an answer on its prompt's place in the prefix cache; None if nobody asked for reports."""
+        if self.prefix_debug is None:
+            return None
+        return PrefixReport(self.prefix_debug, self, request, collector, messages, tools)
 
     def stream_opened(self, stream: EngineStream) -> None:
         """Count a stream; called by the stream itself."""

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.serving.errors import AnthropicErrorFrame, error_frame
+from weft.serving.prefix_debug import HEADER, PrefixReport
 
 log = logging.getLogger("weft.serving")
 
@@ -89,17 +90,22 @@ async def send_reply(
     whole: Callable[[], Coroutine[Any, Any, Response]],
     keepalive_s: float,
     stream_format: StreamFormat = OPENAI_STREAM,
+    report: PrefixReport | None = None,
 ) -> Response:
-    """Response of `source`: its `events` as they arrive if `streaming`, else `whole`.
+    """Response of `source`: its `events` as they arrive if `streaming`, else `whole`. `report` makes one more header.
 
     `source` is closed when the response ends or the client disconnects.
     """
     if streaming:
-        return EventStream(events(), source, keepalive_s=keepalive_s, stream_format=stream_format)
+        return EventStream(events(), source, keepalive_s=keepalive_s, stream_format=stream_format, report=report)
     try:
         response = await while_connected(request.receive, whole())
     finally:
+        if report is not None:
+            report.end()
         await source.aclose()
+    if response is not None and report is not None:
+        response.headers[HEADER] = report.header() or ""
     return response or Response()  # the client is gone: nobody reads this one
 
 
@@ -109,6 +115,8 @@ class EventStream(Response):
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
     connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut
     without the end mark of the body, so that a client cannot take the truncated response for a whole one.
+
+    With a `report`, whose header is known once the engine has looked at the prompt, nothing is sent until then.
     """
 
     def __init__(
@@ -118,6 +126,7 @@ class EventStream(Response):
         *,
         keepalive_s: float,
         stream_format: StreamFormat = OPENAI_STREAM,
+        report: PrefixReport | None = None,
     ) -> None:
         # X-Accel-Buffering: nginx would buffer events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -127,11 +136,13 @@ class EventStream(Response):
         self._events = events
         self._source = source
         self._keepalive_s = keepalive_s
+        self._report = report
+        self._begun = asyncio.Event()
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sent_at = asyncio.get_running_loop().time()
+        if self._report is None:
+            await self._begin(send)
         writer = asyncio.ensure_future(self._send_events(send))
         watch = asyncio.ensure_future(wait_for_disconnect(receive))
         keepalive = asyncio.ensure_future(self._send_keepalives(send))
@@ -140,25 +151,49 @@ class EventStream(Response):
         finally:
             await cancel_and_wait(writer, watch, keepalive)
             await self._events.aclose()
+            if self._report is not None:
+                self._report.end()
             await self._source.aclose()
+
+    async def _begin(self, send: Send) -> None:
+        """Send the head of the response, once."""
+        if self._begun.is_set():
+            return
+        if self._report is not None:
+            self.headers[HEADER] = self._report.header() or ""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sent_at = asyncio.get_running_loop().time()
+        self._begun.set()
 
     async def _send(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
         self._sent_at = asyncio.get_running_loop().time()
         await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
     async def _send_events(self, send: Send) -> None:
+        held = b""  # until the report is there
         try:
             async for data in self._events:
-                await self._send(send, data)
+                if self._begun.is_set():
+                    if data:
+                        await self._send(send, data)
+                    continue
+                held += data
+                if self._report is not None and self._report.header() is not None:
+                    await self._begin(send)
+                    await self._send(send, held)
+                    held = b""
+            await self._begin(send)
         except Exception as error:
             if not isinstance(error, WeftError):
                 log.exception("a stream failed")
-            await self._send(send, self._format.encode_error(error))
+            await self._begin(send)
+            await self._send(send, held + self._format.encode_error(error))
         else:
-            await self._send(send, b"", more_body=False)
+            await self._send(send, held, more_body=False)
 
     async def _send_keepalives(self, send: Send) -> None:
         loop = asyncio.get_running_loop()
+        await self._begun.wait()
         while self._format.keepalive:
             await asyncio.sleep(self._sent_at + self._keepalive_s - loop.time())
             if loop.time() >= self._sent_at + self._keepalive_s:

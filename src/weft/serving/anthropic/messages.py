@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ from weft.serving.anthropic.types import (
     Usage,
 )
 from weft.serving.chat_answer import AnswerChoice, AnswerDelta, ChatAnswers, ToolCallDelta, open_answers
+from weft.serving.continuation import check_continuation_key
 from weft.serving.errors import JsonResponse
+from weft.serving.marks import StreamMarks, event_mark
 from weft.serving.service import Service
 from weft.serving.sse import StreamFormat, encode_error_event, send_reply
 
@@ -35,6 +37,8 @@ async def messages(request: Request) -> Response:
     """/v1/messages."""
     service: Service = request.app.state.service
     prepared = await service.prepare(request, prepare_messages)
+    check_continuation_key(request, prepared.body)
+    report = prepared.chat.report(service, request)
     stream = MessageStream(open_answers(service, prepared.chat), prepared)
     return await send_reply(
         request,
@@ -43,7 +47,8 @@ async def messages(request: Request) -> Response:
         events=stream.events,
         whole=stream.whole,
         keepalive_s=service.options.keepalive_interval,
-        stream_format=EVENTS,
+        stream_format=stream.format,
+        report=report,
     )
 
 
@@ -71,9 +76,18 @@ class MessageStream:
         self._shows_thinking = prepared.shows_thinking
         self._model = prepared.chat.model
         self._stops = prepared.body.stop_sequences or []
-        self._id = f"msg_{uuid.uuid4().hex}"
+        self._id = answers.ids.hexadecimal("msg")
         self._index = -1  # of the open block, or of the last one
         self._open = ""  # type of the open block
+        state = prepared.chat.state
+        self._told = state is not None and state.events > 0
+        self._marks = StreamMarks(event_mark, wants=bool(prepared.body.return_token_ids))
+        for delta in answers.begun:
+            list(self._block_events(delta))  # which another server has sent
+
+    @property
+    def format(self) -> StreamFormat:
+        return replace(EVENTS, keepalive=EVENTS.keepalive + self._marks())
 
     async def aclose(self) -> None:
         """Abort what has not ended."""
@@ -117,21 +131,22 @@ class MessageStream:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
-        yield encode_named(StreamEvent(type="message_start", message=self._answer([])))
-        yield EVENTS.keepalive
+        yield self._marks()
+        if not self._told:
+            start = encode_named(StreamEvent(type="message_start", message=self._answer([])))
+            yield start + EVENTS.keepalive + self._marks()
         async for delta in self._answers:
-            if made := b"".join(map(encode_named, self._block_events(delta))):
-                yield made
+            yield self._marks.part(b"".join(map(encode_named, self._block_events(delta))), delta)
+        yield self._marks.end(b"".join(map(encode_named, self._last_events())))
+
+    def _last_events(self) -> Iterator[StreamEvent]:
         if self._index < 0:
-            yield b"".join(map(encode_named, self._open_block(TextBlock(text=""))))
+            yield from self._open_block(TextBlock(text=""))
         reason, sequence = self._end(self._answers.whole()[0])
         end = EndDelta(stop_reason=reason, stop_sequence=sequence)
-        last = [
-            *self._close_block(),
-            StreamEvent(type="message_delta", delta=end, usage=self._usage()),
-            StreamEvent(type="message_stop"),
-        ]
-        yield b"".join(map(encode_named, last))
+        yield from self._close_block()
+        yield StreamEvent(type="message_delta", delta=end, usage=self._usage())
+        yield StreamEvent(type="message_stop")
 
     def _block_events(self, delta: AnswerDelta) -> Iterator[StreamEvent]:
         for call in delta.continued_calls:

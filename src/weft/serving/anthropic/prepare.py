@@ -47,9 +47,10 @@ def prepare_messages(service: Service, content: bytes) -> PreparedMessages:
     common.max_tokens, common.stream = body.max_tokens, body.stream
     common.temperature, common.top_p, common.top_k = body.temperature, body.top_p, body.top_k
     common.stop, common.seed, common.cache_salt = body.stop_sequences, body.seed, body.cache_salt
+    common.continue_token_ids = body.continue_token_ids
     lengths = {"stop": body.stop_sequences}
     check_lengths(lengths, vocab=service.frontend.vocab, max_model_len=service.frontend.max_model_len)
-    return PreparedMessages(body, prepare_chat(service, common))
+    return PreparedMessages(body, prepare_chat(service, common, body.stream_state))
 
 
 def count_tokens(service: Service, content: bytes) -> int:

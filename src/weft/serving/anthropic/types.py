@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from weft.serving.answer_ids import StreamState
+
 
 class Block(Struct, kw_only=True):
     """A part of a message that comes in; each `type` has some of the fields."""
@@ -71,6 +73,8 @@ class CountRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
+    """A request to answer. The last three fields are Weft's, for streams that go on at another server."""
+
     max_tokens: int
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -79,6 +83,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_k: int | None = None
     cache_salt: str | None = None
     seed: int | None = None
+    return_token_ids: bool | None = None
+    continue_token_ids: list[int] | None = None
+    stream_state: StreamState | None = None
 
 
 class Usage(Struct, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import re
 import shutil
@@ -15,6 +16,8 @@ from starlette.responses import FileResponse, Response
 
 from weft.errors import RequestError
 from weft.serving.access import check_page
+from weft.serving.batches.answers import Endpoint
+from weft.serving.batches.expiry import check_expiry, form_expiry
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import UNFINISHED, new_id
 from weft.serving.batches.types import (
@@ -33,6 +36,7 @@ from weft.serving.service import Service
 Row = TypeVar("Row", FileObject, BatchObject)
 
 PURPOSE = "batch"
+OWNER_HEADER = "x-weft-owner"
 MOST_WINDOW_H = 24 * 30
 MOST_STORED = 20 * 2**30  # bytes of all files, above which none is taken
 MOST_ROWS = 10_000  # of a list
@@ -45,11 +49,30 @@ def _keeper(request: Request) -> BatchKeeper:
 
 
 def _owner(request: Request) -> str:
-    """The name under which a client's files are kept: clients with other keys do not see them."""
+    """The name under which a client's files are kept: clients with other keys do not see them.
+
+    A gateway tells its own clients apart by the header X-Weft-Owner. They share the gateway's key: nobody can name an
+    owner under another key.
+    """
     service: Service = request.app.state.service
-    if not service.options.api_key:
+    key = sent_key(request.headers) if service.options.api_key else ""
+    part = request.headers.get(OWNER_HEADER, "")
+    if not key and not part:
         return ""
-    return hashlib.sha256(sent_key(request.headers).encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{key}\0{part}".encode() if part else key.encode()).hexdigest()[:32]
+
+
+def by_owner(endpoint: Endpoint) -> Endpoint:
+    """The endpoint, whose answers say that X-Weft-Owner was heeded: other servers would show files to all."""
+
+    @functools.wraps(endpoint)
+    async def answer(request: Request) -> Response:
+        response = await endpoint(request)
+        if OWNER_HEADER in request.headers:
+            response.headers[OWNER_HEADER] = "heeded"
+        return response
+
+    return answer
 
 
 async def upload_file(request: Request) -> Response:
@@ -57,17 +80,21 @@ async def upload_file(request: Request) -> Response:
     check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
-    if await keeper.call(lambda store: store.used_bytes()) >= MOST_STORED:
+    if await keeper.remove_expired() >= MOST_STORED:
         raise HttpError(413, f"the files here come to {MOST_STORED:,} bytes; delete some first", code="storage-full")
     store = await keeper.call(lambda store: store)
     with store.new_content() as body:
         await receive_body(request, body)
         form = await asyncio.to_thread(read_form, body, boundary)
         _check_form(form)
+        expires_after = form_expiry(form)
         with store.new_content() as content:
             await asyncio.to_thread(_copy, body, form, content)
             name = form.filename
-            return JsonResponse(await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE)))
+            until = keeper.expiry(int(time.time()), expires_after)
+            file = await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE, expires_at=until))
+    keeper.start()
+    return JsonResponse(file)
 
 
 def _check_form(form: Form) -> None:
@@ -96,7 +123,8 @@ async def list_files(request: Request) -> Response:
     rows = await _keeper(request).call(lambda store: store.files(owner))
     if request.query_params.get("order", "desc") == "desc":
         rows.reverse()
-    shown, more = _page(request, [row for row in rows if purpose in (None, row.purpose)], MOST_ROWS)
+    found = [row for row in rows if purpose in (None, row.purpose) and not _is_expired(row)]
+    shown, more = _page(request, found, MOST_ROWS)
     return JsonResponse(FileList(data=shown, has_more=more, first_id=_id(shown, 0), last_id=_id(shown, -1)))
 
 
@@ -124,9 +152,13 @@ async def delete_file(request: Request) -> Response:
 async def _find_file(request: Request, id: str) -> FileObject:
     owner = _owner(request)
     file = await _keeper(request).call(lambda store: store.file(owner, id))
-    if file is None:
+    if file is None or _is_expired(file):
         raise _no_file(id)
     return file
+
+
+def _is_expired(file: FileObject) -> bool:
+    return file.expires_at is not None and file.expires_at <= time.time()
 
 
 def _no_file(id: str) -> HttpError:
@@ -153,6 +185,7 @@ async def create_batch(request: Request) -> Response:
         created_at=now,
         expires_at=now + _window_s(body.completion_window),
         metadata=body.metadata,
+        output_expires_after=body.output_expires_after,
     )
     if not await keeper.call(lambda store: store.add_batch(owner, batch)):
         raise _no_file(file.id)
@@ -164,6 +197,8 @@ def decode_batch(service: Service, content: bytes) -> BatchRequest:
     """Decode and check a body of POST /v1/batches."""
     body = service.decode_body(content, BatchRequest)
     _window_s(body.completion_window)
+    if body.output_expires_after is not None:
+        check_expiry(body.output_expires_after, "output_expires_after")
     entries, key_length, value_length = METADATA
     given = body.metadata or {}
     if len(given) > entries or any(len(k) > key_length or len(v) > value_length for k, v in given.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from weft.errors import ConfigError
 from weft.serving.batches.answers import Endpoint
 from weft.serving.batches.runner import BatchRun
 from weft.serving.batches.store import Store
+from weft.serving.batches.types import ExpiresAfter
 
 if TYPE_CHECKING:
     from weft.serving.service import Service
@@ -24,6 +26,8 @@ log = logging.getLogger("weft.serving")
 T = TypeVar("T")
 
 POLL_S = 5.0  # after which batches of other servers are looked at: one of these may have ended
+CLEAN_S = 600.0
+DAY_S = 24 * 3600.0
 KEEPING_S = 2.0  # for answers that are there when the server ends
 
 
@@ -40,6 +44,21 @@ class BatchKeeper:
         self._thread = ThreadPoolExecutor(1, "weft-store")
         self._store: Store | None = None
         self._working: asyncio.Task[None] | None = None
+        self._clean_at = 0.0
+
+    @property
+    def kept_s(self) -> float:
+        """Seconds for which files are kept if nothing else is asked; 0 for ever."""
+        return self._service.options.storage_days * DAY_S
+
+    def expiry(self, created: int, given: ExpiresAfter | None) -> int | None:
+        """Time at which a file expires; None for never."""
+        kept_s = given.seconds if given is not None else self.kept_s
+        return created + int(kept_s) if kept_s else None
+
+    async def remove_expired(self) -> int:
+        """Remove what has expired; return the bytes of the files that stay."""
+        return await self.call(lambda store: store.remove_expired(time.time(), self.kept_s))
 
     async def call(self, work: Callable[[Store], T]) -> T:
         """Do something with the store. Raises ConfigError if it cannot be opened."""
@@ -77,6 +96,7 @@ class BatchKeeper:
     async def _work(self) -> None:
         while not self._service.draining:
             self._arrived.clear()
+            await self._clean()
             for owner, id in await self._unfinished():
                 if self._service.draining:
                     return
@@ -89,6 +109,16 @@ class BatchKeeper:
                     await self._arrived.wait()
             except TimeoutError:
                 continue
+
+    async def _clean(self) -> None:
+        """Remove what has expired, every CLEAN_S seconds."""
+        if time.monotonic() < self._clean_at:
+            return
+        self._clean_at = time.monotonic() + CLEAN_S
+        try:
+            await self.remove_expired()
+        except (ConfigError, sqlite3.Error, OSError):
+            log.exception("expired files cannot be removed; that is tried again")
 
     async def _unfinished(self) -> list[tuple[str, str]]:
         """Owner and id of the batches that are not finished; none while the store cannot be read."""

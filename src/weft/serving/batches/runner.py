@@ -161,7 +161,8 @@ class BatchRun:
         cancelled, expired = batch.status == "cancelling", False
         if not cancelled:
             expired = await self._keeper.call(lambda store: add_expired(store, batch, self._limits))
-        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch))
+        until = self._keeper.expiry(_now(), batch.output_expires_after)
+        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch, until))
 
         def end(row: BatchObject) -> None:
             row.output_file_id, row.error_file_id = output, errors
@@ -203,7 +204,9 @@ def line_error(error: RequestError) -> LineError:
     return LineError("invalid_json_line", str(error))
 
 
-def write_outputs(store: Store, owner: str, batch: BatchObject) -> tuple[str | None, str | None]:
+def write_outputs(
+    store: Store, owner: str, batch: BatchObject, expires_at: int | None
+) -> tuple[str | None, str | None]:
     """Write the answers and the errors of a batch to a file each; return their ids, None for an empty one.
 
     Writing them again changes nothing.
@@ -216,7 +219,7 @@ def write_outputs(store: Store, owner: str, batch: BatchObject) -> tuple[str | N
             empty = not content.tell()
             if not empty:
                 name = f"{batch.id}_{kind}.jsonl"
-                store.add_file(owner, content, name, "batch_output", id=output_id(batch, kind))
+                store.add_file(owner, content, name, "batch_output", output_id(batch, kind), expires_at)
         ids.append(None if empty else output_id(batch, kind))
     return ids[0], ids[1]
 

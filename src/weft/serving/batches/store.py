@@ -31,6 +31,17 @@ CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
 );
 """
+# The parameters are the statuses of unfinished batches and the latest creation.
+REMOVE_BATCHES = """
+DELETE FROM batches WHERE status NOT IN (?, ?, ?, ?) AND json_extract(CAST(row AS TEXT), '$.created_at') <= ?
+AND NOT EXISTS (
+    SELECT 1 FROM files WHERE files.id IN (
+        batches.input,
+        json_extract(CAST(batches.row AS TEXT), '$.output_file_id'),
+        json_extract(CAST(batches.row AS TEXT), '$.error_file_id')
+    )
+)
+"""
 
 
 class Store:
@@ -82,13 +93,28 @@ class Store:
         finally:
             path.unlink(missing_ok=True)
 
-    def add_file(self, owner: str, content: BinaryIO, filename: str, purpose: str, id: str = "") -> FileObject:
+    def add_file(
+        self,
+        owner: str,
+        content: BinaryIO,
+        filename: str,
+        purpose: str,
+        id: str = "",
+        expires_at: int | None = None,
+    ) -> FileObject:
         """Keep what `new_content` gave as a file; with the `id` of another, in its place."""
         content.flush()
         os.fsync(content.fileno())
         id = id or new_id("file-")
         size = os.fstat(content.fileno()).st_size
-        file = FileObject(id=id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
+        file = FileObject(
+            id=id,
+            bytes=size,
+            created_at=int(time.time()),
+            filename=filename,
+            purpose=purpose,
+            expires_at=expires_at,
+        )
         os.replace(content.name, self.content(id))
         with self._rows:
             self._rows.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (id, owner, msgspec.json.encode(file)))
@@ -102,6 +128,20 @@ class Store:
         """The files of an owner, the oldest first."""
         rows = self._rows.execute("SELECT row FROM files WHERE owner = ? ORDER BY rowid", (owner,))
         return [FILE.decode(row[0]) for row in rows]
+
+    def remove_expired(self, now: float, kept_s: float) -> int:
+        """Remove what has expired, of all owners; return the bytes of the files that stay.
+
+        A file that an unfinished batch reads stays until that has ended. A finished batch goes once it is older than
+        `kept_s` seconds and none of its files is left; with 0 it stays.
+        """
+        query = "SELECT id FROM files WHERE json_extract(CAST(row AS TEXT), '$.expires_at') <= ?"
+        for (id,) in self._rows.execute(query, (now,)).fetchall():
+            self.delete_file(id)
+        if kept_s:
+            with self._rows:
+                self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
+        return self.used_bytes()
 
     def used_bytes(self) -> int:
         """Bytes of all files, of all owners."""
@@ -136,14 +176,19 @@ class Store:
         return True
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
-        """Let `change` alter a batch, while nobody else does; return it as it is then."""
+        """Let `change` alter a batch, while nobody else does; return it as it is then.
+
+        The answers of a batch that ends are forgotten but for their number: its output files have them.
+        """
         with self._rows:
             self._rows.execute("BEGIN IMMEDIATE")
             row = self._rows.execute("SELECT row FROM batches WHERE id = ?", (id,)).fetchone()[0]
-            batch = BATCH.decode(row)
+            batch = self._counted(row)
             change(batch)
             values = (batch.status, msgspec.json.encode(batch), id)
             self._rows.execute("UPDATE batches SET status = ?, row = ? WHERE id = ?", values)
+            if batch.status not in UNFINISHED:
+                self._rows.execute("DELETE FROM results WHERE batch = ?", (id,))
         return batch
 
     def batch(self, owner: str, id: str) -> BatchObject | None:
@@ -186,6 +231,8 @@ class Store:
 
     def _counted(self, row: bytes) -> BatchObject:
         batch = BATCH.decode(row)
+        if batch.status not in UNFINISHED:
+            return batch
         batch.request_counts.completed, batch.request_counts.failed = self._results.counts(batch.id)
         return batch
 

@@ -7,8 +7,15 @@ from typing import Any
 from msgspec import Struct, field, json
 
 
+class ExpiresAfter(Struct, kw_only=True):
+    """Seconds after the creation of a file in which it is kept; `anchor` is "created_at"."""
+
+    anchor: str
+    seconds: int
+
+
 class FileObject(Struct, kw_only=True):
-    """An uploaded file, or one that a batch has made."""
+    """An uploaded file, or one that a batch has made. `expires_at`: when it is deleted; None for never."""
 
     id: str
     object: str = "file"
@@ -17,6 +24,7 @@ class FileObject(Struct, kw_only=True):
     filename: str
     purpose: str
     status: str = "processed"
+    expires_at: int | None = None
 
 
 class FileList(Struct, kw_only=True):
@@ -40,6 +48,7 @@ class BatchRequest(Struct, kw_only=True):
     endpoint: str
     completion_window: str = "24h"
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchError(Struct, kw_only=True):
@@ -86,6 +95,7 @@ class BatchObject(Struct, kw_only=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts = field(default_factory=RequestCounts)
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchList(Struct, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ from starlette.responses import Response
 from weft.client.outputs import Logprob
 from weft.serving.chat_answer import AnswerDelta, ChatAnswers, open_answers
 from weft.serving.chat_answer import ToolCall as WholeCall
+from weft.serving.continuation import check_continuation_key
 from weft.serving.errors import JsonResponse
 from weft.serving.logprobs import chat_logprobs
+from weft.serving.marks import StreamMarks, line_mark
 from weft.serving.ollama.details import timestamp
 from weft.serving.ollama.prepare import Prepared, prepare_generate, prepare_ollama_chat
 from weft.serving.ollama.stream import NDJSON, encode_line
@@ -31,7 +34,7 @@ from weft.serving.ollama.types import (
     ToolCallFunction,
 )
 from weft.serving.service import Service
-from weft.serving.sse import send_reply
+from weft.serving.sse import StreamFormat, send_reply
 
 NS = 10**9
 
@@ -52,10 +55,12 @@ async def generate(request: Request) -> Response:
 
 async def _reply(request: Request, prepared: Prepared, kind: type[OllamaAnswer]) -> Response:
     service: Service = request.app.state.service
+    check_continuation_key(request, prepared.body)
     if prepared.chat is None:
         # Clients load a model by asking for nothing, and unload it by a `keep_alive` of 0; this one stays.
         reason = "unload" if prepared.body.keep_alive in (0, "0", "0s") else "load"
         return JsonResponse(kind.part(prepared.name, "", done=True, done_reason=reason))
+    report = prepared.chat.report(service, request)
     answer = kind(service, open_answers(service, prepared.chat), prepared)
     return await send_reply(
         request,
@@ -64,7 +69,8 @@ async def _reply(request: Request, prepared: Prepared, kind: type[OllamaAnswer])
         events=answer.lines,
         whole=answer.whole,
         keepalive_s=service.options.keepalive_interval,
-        stream_format=NDJSON,
+        stream_format=answer.format,
+        report=report,
     )
 
 
@@ -78,11 +84,18 @@ class OllamaAnswer(ABC):
         self._shows_reasoning = prepared.shows_reasoning
         self._top_logprobs = (prepared.body.top_logprobs or 0) if answers.prepared.body.logprobs else None
         self._told_calls = 0
+        self._marks = StreamMarks(line_mark, wants=bool(prepared.body.return_token_ids))
+        if answers.begun:
+            self._new_calls(last=False)  # which another server has sent
 
     @staticmethod
     @abstractmethod
     def part(name: str, text: str, *, thinking: str = "", calls: Sequence[ToolCall] = (), **fields: Any) -> Answer:
         """A part of an answer."""
+
+    @property
+    def format(self) -> StreamFormat:
+        return replace(NDJSON, keepalive=self._marks())
 
     async def aclose(self) -> None:
         """Abort what has not ended."""
@@ -91,11 +104,12 @@ class OllamaAnswer(ABC):
     async def lines(self) -> AsyncGenerator[bytes, None]:
         """The parts of the answer; the last has no text, but counts and times."""
         reason = "stop"
+        yield self._marks()
         async for delta in self._answers:
             reason = delta.finish_reason or reason
-            if (part := self._delta_part(delta)) is not None:
-                yield encode_line(part)
-        yield encode_line(self.part(self._name, "", **self._end(reason)))
+            part = self._delta_part(delta)
+            yield self._marks.part(b"" if part is None else encode_line(part), delta)
+        yield self._marks.end(encode_line(self.part(self._name, "", **self._end(reason))))
 
     def _delta_part(self, delta: AnswerDelta) -> Answer | None:
         thinking = delta.reasoning if self._shows_reasoning else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import RequestError
+from weft.serving.answer_ids import check_state
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
+from weft.serving.continuation import answered_ids
 from weft.serving.ollama.names import requested_name, resolve_served
 from weft.serving.ollama.types import AnswerRequest, ChatRequest, GenerateRequest, Message, Options
 from weft.serving.openai_types import ChatRequest as CommonRequest
@@ -53,7 +55,9 @@ def prepare_ollama_chat(service: Service, content: bytes) -> Prepared:
         return Prepared(name, body, None, shows_reasoning=False)
     common.messages = [_message(message) for message in body.messages]
     common.tools = body.tools or None
-    return Prepared(name, body, prepare_chat(service, common), shows_reasoning=body.think is not False)
+    return Prepared(
+        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+    )
 
 
 def prepare_generate(service: Service, content: bytes) -> Prepared:
@@ -68,26 +72,34 @@ def prepare_generate(service: Service, content: bytes) -> Prepared:
     if not body.prompt:
         return Prepared(name, body, None, shows_reasoning=False)
     if body.raw or service.frontend.template_source is None:
-        return Prepared(name, body, _prepare_raw(service, common, body.prompt), shows_reasoning=False)
+        return Prepared(name, body, _prepare_raw(service, common, body), shows_reasoning=False)
     system = [{"role": "system", "content": body.system}] if body.system else []
     common.messages = [*system, {"role": "user", "content": body.prompt}]
-    return Prepared(name, body, prepare_chat(service, common), shows_reasoning=body.think is not False)
+    return Prepared(
+        name, body, prepare_chat(service, common, body.stream_state), shows_reasoning=body.think is not False
+    )
 
 
-def _prepare_raw(service: Service, common: CommonRequest, prompt: str) -> PreparedChat:
+def _prepare_raw(service: Service, common: CommonRequest, body: GenerateRequest) -> PreparedChat:
     """A prompt as it is, whose answer is text as it is."""
     fields = sampling_fields(common) | {"structured_outputs": wanted_output(common)[0]}
     if common.logprobs:
         fields["logprobs"] = common.top_logprobs or 0
     params = service.frontend.sampling_params(fields, max_tokens=None)
-    collectors = service.create_collectors([service.frontend.parse_prompt(prompt)], params, priority=None)
-    return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse())
+    check_state(body.stream_state)
+    prompt = service.frontend.parse_prompt(body.prompt or "")
+    prompt = replace(prompt, answered=answered_ids(common, service.frontend.vocab))
+    collectors = service.create_collectors([prompt], params, priority=None)
+    return PreparedChat(common, common.model or "", collectors, AnswerFormat(), ToolUse(), body.stream_state)
 
 
 def _common(service: Service, body: AnswerRequest) -> CommonRequest:
     """The request as all chats have it, still without messages."""
     own = resolve_served(service, requested_name(body))
     common = CommonRequest(model=own, messages=[], **option_fields(service, body.options or Options()))
+    if common.seed in (None, -1):
+        common.seed = body.seed
+    common.stream, common.continue_token_ids = body.stream is not False, body.continue_token_ids
     common.logprobs, common.top_logprobs = body.logprobs, body.top_logprobs
     if body.logprobs is None and body.top_logprobs:
         common.logprobs = True

@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from weft.serving.answer_ids import StreamState
+
 
 class ModelRequest(Struct, kw_only=True):
     """A request about one model; old clients say `name`."""
@@ -139,7 +141,8 @@ class AnswerRequest(ModelRequest, kw_only=True):
     """Fields of /api/chat and /api/generate. `keep_alive` changes nothing: the model of a server stays.
 
     `options` are the model's parameters by Ollama's names. `format` is "json" or a JSON schema. `think`: if the model
-    is to reason, or how much.
+    is to reason, or how much. The last four fields are Weft's, for streams that go on at another server; `seed` counts
+    if `options` have none.
     """
 
     stream: bool | None = None
@@ -151,6 +154,10 @@ class AnswerRequest(ModelRequest, kw_only=True):
     top_logprobs: int | None = None
     truncate: bool | None = None
     shift: bool | None = None
+    seed: int | None = None
+    return_token_ids: bool | None = None
+    continue_token_ids: list[int] | None = None
+    stream_state: StreamState | None = None
 
 
 class ChatRequest(AnswerRequest, kw_only=True):

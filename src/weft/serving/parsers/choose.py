@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,30 +18,15 @@ from weft.serving.parsers.schemas import ToolSchemas
 
 # A template that names the tools in an expression or a statement.
 SHOWS_TOOLS = re.compile(r"\{[%{][^%}]*\btools\b")
-LETTERS = string.ascii_letters + string.digits
 ToolParse = Callable[[Reader, ToolSchemas], Steps[None]]
-
-
-def random_text(length: int) -> str:
-    """Random letters and digits."""
-    return "".join(secrets.choice(LETTERS) for _ in range(length))
-
-
-def call_id() -> str:
-    """A new id of a tool call."""
-    return "call_" + random_text(24)
-
-
-def short_id() -> str:
-    """A new id of a tool call, of the nine letters that Mistral's templates want."""
-    return random_text(9)
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """A family's form of tool calls: its parser, its grammar, and the special tokens that belong to it.
 
-    A template has this form if it contains all of `signs`. `make_id` makes the id of a call that has none.
+    A template has this form if it contains all of `signs`. A call that has no id gets `id_prefix` and `id_letters`
+    letters: Mistral's templates want nine.
     """
 
     name: str
@@ -51,7 +34,8 @@ class ToolFormat:
     calls: grammars.Calls
     signs: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
-    make_id: Callable[[], str] = call_id
+    id_prefix: str = "call_"
+    id_letters: int = 24
 
 
 @dataclass(frozen=True)
@@ -93,9 +77,9 @@ FORMATS = (
     ToolFormat("glm45", text_formats.glm45, grammars.GLM45, (text_formats.KEY,), GLM_MARKS),
     ToolFormat("qwen3_coder", text_formats.qwen3_coder, grammars.QWEN3_CODER, ("<function=", "<parameter="), XML_MARKS),
     ToolFormat(
-        "mistral", tool_formats.mistral, grammars.MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]"), MISTRAL_MARKS, short_id
+        "mistral", tool_formats.mistral, grammars.MISTRAL_NAMED, ("[TOOL_CALLS]", "[ARGS]"), MISTRAL_MARKS, "", 9
     ),
-    ToolFormat("mistral", tool_formats.mistral, grammars.MISTRAL, ("[TOOL_CALLS]",), MISTRAL_MARKS, short_id),
+    ToolFormat("mistral", tool_formats.mistral, grammars.MISTRAL, ("[TOOL_CALLS]",), MISTRAL_MARKS, "", 9),
     ToolFormat("gemma", text_formats.gemma, grammars.GEMMA4, ("<|tool_call>",), text_formats.GEMMA_MARKS),
     ToolFormat(
         "gemma", text_formats.gemma, grammars.FUNCTION_GEMMA, ("<start_function_call>",), text_formats.GEMMA_MARKS

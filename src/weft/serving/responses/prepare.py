@@ -44,7 +44,14 @@ def prepare_response(service: Service, content: bytes) -> PreparedResponse:
         common.response_format = _format(body.text.format)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         common.logprobs, common.top_logprobs = True, body.top_logprobs
-    return PreparedResponse(body, prepare_chat(service, common))
+    common.continue_token_ids = body.continue_token_ids
+    if common.logprobs and body.continue_token_ids:
+        raise RequestError(
+            "continue_token_ids needs a response without logprobs: its last events repeat all of them",
+            param="continue_token_ids",
+            code="continuation-not-possible",
+        )
+    return PreparedResponse(body, prepare_chat(service, common, body.stream_state))
 
 
 def check_stateless(body: ResponsesRequest) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.client.frontend import Frontend
 from weft.client.outputs import Logprob
 from weft.serving.chat_answer import AnswerDelta, ChatAnswers, ToolCallDelta, open_answers
+from weft.serving.continuation import check_continuation_key
 from weft.serving.errors import JsonResponse, describe_error
 from weft.serving.logprobs import chat_logprobs
+from weft.serving.marks import StreamMarks, event_mark
+from weft.serving.responses.errors import encode_event, error_event
 from weft.serving.responses.prepare import PreparedResponse, prepare_response
 from weft.serving.responses.types import (
     FunctionCallItem,
@@ -46,6 +47,8 @@ async def responses(request: Request) -> Response:
     """/v1/responses."""
     service: Service = request.app.state.service
     prepared = await service.prepare(request, prepare_response)
+    check_continuation_key(request, prepared.body)
+    report = prepared.chat.report(service, request)
     stream = ResponseStream(service.frontend, open_answers(service, prepared.chat), prepared)
     return await send_reply(
         request,
@@ -54,7 +57,8 @@ async def responses(request: Request) -> Response:
         events=stream.events,
         whole=stream.whole,
         keepalive_s=service.options.keepalive_interval,
-        stream_format=StreamFormat("text/event-stream", stream.encode_error, KEEPALIVE),
+        stream_format=StreamFormat("text/event-stream", stream.encode_error, KEEPALIVE + stream.marks()),
+        report=report,
     )
 
 
@@ -62,14 +66,19 @@ class ResponseStream:
     """The answer to one request. Its items grow one after the other: at most the last one is open."""
 
     def __init__(self, frontend: Frontend, answers: ChatAnswers, prepared: PreparedResponse) -> None:
-        self._frontend, self._answers = frontend, answers
+        self._frontend, self._answers, self._ids = frontend, answers, answers.ids
         common = prepared.chat.body
         self._top_logprobs = (common.top_logprobs or 0) if common.logprobs else None
         self._response = _new_response(prepared, answers)
         self._open: Item | None = None
         self._cut = False  # by max_output_tokens
         self._reasoning_tokens = 0
-        self._sequence = 0
+        for delta in answers.begun:
+            list(self._item_events(delta))  # which another server has sent
+        state = prepared.chat.state
+        self._sequence = state.events if state is not None else 0
+        # The last events repeat all logprobs, which a server that goes on does not have.
+        self.marks = StreamMarks(event_mark, wants=bool(prepared.body.return_token_ids) and not common.logprobs)
 
     async def aclose(self) -> None:
         """Abort what has not ended."""
@@ -89,11 +98,12 @@ class ResponseStream:
         begun = [
             ResponseEvent(type=kind, response=self._response) for kind in ("response.created", "response.in_progress")
         ]
-        yield self._encode(begun)
+        yield self.marks()
+        if not self._sequence:
+            yield self._encode(begun) + self.marks()
         async for delta in self._answers:
-            if made := self._encode(self._item_events(delta)):
-                yield made
-        yield self._encode(self._end_events())
+            yield self.marks.part(self._encode(self._item_events(delta)), delta)
+        yield self.marks.end(self._encode(self._end_events()))
 
     def encode_error(self, error: Exception) -> bytes:
         """The last events of a response that breaks."""
@@ -102,16 +112,14 @@ class ResponseStream:
         response.status = "failed"
         response.error = ResponseError(code=body.code or "server_error", message=body.message)
         failed = ResponseEvent(type="response.failed", response=response)
-        told = ResponseEvent(type="error", code=body.code, message=body.message, param=body.param)
-        return self._encode([failed, told])
+        return self._encode([failed, error_event(error)])
 
     def _encode(self, events: Iterator[ResponseEvent] | Sequence[ResponseEvent]) -> bytes:
         """Events as bytes, at once: what they show goes on to change."""
         made = []
         for event in events:
-            event.sequence_number = self._sequence
+            made.append(encode_event(event, self._sequence))
             self._sequence += 1
-            made.append(b"event: %b\ndata: %b\n\n" % (event.type.encode(), msgspec.json.encode(event)))
         return b"".join(made)
 
     # Items
@@ -131,7 +139,7 @@ class ResponseStream:
 
     def _add_reasoning(self, text: str) -> Iterator[ResponseEvent]:
         if not isinstance(self._open, ReasoningItem):
-            item = ReasoningItem(id=_new_id("rs"), status="in_progress", content=[])
+            item = ReasoningItem(id=self._ids.hexadecimal("rs"), status="in_progress", content=[])
             yield from self._begin(item)
             item.content.append(ReasoningText(text=""))
             yield self._event("content_part.added", content_index=0, part=item.content[0])
@@ -141,7 +149,7 @@ class ResponseStream:
 
     def _add_text(self, text: str, logprobs: list[TextLogprob]) -> Iterator[ResponseEvent]:
         if not isinstance(self._open, MessageItem):
-            item = MessageItem(id=_new_id("msg"), status="in_progress", content=[])
+            item = MessageItem(id=self._ids.hexadecimal("msg"), status="in_progress", content=[])
             yield from self._begin(item)
             item.content.append(OutputText(text=""))
             yield self._event("content_part.added", content_index=0, part=item.content[0])
@@ -154,7 +162,11 @@ class ResponseStream:
         if call.id is not None:
             yield from self._begin(
                 FunctionCallItem(
-                    id=_new_id("fc"), status="in_progress", call_id=call.id, name=call.name or "", arguments=""
+                    id=self._ids.hexadecimal("fc"),
+                    status="in_progress",
+                    call_id=call.id,
+                    name=call.name or "",
+                    arguments="",
                 )
             )
         if isinstance(self._open, FunctionCallItem) and call.arguments:
@@ -233,8 +245,8 @@ def _new_response(prepared: PreparedResponse, answers: ChatAnswers) -> ResponseO
     body, params = prepared.body, answers.collector.params
     text = body.text or TextConfig()
     return ResponseObject(
-        id=_new_id("resp"),
-        created_at=int(time.time()),
+        id=answers.ids.hexadecimal("resp"),
+        created_at=prepared.chat.state.created if prepared.chat.state is not None else int(time.time()),
         status="in_progress",
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
@@ -251,7 +263,3 @@ def _new_response(prepared: PreparedResponse, answers: ChatAnswers) -> ResponseO
         user=body.user,
         metadata=body.metadata or {},
     )
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"

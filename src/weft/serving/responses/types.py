@@ -6,6 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType, field
 
+from weft.serving.answer_ids import StreamState
+
 
 class InputPart(Struct, kw_only=True):
     """A part of a content that comes in; `type` is input_text, output_text, text, refusal or reasoning_text."""
@@ -67,6 +69,8 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class ResponsesRequest(Struct, kw_only=True):
+    """A request to answer. The last three fields are Weft's, for streams that go on at another server."""
+
     model: str | None = None
     input: str | list[InputItem]
     instructions: str | None = None
@@ -96,6 +100,9 @@ class ResponsesRequest(Struct, kw_only=True):
     priority: int | None = None
     top_k: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    continue_token_ids: list[int] | None = None
+    stream_state: StreamState | None = None
 
 
 class TopTokenLogprob(Struct, kw_only=True):

@@ -1,0 +1,51 @@
+"""The end of a stream that breaks: the error that it ends with, if the bytes before it end an event."""
+
+from __future__ import annotations
+
+import re
+
+from weft.gateway.answer import ResumableAnswer
+from weft.gateway.exchange import Exchange
+from weft.gateway.upstream import ResponseHead, UpstreamError
+from weft.serving.errors import HttpError
+from weft.serving.ollama.stream import encode_error_line
+from weft.serving.responses.errors import encode_error
+from weft.serving.sse import encode_error_event
+
+
+def error_event(exchange: Exchange, error: UpstreamError) -> bytes:
+    """The last event of a broken stream: the replica's own, if it sent one."""
+    answer, path = exchange.answer, exchange.scope["path"]
+    if isinstance(answer, ResumableAnswer) and answer.error_event:
+        return answer.error_event
+    broken = HttpError(502, f"upstream {error.upstream or exchange.upstream}: {error}", code=error.code)
+    if path.startswith("/api/"):
+        return encode_error_line(broken)
+    if path == "/v1/responses":
+        return encode_error(broken, answer.told if isinstance(answer, ResumableAnswer) else 0)
+    return encode_error_event(broken, path)
+
+
+class EventEnding:
+    """Knows of a response if it is a stream of events or lines, and how the bytes so far end."""
+
+    END_MARK = re.compile(rb"(\A|[\r\n])data: ?\[DONE\]\s*\Z")  # in OpenAI's streams
+    LONGEST = 32  # bytes that are looked at
+
+    def __init__(self, head: ResponseHead) -> None:
+        self._ends: tuple[bytes, ...] = (b"\n\n", b"\r\n\r\n", b"\r\r") if head.is_event_stream else ()
+        if head.is_line_stream:
+            self._ends = (b"\n",)
+        self._tail = b"\n\n"
+
+    def push(self, piece: bytes) -> None:
+        self._tail = (self._tail + piece[-self.LONGEST :])[-self.LONGEST :]
+
+    @property
+    def between_events(self) -> bool:
+        return bool(self._ends) and self._tail.endswith(self._ends)
+
+    @property
+    def complete(self) -> bool:
+        """True if the end mark has come: the client lacks nothing."""
+        return self.between_events and self.END_MARK.search(self._tail) is not None

@@ -1,0 +1,131 @@
+"""StreamApi: what the gateway knows of an API whose answers have no room for token ids: Anthropic's and the like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from weft.gateway.events import BLANK_LINE, event_data
+from weft.gateway.fingerprint import RoutedFields
+
+LINE = re.compile(rb"\n")
+MARK = b": weft "
+LINE_MARK = b'{"weft":'
+
+
+class Mark(msgspec.Struct):
+    """Weft's word behind each part of a stream: the tokens that it is made of, and if it was the last part."""
+
+    token_ids: list[int] = []
+    last: bool = False
+
+
+class LineMark(msgspec.Struct):
+    weft: Mark
+
+
+MARKS, LINE_MARKS = msgspec.json.Decoder(Mark), msgspec.json.Decoder(LineMark)
+
+Values = Mapping[str, Any]
+Usage = dict[str, Any]
+
+
+class StreamApi(NamedTuple):
+    """An API by its paths.
+
+    `lines`: a stream is lines of JSON, not events. `streams_unasked`: it streams unless `stream` is false. `read_usage`
+    adds to a usage, with OpenAI's names, what an answer or a part of a stream tells. `name_model` gives an answer or a
+    part another name of the model. `read_limit`: the most tokens that a request asks for, if it says that.
+    """
+
+    lines: bool
+    streams_unasked: bool
+    read_usage: Callable[[Values, Usage], None]
+    name_model: Callable[[dict[str, Any], str], None]
+    read_limit: Callable[[RoutedFields], Any]
+
+    @property
+    def part_end(self) -> re.Pattern[bytes]:
+        """The end of each part of a stream."""
+        return LINE if self.lines else BLANK_LINE
+
+    def read_mark(self, part: bytes) -> Mark | None:
+        """The mark that a part is; None for any other part."""
+        if not part.startswith(LINE_MARK if self.lines else MARK):
+            return None
+        try:
+            return LINE_MARKS.decode(part).weft if self.lines else MARKS.decode(part[len(MARK) :])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def data(self, part: bytes) -> bytes:
+        """The JSON of a part; empty for a comment."""
+        if self.lines:
+            return part.strip()
+        if part.startswith(b"event:"):
+            part = part.partition(b"\n")[2]
+        return event_data(part) or b""
+
+    def is_error(self, part: bytes) -> bool:
+        """Return True for a part that says why a stream broke."""
+        if self.lines:
+            return part.startswith(b'{"error":')
+        return part.startswith((b"event: error\n", b'data: {"error":'))
+
+
+def _messages_usage(values: Values, usage: Usage) -> None:
+    """/v1/messages: whole answers, `message_start` with the prompt and `message_delta` with the answer."""
+    message = values.get("message")
+    told = (message if isinstance(message, dict) else values).get("usage")
+    if not isinstance(told, dict):
+        return
+    if type(told.get("input_tokens")) is int:
+        names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        usage["prompt_tokens"] = sum(told[name] for name in names if type(told.get(name)) is int)
+    usage["completion_tokens"] = told.get("output_tokens")
+
+
+def _responses_usage(values: Values, usage: Usage) -> None:
+    """/v1/responses: whole answers, and the last event."""
+    response = values.get("response")
+    told = (response if isinstance(response, dict) else values).get("usage")
+    if isinstance(told, dict):
+        usage["prompt_tokens"], usage["completion_tokens"] = told.get("input_tokens"), told.get("output_tokens")
+
+
+def _ollama_usage(values: Values, usage: Usage) -> None:
+    """Whole answers, and the last line."""
+    if "eval_count" in values or "prompt_eval_count" in values or values.get("done_reason") in ("load", "unload"):
+        # Ollama leaves out the count of a prompt that its cache has.
+        usage["prompt_tokens"] = values.get("prompt_eval_count", 0)
+        usage["completion_tokens"] = values.get("eval_count", 0)
+
+
+def _rename(values: dict[str, Any], name: str) -> None:
+    """Give an answer, or the one that an event carries, another model."""
+    for holder in (values, values.get("message"), values.get("response")):
+        if isinstance(holder, dict) and "model" in holder:
+            holder["model"] = name
+
+
+def _num_predict(fields: RoutedFields) -> Any:
+    try:
+        options = msgspec.json.decode(fields.options or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    limit = options.get("num_predict") if isinstance(options, dict) else None
+    return limit if type(limit) is int and limit > 0 else None
+
+
+MESSAGES = StreamApi(False, False, _messages_usage, _rename, lambda fields: fields.max_tokens)
+RESPONSES = StreamApi(False, False, _responses_usage, _rename, lambda fields: fields.max_output_tokens)
+OLLAMA = StreamApi(True, True, _ollama_usage, _rename, _num_predict)
+APIS: Mapping[str, StreamApi] = {
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+    "/api/chat": OLLAMA,
+    "/api/generate": OLLAMA,
+}
