@@ -40,6 +40,7 @@ fi
     echo "there is no directory $cache" >&2
     exit 2
 }
+cache=$(cd -- "$cache" && pwd) # a relative path would be the name of a volume
 
 name=weft-node-$$
 trap 'trap - EXIT; "${RUNTIME:-docker}" rm --force "$name" >/dev/null 2>&1 || true' EXIT INT TERM

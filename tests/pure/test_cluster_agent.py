@@ -111,8 +111,9 @@ def left_running(task: Start) -> Started:
 def test_a_server_runs_on_and_is_found(home: Path) -> None:
     started = left_running(start())
     assert not started.found and psutil.pid_exists(started.pid)
-    for words, same in (("m", True), ("other", False)):
-        again = left_running(start(words))
+    others = (start(), True), (start("other"), False), (start(environment={"CUDA_VISIBLE_DEVICES": "1"}), False)
+    for task, same in others:
+        again = left_running(task)
         assert (again.found, again.same, again.pid) == (True, same, started.pid)
     # Another engine or node is another server.
     assert not left_running(start(name="f")).found and not left_running(start(node=2)).found
@@ -180,10 +181,11 @@ def test_a_server_that_ignores_the_signal_is_killed(home: Path) -> None:
 
 
 def test_a_model_is_fetched_with_progress(home: Path) -> None:
-    side = Side(Pull(model="-x y"))
+    side = Side(Pull(model="-x y", flags=("--download-dir=d",), environment={"GIVEN": "token"}))
     side.thread.join(WAIT_S)
     assert side.replies[0] == Progress("half")
-    assert json.loads(msgspec.json.encode(side.end()))["path"].endswith("/models/m")
+    printed = json.loads(msgspec.json.encode(side.end()))["path"]
+    assert printed.endswith("/models/m") and "pull --download-dir=d -x y" in printed and "given token" in printed
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,18 @@ from tests.pure.machines import gpu, host, rig
 from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
 from tests.refusals import refuses
+from weft.cache import cache_path
 from weft.cluster import assembly, ray_cluster
-from weft.cluster.measured import load_cluster, store_cluster
-from weft.cluster.messages import ListeningForPeers, Measured, MeasureTo, Speed
+from weft.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
+from weft.cluster.messages import Join, ListeningForPeers, Measured, MeasureTo, Speed, TellTime
+from weft.cluster.preflight import failures
+from weft.cluster.settings import NodeSettings
 from weft.cluster.speed import PeerListener, measure_network
 from weft.comm import nccl_log
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
 from weft.executors import framing, secure
+from weft.executors.keys import NotWeftError
 from weft.executors.rank_processes import nccl_log_variables
 from weft.formats.checkpoint import Checkpoint
 from weft.planner.execution import plan_over_nodes
@@ -86,6 +90,51 @@ def test_a_network_that_is_cut_everywhere_is_said_in_time(monkeypatch: pytest.Mo
     own = facts(0, address="127.0.0.1")
     speeds = assembly.measure_all(own, nodes, settings)
     assert clock[0] <= 25 and any(speed.problem for speed in speeds)
+
+
+def test_a_node_that_is_not_reached_is_named_in_a_replica_without_the_first_nodes() -> None:
+    cut = Speed(first=3, second=2, problem="10.0.0.3:5: timed out")
+    [failure] = failures([facts(0), facts(2, machine="b"), facts(3, machine="c")], [cut], "fetch")
+    assert failure.startswith("node 3 (host3") and "does not reach node 2 (host2" in failure
+
+
+def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is on the head alone, and no network is measured for it; one that starts again changes nothing."""
+    card = "NVIDIA GeForce RTX 4090"
+    others = [SimpleNamespace(facts=facts(n, host=rig(card, hostname=f"host{n}"))) for n in (1, 2)]
+    door: Any = SimpleNamespace(
+        settings=NodeSettings(
+            nodes=3, node=0, address="10.0.0.1", port=1, start_timeout_s=1, allow_public=False, key=KEY, replicas=3
+        ),
+        wait_for=lambda replicas, cancelled: [[others[number - 1]] if number else [] for number in replicas],
+    )
+    checked = {0: [], 1: [FINE], 2: [msgspec.structs.replace(FINE, bytes_per_s=1e8)]}
+    monkeypatch.setattr(assembly, "check_nodes", lambda own, nodes, *_: checked[nodes[0].facts.node if nodes else 0])
+    own = facts(0, host=rig(card, hostname="host0"))
+    gatherer = assembly.Gatherer(EngineConfig(model="m"), None, door, lambda: own, lasting=True)  # type: ignore[arg-type]
+    groups = gatherer.gather(range(3), lambda: False)
+    assert [group.speeds for group in groups] == list(checked.values())
+    gatherer.gather([1], lambda: False)
+    stored = msgspec.json.decode((cache_path() / FILE).read_bytes(), type=MeasuredCluster)
+    assert [one.hostname for one in stored.hosts] == ["host0", "host1", "host2"] and stored.network_Bps == 1e8
+
+
+def test_a_node_that_hangs_is_no_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "ASK_S", 0.2)
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        theirs.sendall(framing.encode_frame(Join(facts(1), 0)))
+        node = assembly.JoinedNode(own)
+        with refuses(ConfigError, "node-not-answering", "node 1", "nothing came from it within 0.2 s"):
+            node.ask(TellTime())
+
+
+def test_a_connection_that_closes_at_once_has_not_spoken() -> None:
+    """As of a health check; nothing is known of its certificate."""
+    own, theirs = socket.socketpair()
+    theirs.close()
+    with own, pytest.raises(NotWeftError, match="it closed the connection"):
+        secure.accept_securely(own, KEY, "a certificate")
 
 
 # --- free memory of GPUs ---
@@ -211,9 +260,11 @@ def test_a_cluster_without_a_token_gets_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, warned: bool
 ) -> None:
     fake_ray(monkeypatch)
+    ray_cluster._warn_without_token.cache_clear()
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
-    ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
+    for _ in range(2):  # a replica that starts again connects anew
+        ray_cluster.connect({"RAY_ADDRESS": "10.0.0.1:6379"})
     warnings = [record for record in caplog.records if "RAY_AUTH_MODE=token" in record.getMessage()]
     assert len(warnings) == warned
 

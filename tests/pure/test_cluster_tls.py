@@ -266,6 +266,20 @@ def test_files_of_the_command(tmp_path: Path) -> None:
     other.close()
 
 
+def test_days_end_with_those_of_the_authority(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    most = certificates.AUTHORITY_DAYS
+    with refuses(ConfigError, "days-beyond-authority", "99999999", most):
+        make_certificates(tmp_path, 1, 99999999)
+    [bundle] = make_certificates(tmp_path, 1, most)
+    own, authority = x509.load_pem_x509_certificates(bundle.read_bytes())
+    assert own.not_valid_after_utc == authority.not_valid_after_utc
+    (tmp_path / "ca.pem").unlink()
+    with refuses(ConfigError, "bad-authority", "ca.pem is missing", "remove ca.key and ca.pem"):
+        make_certificates(tmp_path, 1, 1)
+
+
 def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with refuses(ConfigError, "no-cryptography", "pip install 'weft[tls]'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import stat
@@ -159,11 +160,13 @@ def test_head_and_worker(runtime: Path, tmp_path: Path) -> None:
     assert head[image - 2 : image] == ["--env", "A=b c"] and head[head.index("--entrypoint") + 1] == "ray"
     assert f"{cache}:/var/lib/weft/.cache/huggingface" in head and "VLLM_HOST_IP=10.0.0.1" in head
     assert not any("SYS_ADMIN" in word or "privileged" in word for word in head)
-    status, worker, err = start(runtime, "weft:1", "10.0.0.1", "--worker", str(cache), address="10.0.0.2")
+    relative = os.path.relpath(cache)
+    status, worker, err = start(runtime, "weft:1", "10.0.0.1", "--worker", relative, address="10.0.0.2")
     assert status == 0, err
     assert worker[worker.index("weft:1") + 1 :] == [
         *("start", "--block", "--node-ip-address=10.0.0.2", "--address=10.0.0.1:6379")
     ]
+    assert f"{cache}:/var/lib/weft/.cache/huggingface" in worker
 
 
 def test_the_capability_is_for_profiling_only(runtime: Path, tmp_path: Path) -> None:

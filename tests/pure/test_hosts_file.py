@@ -15,8 +15,9 @@ import pytest
 
 from tests.pure.commands import refused_line, weft
 from tests.refusals import refusals, refuses
-from weft.cli.cluster_hosts import create_launch
+from weft.cli.cluster_hosts import create_launch, create_pull
 from weft.cluster import remote
+from weft.cluster.agent_messages import Started
 from weft.cluster.hosts import Machine, check_model, read_hosts
 from weft.cluster.remote import Launch, own_key, serve_words, start_task
 from weft.cluster.ssh import Gone, Node, quoted
@@ -150,6 +151,21 @@ def test_secrets_go_to_standard_input_only(tmp_path: Path) -> None:
         assert task.environment["VLLM_API_KEY"] == "sk-client" and "OTHER" not in task.environment
         seen = " ".join([*node.command(), *task.words])
         assert "sk-client" not in seen and "kkk" not in seen
+
+
+def test_a_pull_has_what_the_servers_have(tmp_path: Path) -> None:
+    text = PAIR + "model: m\nserve: {download-dir: /data, tensor-parallel-size: 2}\nvariables: [VLLM_API_KEY]\n"
+    hosts = read_hosts(written(tmp_path, text))
+    pull = create_pull(hosts, "m", "hosts.yaml", SECRETS)
+    assert pull == Launch(model="m", flags=("--download-dir=/data",), variables={"VLLM_API_KEY": "sk-client"})
+    with refuses(ConfigError, "variable-not-set", "VLLM_API_KEY"):
+        create_pull(hosts, "m", "hosts.yaml", {})
+
+
+def test_another_engine_under_the_name_is_no_success() -> None:
+    other = Started(7, "/log", True, False, 0.0)
+    with refuses(remote.RemoteError, "other-engine", "node 0 (a)", "process 7", "/log", "weft cluster down"):
+        remote._await_ready(iter([(Node(0, Machine(host="a")), other)]), print, 1)
 
 
 WRONG_LAUNCHES = [

@@ -119,6 +119,17 @@ def test_options_that_do_not_fit_together(golden: Golden, tmp_path: Path, monkey
     golden("errors/nodes.txt", refusals(settings_of_case, cases))
 
 
+def test_a_name_of_the_head_that_only_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's /etc/hosts has it; the others have the head's real address, and numbers mean what they say."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1", "as numbers"):
+        settings_of(nnodes=2, master_addr="gpu1")
+    for name, node in (("gpu1", 1), ("127.0.1.1", 0), ("localhost", 0)):
+        settings = settings_of(nnodes=2, master_addr=name, node_rank=node)
+        assert settings and settings.address == "127.0.1.1"
+
+
 def test_a_key_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.key"
     file.write_text(f"{KEY}\n")

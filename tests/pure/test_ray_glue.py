@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,10 @@ from weft.cluster.messages import Facts
 from weft.cluster.ray_cluster import Seat, check_seats, uses_ray
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
-from weft.executors.ray_nodes import RayNode
+from weft.executors.framing import Channel, encode_frame
+from weft.executors.node_messages import Ping, PrintStacks
+from weft.executors.ray import RayExecutor
+from weft.executors.ray_nodes import Attached, RayNode, RayNodes
 from weft.gateway.config import Timeouts, make_config
 from weft.gateway.fleet import Fleet
 from weft.gateway.policy import POLICIES
@@ -26,7 +30,7 @@ from weft.gateway.ray_watch import RayWatch, ServeState, serve_upstreams
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.ray import resources, serve
-from weft.ray.resources import actor_config, actor_resources, check_room
+from weft.ray.resources import actor_config, actor_resources, check_room, count_engines
 from weft.serving.options import ServeOptions
 
 # --- discover: {ray: URL} ---
@@ -144,6 +148,68 @@ def test_an_engine_that_no_node_has_room_for() -> None:
     assert check_room(ray, {"num_cpus": 2, "num_gpus": 0}) == 8
     with refuses(PlanError, "ray-too-small", "4 GPU", "10.0.0.1 has 8 CPU and 2 GPU", "10.0.0.2 has 8 CPU and 0 GPU"):
         check_room(ray, {"num_cpus": 1, "num_gpus": 4})
+
+
+def test_more_engines_than_there_is_room_for() -> None:
+    """On CPUs one for each node that holds its ranks, and as many as fit if so many are asked for."""
+    rows = [{"Alive": True, "NodeManagerAddress": "a", "Resources": {"CPU": cpus}} for cpus in (1.0, 4.0)]
+    ray = SimpleNamespace(nodes=lambda: rows)
+    pair = actor_config(config(tensor_parallel_size=2))
+    sizes = actor_resources(pair, 0)
+    assert count_engines(ray, pair, sizes, None) == 1 and count_engines(ray, pair, sizes, 2) == 2
+    with refuses(PlanError, "ray-too-small", "8 engines", "room for 2"):
+        count_engines(ray, pair, sizes, 8)
+    spread = config(executor="ray", tensor_parallel_size=2)
+    assert count_engines(ray, spread, actor_resources(spread, 0), None) == 2
+    wide = config(executor="ray", tensor_parallel_size=6)
+    with refuses(PlanError, "ray-too-small", "6 ranks", "5 CPU"):
+        count_engines(ray, wide, actor_resources(wide, 0), None)
+    rows[1]["Resources"] = {"CPU": 1.0, "GPU": 8.0}  # each rank wants a CPU as well
+    with refuses(PlanError, "ray-too-small", "2 ranks", "enough for 1"):
+        count_engines(ray, spread, actor_resources(spread, 8), None)
+
+
+def test_seats_with_gpus_want_cpus(monkeypatch: pytest.MonkeyPatch, facts: Callable[..., Facts]) -> None:
+    def node(name: str, **resources: float) -> dict[str, Any]:
+        about = {"NodeID": name, "NodeManagerAddress": name, "NodeManagerHostname": name}
+        return {**about, "Alive": True, "Resources": resources}
+
+    rows = [node("a", GPU=8.0, CPU=3.0), node("b", GPU=2.0), node("c", CPU=5.0)]
+    ray = SimpleNamespace(nodes=lambda: rows, get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"))
+    monkeypatch.setattr(ray_cluster, "gather_from", lambda ray, ids, config: [facts() for _ in ids])
+    assert [seat.room for seat in ray_cluster.find_seats(ray, config(), on_cpu=False)] == [3]
+    del rows[0]
+    with refuses(PlanError, "ray-without-devices", "a GPU and a CPU", "--num-gpus N --num-cpus N"):
+        ray_cluster.find_seats(ray, config(), on_cpu=False)
+
+
+def test_actors_are_pinged_while_others_are_awaited() -> None:
+    """An actor that hears nothing ends itself."""
+    executor = RayExecutor(RayNodes("cluster", "127.0.0.1", b"k", 1.0, ()))
+    executor._ray = SimpleNamespace(wait=lambda runs, timeout: ([], runs), is_initialized=lambda: False)
+    executor._runs, executor._phases = [object(), object()], ["start"] * 2
+    ends = [socket.socketpair() for _ in range(2)]
+    for rank, (_, theirs) in enumerate(ends):
+        theirs.sendall(encode_frame(Attached(rank, "127.0.0.1", None)))
+    waiting = threading.Thread(target=executor._await_actors, args=(2,))
+    executor._came.put(executor._attach(ends[0][0]))
+    waiting.start()
+    heard = next(iter(Channel[Any](ends[0][1], Ping | PrintStacks)))
+    assert isinstance(heard, Ping) and waiting.is_alive()
+    executor._came.put(executor._attach(ends[1][0]))
+    waiting.join(30)
+    executor._end()
+    for _, theirs in ends:
+        theirs.close()
+    assert sorted(executor._attached) == [0, 1]
+
+
+def test_keys_do_not_enter_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "import_library", lambda name: None)
+    for server in ({"api_key": ["sk-own"]}, {"admin_key": "sk-own"}):
+        with refuses(ConfigError, "key-in-cluster", "VLLM_API_KEY") as raised:
+            serve.build({"model": "demo", "server": server})
+        assert "sk-own" not in str(raised.value)
 
 
 def test_libraries_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

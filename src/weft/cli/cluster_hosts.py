@@ -17,6 +17,7 @@ from weft.errors import ConfigError, printable
 
 # Flags that weft cluster up gives itself, and those whose value `ps` would show to everybody.
 OURS = ("nnodes", "node-rank", "headless", "cluster-key-file", "cluster-cert-file", "config", "model")
+FOLDER = "--download-dir="
 SECRETS = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
 
 
@@ -37,7 +38,7 @@ def main(arguments: Namespace) -> int:
             return 0 if remote.bring_down(read_hosts(words[0]), say) else 1
     hosts = read_hosts(arguments.hosts)
     model = words[0] if words else hosts.model
-    return 0 if remote.pull_everywhere(hosts, check_model(model), say) else 1
+    return 0 if remote.pull_everywhere(hosts, create_pull(hosts, model, arguments.hosts, os.environ), say) else 1
 
 
 def say(line: str) -> None:
@@ -68,10 +69,21 @@ def create_launch(hosts: HostsFile, model: str, path: str, environment: Mapping[
             f"{path}: distributed-executor-backend is {config.executor}; several machines through ssh run processes",
             code="backend-with-hosts",
         )
+    return Launch(model=model, flags=tuple(flags), variables=passed_on(hosts, path, environment))
+
+
+def create_pull(hosts: HostsFile, model: str, path: str, environment: Mapping[str, str]) -> Launch:
+    """The model to fetch, to where the file's engine looks for it. Raises as `create_launch`."""
+    flags = [word for word in serve_flags(hosts, path) if word.startswith(FOLDER)]
+    return Launch(model=check_model(model), flags=tuple(flags), variables=passed_on(hosts, path, environment))
+
+
+def passed_on(hosts: HostsFile, path: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a file passes on. Raises ConfigError for one that is not set."""
     missing = next((name for name in hosts.variables if name not in environment), None)
     if missing:
         raise ConfigError(f"{path} passes on {missing}, which is not set here; export it", code="variable-not-set")
-    return Launch(model=model, flags=tuple(flags), variables={name: environment[name] for name in hosts.variables})
+    return {name: environment[name] for name in hosts.variables}
 
 
 def serve_flags(hosts: HostsFile, path: str) -> list[str]:

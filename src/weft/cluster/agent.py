@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import select
 import signal
@@ -64,6 +65,7 @@ class Record(msgspec.Struct, frozen=True):
     pid: int
     words: tuple[str, ...]
     since_s: float
+    environment: str = ""  # digest of the variables that it was given
 
 
 class Input:
@@ -143,9 +145,14 @@ class Agent:
 
     def _pull(self, task: Pull) -> None:
         """Run `weft pull`; the end of the input ends it."""
-        words = [sys.executable, "-P", "-m", "weft", "pull", task.model]
+        words = [sys.executable, "-P", "-m", "weft", "pull", *task.flags, task.model]
         child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            words,
+            env=environment(os.environ, task.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         said: list[str] = []
         copier = threading.Thread(target=self._copy_lines, args=(child, said), daemon=True)
@@ -188,7 +195,7 @@ class Server:
         with open(self._record, "a+b", opener=_open_private) as record:
             if not try_lock(record.fileno()):
                 found = self._read()
-                same = bool(found) and found.words == task.words
+                same = (found.words, found.environment) == (task.words, _digest(task.environment))
                 return Started(found.pid, str(self.log), True, same, found.since_s)
             words = [*task.words, *self._write_secrets(task)]
             self._forget(record)
@@ -202,7 +209,7 @@ class Server:
                     pass_fds=[record.fileno()],
                     start_new_session=True,
                 )
-            about = Record(self._child.pid, task.words, time.time())
+            about = Record(self._child.pid, task.words, time.time(), _digest(task.environment))
             record.write(msgspec.json.encode(about))
             record.flush()
         return Started(about.pid, str(self.log), False, True, about.since_s)
@@ -303,6 +310,11 @@ def write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, KEY_MODE)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+
+
+def _digest(variables: Mapping[str, str]) -> str:
+    """Digest of variables and their values, which may be secrets."""
+    return hashlib.sha256(msgspec.json.encode(sorted(variables.items()))).hexdigest()
 
 
 def _open_private(path: str, flags: int) -> int:

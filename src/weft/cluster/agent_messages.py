@@ -40,9 +40,11 @@ class Stop(Task, frozen=True, kw_only=True, tag=True):
 
 
 class Pull(Task, frozen=True, kw_only=True, tag=True):
-    """Fetch a model."""
+    """Fetch a model by `weft pull FLAGS MODEL`, with `environment` added to that of the process."""
 
     model: str
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
 
 
 AnyTask = Start | Stop | Pull

@@ -108,7 +108,10 @@ class JoinedNode:
         self._channel.close()
 
     def _receive(self) -> FromJoined:
-        message = next(self._messages, None)
+        try:
+            message = next(self._messages, None)
+        except TimeoutError:
+            raise NotWeftError(f"nothing came from it within {ASK_S:g} s") from None
         if message is None:
             raise NotWeftError("it closed the connection")
         return message
@@ -147,13 +150,14 @@ class Gatherer:
     ) -> None:
         self.door = door
         self._config, self._own, self._lasting = config, own, lasting
+        self._stored = False
 
     def gather(self, replicas: Sequence[int], cancelled: Cancelled) -> list[JoinedGroup]:
         """The nodes of these replicas, in order. Raises ConfigError, which they learn of."""
         own = self._own()
         joined = self.door.wait_for(replicas, cancelled)
         try:
-            return [self._group(own, number, nodes) for number, nodes in zip(replicas, joined, strict=True)]
+            groups = [self._group(own, number, nodes) for number, nodes in zip(replicas, joined, strict=True)]
         except BaseException as error:
             gone = self._lasting and getattr(error, "code", "") == NOT_ANSWERING
             for node in chain.from_iterable(joined):
@@ -162,6 +166,16 @@ class Gatherer:
                 else:
                     node.dismiss(*end_of_head(error))
             raise
+        if not self._stored:  # later ones are of one replica only
+            self._stored = True
+            self._store(own, groups)
+        return groups
+
+    def _store(self, own: Facts, groups: Sequence[JoinedGroup]) -> None:
+        """Keep all nodes, each once, for `weft plan --cluster`."""
+        facts = {0: own} | {node.facts.node: node.facts for group in groups for node in group.nodes}
+        speeds = list(chain.from_iterable(group.speeds for group in groups))
+        store_cluster([facts[number] for number in sorted(facts)], speeds)
 
     def _group(self, own: Facts, number: int, nodes: Sequence[JoinedNode]) -> JoinedGroup:
         """The nodes of a replica, checked."""
@@ -417,7 +431,6 @@ def check_nodes(own: Facts, nodes: Sequence[JoinedNode], settings: NodeSettings,
         raise ConfigError(f"{found[0]}{more}", code="preflight")
     for line in preflight.summary(facts, speeds):
         log.info("%s", line)
-    store_cluster(facts, speeds)
     return speeds
 
 

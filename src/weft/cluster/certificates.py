@@ -6,6 +6,7 @@ A node's bundle is one file in PEM: its private key, its certificate, and the au
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ def make_certificates(folder: Path, nodes: int, days: int) -> list[Path]:
     try:
         make_private(folder)
         authority = _authority(x509, folder)
+        _check_days(authority[0], folder, days)
         paths = [folder / f"node{node}.pem" for node in range(nodes)]
         for node, path in enumerate(paths):
             _replace_private(path, _bundle(x509, f"weft node {node}", authority, days))
@@ -60,7 +62,9 @@ def _authority(x509: Any, folder: Path) -> tuple[Any, Any]:
     from cryptography.hazmat.primitives import serialization
 
     key_file, file = folder / "ca.key", folder / "ca.pem"
-    if key_file.exists() or file.exists():
+    if key_file.exists() != file.exists():
+        raise ValueError(f"{(file if key_file.exists() else key_file).name} is missing")
+    if key_file.exists():
         key = serialization.load_pem_private_key(key_file.read_bytes(), None)
         return x509.load_pem_x509_certificate(file.read_bytes()), key
     key = _new_key()
@@ -68,6 +72,18 @@ def _authority(x509: Any, folder: Path) -> tuple[Any, Any]:
     write_private(key_file, _key_text(key))
     _replace_private(file, _text(certificate))
     return certificate, key
+
+
+def _check_days(authority: Any, folder: Path, days: int) -> None:
+    """Raise ConfigError for days beyond the end of the authority, with which certificates end."""
+    left = authority.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
+    most = math.ceil(left / datetime.timedelta(days=1))
+    if days > most:
+        raise ConfigError(
+            f"--days is {days}, and the authority in {folder} is valid for {max(0, most)} days; give fewer, or remove "
+            "ca.key and ca.pem there for a new one, which all nodes need then",
+            code="days-beyond-authority",
+        )
 
 
 def _bundle(x509: Any, name: str, authority: tuple[Any, Any], days: int) -> str:
@@ -84,6 +100,9 @@ def _certificate(x509: Any, name: str, key: Any, authority: tuple[Any, Any] | No
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signing_key = (authority[0].subject, authority[1]) if authority else (subject, key)
     now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    if authority:
+        end = min(end, authority[0].not_valid_after_utc)
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -91,7 +110,7 @@ def _certificate(x509: Any, name: str, key: Any, authority: tuple[Any, Any] | No
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - EARLIER)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None if authority else 0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)

@@ -29,7 +29,9 @@ class MeasuredCluster(msgspec.Struct, frozen=True):
 
 
 def store_cluster(facts: Sequence[Facts], speeds: Sequence[Speed]) -> None:
-    """Keep what the checks have found; a cache that cannot be written is logged."""
+    """Keep what the checks have found, if there are speeds; a cache that cannot be written is logged."""
+    if not speeds:
+        return
     measured = MeasuredCluster(tuple(node.host for node in facts), min(speed.bytes_per_s for speed in speeds))
     try:
         write_cache_file(cache_path() / FILE, msgspec.json.format(msgspec.json.encode(measured)))

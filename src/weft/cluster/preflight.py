@@ -16,7 +16,7 @@ LEAST_SHM_BYTES = 64 << 20  # for NCCL's buffers between GPUs of a node
 def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> list[str]:
     """Failures of all nodes, each with node, value and remedy; [] if the engine may start.
 
-    `facts` are in the order of the nodes. `fetch` is a command that fetches the model.
+    `facts` are those of the head first, then of other nodes, any of them. `fetch` is a command that fetches the model.
     """
     checks: tuple[Callable[[Sequence[Facts]], Iterator[str]], ...] = (
         _versions,
@@ -27,8 +27,9 @@ def failures(facts: Sequence[Facts], speeds: Sequence[Speed], fetch: str) -> lis
         _limits,
     )
     found = [failure for check in checks for failure in check(facts)]
+    labels = {one.node: label(one) for one in facts}
     found += [
-        f"{label(facts[speed.first])} does not reach {label(facts[speed.second])} at {speed.problem}; check the "
+        f"{labels[speed.first]} does not reach {labels[speed.second]} at {speed.problem}; check the "
         "firewall between them: nodes connect at ports that the system chooses"
         for speed in speeds
         if speed.problem

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from weft.cluster.messages import Facts
 from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
 from weft.cluster.settings import NodeSettings, replica_count
 from weft.config import EngineConfig
-from weft.errors import ConfigError, ModelError, PlanError, WeftError, error_reason
+from weft.errors import ConfigError, PlanError, WeftError, error_reason
 from weft.executors.keys import VARIABLE, load_key
 from weft.executors.ray_nodes import NODE_LABEL, RayNode, RayNodes
 from weft.executors.tls import load_certificate
@@ -269,8 +270,9 @@ def _open_connection(ray: Any, environment: Mapping[str, str], *, may_start: boo
         ) from None
 
 
+@cache
 def _warn_without_token() -> None:
-    """Warn that the cluster asks for no token."""
+    """Warn once that the cluster asks for no token."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         log.warning("%s", NO_TOKEN)
 
@@ -278,19 +280,25 @@ def _warn_without_token() -> None:
 def find_seats(ray: Any, config: EngineConfig, on_cpu: bool) -> list[Seat]:
     """The cluster's nodes with room for ranks, this process's own first, each with its facts. Raises ConfigError."""
     own = ray.get_runtime_context().get_node_id()
-    kind = "CPU" if on_cpu else "GPU"
-    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= 1]
+    kinds = ("CPU",) if on_cpu else ("GPU", "CPU")  # each rank on a GPU wants a CPU as well
+    rooms = {
+        node["NodeID"]: int(min(node["Resources"].get(kind, 0) for kind in kinds))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    alive = [node for node in ray.nodes() if rooms.get(node["NodeID"])]
     alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"], node["NodeID"]))
     if not alive:
         raise PlanError(
-            f"no node of the Ray cluster has a {kind}; ray start --num-{kind.lower()}s N gives it some",
+            f"no node of the Ray cluster has a {' and a '.join(kinds)} for a rank; ray start "
+            f"{' '.join(f'--num-{kind.lower()}s N' for kind in kinds)} gives it some",
             code="ray-without-devices",
         )
     facts = gather_from(ray, [node["NodeID"] for node in alive], config)
     return [
         Seat(
             RayNode(node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"]),
-            int(node["Resources"][kind]),
+            rooms[node["NodeID"]],
             one,
         )
         for node, one in zip(alive, facts, strict=True)
@@ -312,11 +320,17 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
             lines = str(error).strip().splitlines() or [f"no answer within {FACTS_S:g} s"]
             raise ConfigError(
-                f"Ray node {node[:8]} does not report: {lines[-1]}; install Weft {__version__} there, for the Python "
-                "that runs Ray",
+                f"Ray node {node[:8]} does not report: {lines[-1]}; {_way_out(error)}",
                 code="ray-node-not-reporting",
             ) from None
     return facts
+
+
+def _way_out(error: Exception) -> str:
+    """What to do about a node that does not report."""
+    if "ModuleNotFoundError" in str(error) or isinstance(error, msgspec.DecodeError):
+        return f"install Weft {__version__} there, for the Python that runs Ray"
+    return "see `ray status`, and Ray's logs there (/tmp/ray/session_latest/logs)"
 
 
 def report_facts(number: int, question: bytes) -> bytes:
@@ -325,7 +339,7 @@ def report_facts(number: int, question: bytes) -> bytes:
     checkpoint: Checkpoint | WeftError
     try:
         checkpoint = resolve_checkpoint(config)
-    except ModelError as error:
+    except WeftError as error:
         checkpoint = error
     import ray
 

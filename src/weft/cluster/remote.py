@@ -44,7 +44,7 @@ class RemoteError(WeftError):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, the flags of weft serve, and variables for the environment of all nodes' servers."""
+    """A model, the flags of weft serve or weft pull, and variables for its environment on all nodes."""
 
     model: str
     flags: tuple[str, ...] = ()
@@ -125,8 +125,8 @@ def node_certificate(hosts: HostsFile, node: int) -> str:
 def bring_up(hosts: HostsFile, launch: Launch, say: Say) -> str:
     """Start the engine on all nodes, and wait until it answers requests; return its URL.
 
-    What runs already is left alone and said. If a node fails, those that have been started are ended again. Raises
-    RemoteError and ConfigError.
+    What runs already is left alone and said. If a node fails, or runs an engine of other flags under this name, those
+    that have been started are ended again. Raises RemoteError and ConfigError.
     """
     key = own_key(hosts)
     tasks = {
@@ -164,8 +164,13 @@ def _say_started(node: Node, reply: Started, say: Say) -> None:
     if not reply.found:
         say(f"{node.label}: started, process {reply.pid}, log {reply.log}")
         return
-    other = "" if reply.same else ", with other flags: weft cluster down ends it"
-    say(f"{node.label}: runs already, process {reply.pid}, log {reply.log}{other}")
+    if not reply.same:
+        raise RemoteError(
+            f"{node.label}: runs another engine under this name, with other flags or variables, as process "
+            f"{reply.pid}, log {reply.log}; weft cluster down ends it, or give the hosts file another name:",
+            code="other-engine",
+        )
+    say(f"{node.label}: runs already, process {reply.pid}, log {reply.log}")
 
 
 def bring_down(hosts: HostsFile, say: Say) -> bool:
@@ -187,9 +192,10 @@ def _stopped_line(reply: Reply) -> str:
     return ""
 
 
-def pull_everywhere(hosts: HostsFile, model: str, say: Say) -> bool:
+def pull_everywhere(hosts: HostsFile, launch: Launch, say: Say) -> bool:
     """Fetch a model on all nodes, with lines of progress; return False if that has failed on one."""
-    tasks = {node: Pull(model=model) for node in nodes_of(hosts)}
+    pull = Pull(model=launch.model, flags=launch.flags, environment=launch.variables)
+    tasks = dict.fromkeys(nodes_of(hosts), pull)
     return _run_each(tasks, say, lambda reply: f"fetched: {reply.path}" if isinstance(reply, Fetched) else "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import socket
 from collections.abc import Mapping
 
@@ -82,7 +83,7 @@ def node_settings(config: EngineConfig, environment: Mapping[str, str]) -> NodeS
     return NodeSettings(
         nodes=nodes,
         node=node,
-        address=_head_address(config, environment, nodes),
+        address=_head_address(config, environment, nodes, node),
         port=_head_port(config, environment),
         start_timeout_s=config.start_timeout,
         allow_public=config.allow_public,
@@ -104,8 +105,8 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text else None
 
 
-def _head_address(config: EngineConfig, environment: Mapping[str, str], nodes: int) -> str:
-    """The head's address, as numbers. Raises ConfigError if it is missing, unknown or public."""
+def _head_address(config: EngineConfig, environment: Mapping[str, str], nodes: int, node: int) -> str:
+    """The head's address, as numbers. Raises ConfigError if it is missing, unknown, public, or only this machine's."""
     name = config.master_addr or environment.get("MASTER_ADDR", "")
     if not name:
         raise ConfigError(
@@ -120,6 +121,12 @@ def _head_address(config: EngineConfig, environment: Mapping[str, str], nodes: i
             f"--master-addr {name} is no known host; give node 0's address as numbers", code="unknown-master-addr"
         ) from None
     check_private(address, config.allow_public)
+    if node == 0 and name not in (address, "localhost") and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"--master-addr {name} is {address} on this machine (see /etc/hosts), which other nodes do not reach; give "
+            "node 0's address as numbers (`hostname -I` lists them)",
+            code="loopback-master-addr",
+        )
     return address
 
 

@@ -80,7 +80,7 @@ class FrameDecoder(Generic[M]):
 class Channel(Generic[M]):
     """One end of a socket pair. It sends any struct; iterating yields what comes in, until the other end is gone.
 
-    One thread may receive while another sends.
+    One thread may receive while another sends. A limit that the socket has (`settimeout`) raises TimeoutError.
     """
 
     def __init__(self, end: socket.socket, messages: Any) -> None:
@@ -132,5 +132,9 @@ class Channel(Generic[M]):
     def _receive(self) -> bytes:
         try:
             return self.socket.recv(RECEIVE_BYTES)
+        except TimeoutError as error:
+            if error.errno is None:  # the socket's own limit
+                raise
+            return b""  # ETIMEDOUT: the other machine is gone
         except OSError:  # reset: the other side died with our bytes unread
             return b""

@@ -102,11 +102,7 @@ class RayExecutor(RankExecutor):
                 while True:
                     self._came.get_nowait().channel.close()
         plan = self._with_gpus(plan)
-        for rank, attached in self._attached.items():
-            attached.thread.start()
-            attached.watch.start()
-            if rank == 0:
-                self._send_launch(plan, 0, Tcp(attached.about.address, 0))
+        self._send_launch(plan, 0, Tcp(self._attached[0].about.address, 0))
         (listening,) = self._await_reports(Listening, 1)
         for rank in self._ranks[1:]:
             self._send_launch(plan, rank, listening.address)
@@ -180,13 +176,20 @@ class RayExecutor(RankExecutor):
             )
 
     def _await_actors(self, count: int) -> None:
-        """Wait for the connections of all actors. Raises EngineError for one that has died or does not come."""
+        """Wait for the connections of all actors. Raises EngineError for one that has died or does not come.
+
+        Each is heard and pinged from its connection on: the last may come long after the first.
+        """
         deadline = time.monotonic() + ATTACH_S
         while len(self._attached) < count:
             with contextlib.suppress(Empty):
                 attached = self._came.get(timeout=LOOK_S)
                 self._attached[attached.about.rank] = attached
+                attached.thread.start()
+                attached.watch.start()
                 continue
+            if self._ended is not None:
+                self._await_reports(Listening, 1)  # raises the cause
             missing = next(rank for rank in range(count) if rank not in self._attached)
             ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
             if ended or time.monotonic() > deadline:
@@ -265,7 +268,7 @@ class RayExecutor(RankExecutor):
         """Handle an actor that sends nothing: have the others print their stacks, and fail."""
         with self._stacks:
             first, self._stacks_asked = not self._stacks_asked, True
-        for other, attached in self._attached.items():
+        for other, attached in list(self._attached.items()):
             if first and other != rank:
                 attached.offer(PrintStacks())
         time.sleep(STACKS_S)
@@ -296,7 +299,7 @@ class RayExecutor(RankExecutor):
         return reasons[0] if reasons else "its Ray actor has died, and the head of the Ray cluster does not answer"
 
     def _kill(self) -> None:
-        for attached in self._attached.values():
+        for attached in list(self._attached.values()):
             attached.ended = True
             attached.channel.hang_up()  # the actor's process ends itself
 

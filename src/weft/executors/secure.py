@@ -37,7 +37,10 @@ def accept_securely(connection: socket.socket, key: bytes, certificate: str = ""
     """Have the side that has connected prove the key; otherwise as `connect_securely`."""
     try:
         connection.settimeout(HANDSHAKE_S)
-        has_tls = connection.recv(1, socket.MSG_PEEK) == FIRST_BYTE
+        first = connection.recv(1, socket.MSG_PEEK)
+        if not first:
+            raise NotWeftError("it closed the connection")
+        has_tls = first == FIRST_BYTE
         if has_tls and not certificate:
             connection.recv(1 << 16)  # unread bytes would have the answer dropped
             connection.sendall(WANTS_NO_TLS)

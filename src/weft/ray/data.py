@@ -17,7 +17,7 @@ from weft import logs
 from weft.cluster.ray_cluster import connect
 from weft.config import EngineConfig
 from weft.errors import CORE, Cause, EngineError
-from weft.ray.resources import actor_config, actor_resources, check_room, import_library
+from weft.ray.resources import actor_config, actor_resources, count_engines, import_library
 from weft.serving.batches.answers import NotNowError
 from weft.serving.embedded import open_for_service, run_service
 from weft.serving.offline.answering import Answered, RowKind, answer_row
@@ -41,10 +41,8 @@ def answer_on_ray(job: Job, rows: Rows, keep: Keep) -> None:
     ray = connect(os.environ)
     config = actor_config(job.config)
     resources = actor_resources(config, ray.cluster_resources().get("GPU", 0))
-    engines = job.config.data_parallel_size if not job.config.enable_expert_parallel else None
-    room = check_room(ray, resources)
-    if resources["num_gpus"] == 0:
-        room = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    wanted = job.config.data_parallel_size if not job.config.enable_expert_parallel else None
+    engines = count_engines(ray, config, resources, wanted)
     context = data.DataContext.get_current()
     context.enable_progress_bars = False  # the job has one
     context.wait_for_min_actors_s = config.start_timeout  # by default Ray Data waits for ever
@@ -55,7 +53,7 @@ def answer_on_ray(job: Job, rows: Rows, keep: Keep) -> None:
         batch_format="pyarrow",
         fn_constructor_args=tuple(msgspec.json.encode(part) for part in (config, job.options, job.kind)),
         **resources,
-        **_pool(data, min(engines or room, len(blocks))),
+        **_pool(data, min(engines, len(blocks))),
     )
     try:
         for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):

@@ -54,6 +54,44 @@ def on_cpus(config: EngineConfig, gpus: float) -> bool:
     return config.device == "cpu" or not gpus
 
 
+def count_engines(ray: Any, config: EngineConfig, resources: dict[str, float], wanted: int | None) -> int:
+    """Number of engines in a cluster: `wanted`, or as many as there is room for, on CPUs one for each node.
+
+    Raises PlanError if the cluster has no room for them: they would wait until the start times out.
+    """
+    if config.executor == "ray":
+        room = default = check_seats(ray, config)
+    else:
+        room = default = check_room(ray, resources)
+        if not resources["num_gpus"]:
+            cpus = resources["num_cpus"]
+            default = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= cpus for node in ray.nodes())
+    if wanted and wanted > room:
+        raise PlanError(
+            f"{wanted} engines are wanted, and the Ray cluster has room for {room}; lower --data-parallel-size, or "
+            "start Ray on more machines",
+            code="ray-too-small",
+        )
+    return wanted or default
+
+
+def check_seats(ray: Any, config: EngineConfig) -> int:
+    """Number of engines over any nodes, whose ranks are actors. Raises PlanError if there is room for none."""
+    ranks = sized_ranks(config)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kinds = ("CPU",) if on_cpus(config, sum(node.get("GPU", 0) for node in nodes)) else ("CPU", "GPU")
+    seats = sum(int(min(node.get(kind, 0) for kind in kinds)) for node in nodes)
+    if seats < ranks:
+        present = describe({kind: sum(node.get(kind, 0) for node in nodes) for kind in kinds})
+        raise PlanError(
+            f"an engine has {ranks} ranks, each with {describe(dict.fromkeys(kinds, 1))} of one node, and the Ray "
+            f"cluster has {present}, enough for {seats}; lower --tensor-parallel-size or --pipeline-parallel-size, or "
+            "start Ray on more machines",
+            code="ray-too-small",
+        )
+    return seats // ranks
+
+
 def check_room(ray: Any, wanted: dict[str, float]) -> int:
     """Number of actors that the nodes have room for. Raises PlanError if there is none: it would wait for ever."""
     room, present = 0, []

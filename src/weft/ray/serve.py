@@ -52,6 +52,12 @@ def build(arguments: Mapping[str, Any]) -> Any:
         options = msgspec.convert({"served_model_name": [wanted.model], **wanted.server}, ServeOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(f"arguments of weft.ray.serve:build: {error}", code="invalid-argument") from None
+    if options.api_key or options.admin_key:
+        raise ConfigError(
+            "api_key and admin_key would be kept in the Ray cluster's state; leave them out, and set VLLM_API_KEY in "
+            "the replicas' environment: that of ray start on each node",
+            code="key-in-cluster",
+        )
     config = actor_config(engine_config(wanted.model, wanted.engine))
     deployment = serve.deployment(name=DEPLOYMENT)(serve.ingress(ReplicaRouter())(Replica))
     return deployment.options(**deployment_options(wanted, config)).bind(
