@@ -100,6 +100,8 @@ def test_a_batch_over_the_cluster_is_that_of_one_machine(cluster: Any, model: st
         "ray-too-small",
         "8 CPU 4 CPU",
     )
+    more = ["batch", str(source), str(tmp_path / "more.jsonl"), *words, "--ray", "--data-parallel-size", "9"]
+    refused_line(more, 1, "ray-too-small", "9 engines")
 
 
 # --- Ray Serve, and the gateway in front of it ---

@@ -130,7 +130,7 @@ def test_a_node_that_hangs_is_no_node_that_has_gone(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_connection_that_closes_at_once_has_not_spoken() -> None:
-    """As of a health check; nothing is known of its certificate."""
+    """A health check, for example; nothing is known of its certificate."""
     own, theirs = socket.socketpair()
     theirs.close()
     with own, pytest.raises(NotWeftError, match="it closed the connection"):

@@ -120,7 +120,7 @@ def test_options_that_do_not_fit_together(golden: Golden, tmp_path: Path, monkey
 
 
 def test_a_name_of_the_head_that_only_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Debian's /etc/hosts has it; the others have the head's real address, and numbers mean what they say."""
+    """Debian's /etc/hosts has such a line; other nodes have the head's real address, and numbers mean what they say."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     with refuses(ConfigError, "loopback-master-addr", "gpu1", "127.0.1.1", "as numbers"):

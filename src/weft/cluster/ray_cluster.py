@@ -327,7 +327,7 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
 
 
 def _way_out(error: Exception) -> str:
-    """What to do about a node that does not report."""
+    """The way out for a node that does not report."""
     if "ModuleNotFoundError" in str(error) or isinstance(error, msgspec.DecodeError):
         return f"install Weft {__version__} there, for the Python that runs Ray"
     return "see `ray status`, and Ray's logs there (/tmp/ray/session_latest/logs)"
