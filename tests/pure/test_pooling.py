@@ -465,7 +465,7 @@ async def test_an_answer_goes_out_as_its_client_reads() -> None:
 
 
 async def test_a_query_that_is_read_for_each_document_is_bounded() -> None:
-    of = world(SCORES, text=turns())
+    of = world(SCORES, text_tools=turns(), max_model_len=600)
     limits = replace(LIMITS, pair_characters=1000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("weft.serving.scores.LIMITS", limits)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from weft.client.opening import plan_group
 from weft.cluster.assembly import AnyAssembly
+from weft.cluster.groups import NodeGroup
 from weft.config import EngineConfig
 from weft.errors import EngineError
 from weft.executors.node_messages import OtherNodes
@@ -19,7 +20,6 @@ from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
 if TYPE_CHECKING:
-    from weft.client.opening import NodeGroup
     from weft.formats.checkpoint import Checkpoint
 
 
