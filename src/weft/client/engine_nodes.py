@@ -59,12 +59,12 @@ class EngineNodes:
         cancelled = threading.Event()
         gathering = self._threads.submit(self._gather, number, cancelled)
         try:
-            plan, group = await asyncio.wrap_future(gathering)
+            again, gathered = await asyncio.wrap_future(gathering)
         except asyncio.CancelledError:
             cancelled.set()
             gathering.add_done_callback(_dismiss)
             raise
-        return plan, group.hand_over()
+        return again, gathered.hand_over()
 
     def _gather(self, number: int, cancelled: threading.Event) -> tuple[Plan, NodeGroup]:
         group = self._assembly.gather_again(number, lambda: cancelled.is_set() or self._closing.is_set())

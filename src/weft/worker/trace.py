@@ -150,7 +150,7 @@ class RankTrace:
         self._log(phase, began_ns, ended_ns, {"layer": layer})
 
     def end(self, exchanges: ExchangeTimes) -> str:
-        """Log the time in exchanges since the beginning; have the file written, and return its path, or "" without one."""
+        """Log the time in exchanges since the beginning; leave the trace, and return its path, or "" without one."""
         now = time.monotonic_ns()
         spent_s = exchanges.spent_s - self._before.spent_s
         waited_s = exchanges.waited_s - self._before.waited_s

@@ -28,9 +28,9 @@ from weft.core.commands import (
 )
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan, StepResult
+from weft.errors import error_reason
 from weft.executors.rank import unfreeze_start
 from weft.hardware import malloc
-from weft.errors import error_reason
 from weft.kernels.capture import release_cached_memory
 from weft.kernels.streams import NOT_FINITE
 from weft.plan.memory import Capacity
@@ -154,8 +154,8 @@ class Worker:
     def profile(self, steps: int, directory: str) -> str:
         """End the trace that runs, if any. If `steps` is above 0, trace as many steps.
 
-        Returns the path of the new trace, or else of the one that has ended, which a thread writes; "" if another rank of
-        this process traces, or if none can begin.
+        Returns the path of the new trace, or else of the one that has ended, which a thread writes; "" if another rank
+        of this process traces, or if none can begin.
         """
         ended = self._end_trace()
         if not steps:
