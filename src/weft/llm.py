@@ -332,6 +332,7 @@ class LLM:
     def profile(self, steps: int, directory: str | os.PathLike[str]) -> list[str]:
         """Trace the next `steps` steps of all ranks; return at once the files that are written when these are over.
 
+        A file is there once it is complete, some time after its last step; an engine that closes before may leave none.
         There is one file per process; chrome://tracing and Perfetto open it. A trace that runs ends before; `steps` 0
         only ends it. Raises RequestError if nothing can be written into `directory`.
         """

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from tests.refusals import refuses
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.errors import EngineError, RequestError
 from weft.monitor.trace_report import read_trace, report_traces
+from weft.worker.trace import finish_writing
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, seed=4, max_tokens=8, ignore_eos=True, repetition_penalty=1.2)
@@ -316,6 +318,45 @@ def test_the_layout_is_the_plan_s_with_the_memory_of_now(path: Path, layout: dic
         assert row["node"] == os.uname().nodename
 
 
+def wait_for(files: Sequence[Path]) -> None:
+    """Wait until ranks have written traces, which they do beside their steps."""
+    ends = monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert monotonic() < ends, f"{files} are not written"
+        sleep(0.01)
+
+
+def test_a_rank_that_cannot_trace_goes_on(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a profiler that does not start nor one that does not end is the engine's end."""
+
+    stop = torch.profiler.profile.stop
+
+    def fails(profiler: torch.profiler.profile, *path: str) -> None:
+        if not path:
+            stop(profiler)
+        raise KeyError("profiler")
+
+    def cannot(*arguments: object, **options: object) -> None:
+        raise RuntimeError("another profiler runs")
+
+    with LLM(str(path), **ENGINE) as llm:
+        want = answers(llm)
+        with monkeypatch.context() as patch:
+            patch.setattr("weft.worker.trace.Trace", cannot)
+            assert llm.profile(2, tmp_path) == []
+            assert answers(llm) == want
+        for method in ("stop", "export_chrome_trace"):
+            with monkeypatch.context() as patch:
+                assert llm.profile(1, tmp_path)
+                patch.setattr(f"torch.profiler.profile.{method}", fails)
+                assert answers(llm) == want
+                finish_writing()
+        (file,) = llm.profile(1, tmp_path)
+        assert answers(llm) == want
+        wait_for([Path(file)])
+    assert [str(found) for found in tmp_path.iterdir()] == [file]
+
+
 @pytest.mark.parametrize(
     "layout", [LAYOUTS["whole, inline"], LAYOUTS["tp2, inline"], LAYOUTS["pp2, processes"]], ids=str
 )
@@ -326,6 +367,7 @@ def test_a_trace_is_written_once_its_steps_are_over(path: Path, layout: dict[str
         assert len({*files}) == processes
         assert not any(file.exists() for file in files)
         answers(llm)
+        wait_for(files)
         report = report_traces([read_trace(file) for file in files])
         assert [(row.rank, row.steps) for row in report.ranks] == [(rank, 4) for rank in range(len(llm.plan.places))]
         for row in report.ranks:
@@ -338,7 +380,8 @@ def test_a_trace_is_written_once_its_steps_are_over(path: Path, layout: dict[str
         endless = [Path(file) for file in llm.profile(10**6, tmp_path)]
         answers(llm)
         assert [Path(file) for file in llm.profile(0, tmp_path)] == endless
-        assert all(file.exists() for file in endless) and llm.profile(0, tmp_path) == []
+        wait_for(endless)
+        assert llm.profile(0, tmp_path) == []
 
 
 def test_the_prefix_cache_is_reset(path: Path) -> None:
@@ -416,7 +459,7 @@ async def test_asyncio(path: Path, other: Path, tmp_path: Path) -> None:
         assert await llm.reset_prefix_cache()
         (file,) = await llm.profile(1, tmp_path)
         assert await answer() == swapped
-        assert Path(file).exists()
+        await asyncio.to_thread(wait_for, [Path(file)])
         assert (await llm.rank_stats())[0]["steps"] > 0
         # A caller that gives up does not stop what it asked for.
         task = asyncio.create_task(llm.sleep())

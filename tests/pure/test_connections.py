@@ -331,7 +331,7 @@ async def test_memory_of_bodies_that_never_came_whole_is_given_back(monkeypatch:
 
 def test_bytes_that_are_held_are_given_back() -> None:
     class Holder:
-        refused = 0
+        refused = unsent_bytes = 0
 
         def drop(self) -> None: ...
 
@@ -347,6 +347,28 @@ def test_bytes_that_are_held_are_given_back() -> None:
     pool.leave(holders[-1])
     pool.hold(holders[0], 100)
     assert holders[0].refused == 1
+
+
+def test_a_client_that_takes_a_long_answer_slowly_is_not_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reader:
+        unsent_bytes = 1000
+
+        def drop(self) -> None: ...
+
+        def refuse(self, error: Exception) -> None: ...
+
+    now = [0.0]
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now[0])
+    pool = Admission(ConnectionLimits())
+    slow, stalled = Reader(), Reader()
+    for reader in (slow, stalled):
+        pool.note_unread(reader, True)
+    for now[0], slow.unsent_bytes in ((10.0, 900), (20.0, 800)):
+        assert pool.unread_s() == [now[0], 0.0]
+    now[0] = 25.0
+    assert pool.unread_s() == [25.0, 5.0]
+    pool.note_unread(stalled, False)
+    assert pool.unread_s() == [5.0]
 
 
 def test_connections_follow_from_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,10 @@ from tests.pure.fake_nvml import Card, FakeNvml
 from tests.pure.machines import MEASURED, host
 from tests.pure.shapes import SMOLLM2
 from tests.pure.worlds import PLAN
-from weft.core.request import Stats
+from weft.core.identity import RequestIdentity
+from weft.core.params import SamplingParams
+from weft.core.request import Request, Stats
+from weft.core.token_ids import TokenIds
 from weft.hardware import nvml
 from weft.hardware.gpu_figures import GpuFigures, GpuSampler
 from weft.hardware.topology import Holder
@@ -25,6 +28,7 @@ from weft.monitor.rules import CODES, diagnose
 from weft.plan.places import cut_places
 from weft.plan.plan import Plan
 from weft.planner.forecast import forecast_plan
+from weft.serving.monitoring import PrefixCount
 
 EVEN = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1, 1], [30])))
 STAGES = replace(PLAN, places=tuple(cut_places(SMOLLM2, [1], [20, 10])))
@@ -209,6 +213,22 @@ def test_common_prefixes_without_hits() -> None:
     hits = grown(Stats(prefix_queries=10_000, prefix_hits=80 * 64))
     assert loads(EVEN, *hits, **fields) == []
     assert loads(EVEN, *grown(Stats()), **fields | {"repeated_prompts": 10, "repeated_tokens": 640}) == []
+
+
+def test_only_prompts_that_could_share_blocks_count_as_repeated() -> None:
+    count = PrefixCount(4)
+
+    def add(**fields: Any) -> tuple[int, int]:
+        params = SamplingParams(prompt_logprobs=fields.pop("prompt_logprobs", None))
+        count.add(Request(id="a", prompt=TokenIds.pack([*range(8)]), params=params, **fields))
+        return count.prompts, count.repeated
+
+    assert add() == (1, 0)
+    assert add(prompt_logprobs=0) == (1, 0), "it is computed from its first token on"
+    assert add(identity=RequestIdentity(cache_salt="a")) == (2, 0)
+    assert add(identity=RequestIdentity(cache_salt="b")) == (3, 0)
+    assert add(identity=RequestIdentity(cache_salt="b")) == (4, 1)
+    assert add() == (5, 2)
 
 
 # --- GPUs and clients ---

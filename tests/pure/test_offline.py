@@ -216,6 +216,8 @@ def test_refusals(tmp_path: Path, golden: Callable[[str, str], None], monkeypatc
     write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     write(tmp_path / "empty.jsonl", ["", " "])
     (tmp_path / "there.jsonl").write_text("")
+    (tmp_path / "notes.failed.jsonl").write_text("notes")
+    write(tmp_path / "rows.failed.jsonl", [{"prompt": "a"}])
     cases = [
         ("batch in.jsonl", 2, "batch-arguments"),
         ("batch absent.jsonl out.jsonl --model demo", 1, "cannot-read-batch"),
@@ -223,6 +225,8 @@ def test_refusals(tmp_path: Path, golden: Callable[[str, str], None], monkeypatc
         ("batch in.jsonl out.jsonl", 1, "batch-without-model"),
         ("batch in.jsonl there.jsonl --model demo", 1, "output-exists"),
         ("batch in.jsonl ./in.jsonl --model demo", 1, "output-is-input"),
+        ("batch rows.failed.jsonl rows.jsonl --model demo", 1, "output-is-input"),
+        ("batch in.jsonl notes.jsonl --model demo", 1, "output-exists"),
         ("batch in.jsonl no/out.jsonl --model demo", 1, "no-output-directory"),
     ]
     lines = [refused_line(words, status, code) for words, status, code in cases]

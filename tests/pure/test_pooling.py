@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import jsonschema
@@ -26,6 +26,8 @@ from weft.client.frontend import TextTools
 from weft.core.request import Output, Request
 from weft.core.step import SlotFailure
 from weft.formats.pooling import PoolingSettings
+from weft.serving.answer_bytes import AnswerBytes
+from weft.serving.pooled import PIECE_BYTES, PooledAnswer
 from weft.text.limits import LIMITS
 from weft.text.tokenizer import Tokenizer
 
@@ -391,6 +393,88 @@ async def test_later_waves_wait_for_room_in_the_queue() -> None:
     assert answer.status_code == 200 and len(answer.json()["data"]) == 12
     engine.full = True
     assert (await of.post("/v1/embeddings", {"input": ["a"] * 12})).status_code == 429
+
+
+async def test_a_shutdown_lets_later_waves_run() -> None:
+    """A server may leave once no stream is open: an accepted request is one until its last wave has ended."""
+    of = world()
+    engine, open_streams = of.engine, []
+
+    def draining(request: Request) -> Iterable[Output]:
+        of.service.draining = True
+        open_streams.append(len(of.service.streams))
+        return pools(request)
+
+    async def full_for_a_while() -> None:
+        while len(engine.requests) < 8:
+            await asyncio.sleep(0)
+        engine.full = True
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+            open_streams.append(len(of.service.streams))
+        engine.full = False
+
+    engine.script = draining
+    answer, _ = await asyncio.gather(of.post("/v1/embeddings", {"input": ["a"] * 12}), full_for_a_while())
+    assert answer.status_code == 200 and len(answer.json()["data"]) == 12
+    assert {*open_streams[1:]} == {1} and not of.service.streams
+
+
+async def test_a_request_between_two_waves_can_be_cut_off() -> None:
+    of = world()
+    asked = asyncio.create_task(of.post("/v1/embeddings", {"input": ["a"] * 12}))
+    while len(of.engine.requests) < 8:
+        await asyncio.sleep(0)
+    of.engine.full = True
+    await asyncio.sleep(0.05)
+    (stream,) = of.service.streams
+    stream.cut_off()
+    assert (await asked).status_code == 503 and not of.service.streams
+
+
+async def test_answers_under_way_are_bounded_by_their_bytes() -> None:
+    of = world()
+    of.service.answer_bytes = AnswerBytes(1000)
+    body = {"input": ["a"] * 2, "dimensions": None}
+    of.service.answer_bytes.take(990)
+    refusal = await of.post("/v1/embeddings", body)
+    assert refusal.status_code == 429 and refusal.headers["retry-after"] == "1" and "1,000" in refusal.text
+    of.service.answer_bytes.give_back(990)
+    for _ in range(3):  # larger than all: one at a time
+        assert (await of.post("/v1/embeddings", {"input": ["a"] * 8})).status_code == 200
+        assert of.service.answer_bytes.taken == 0
+    of.service.draining = True
+    assert (await of.post("/v1/embeddings", body)).status_code == 503 and of.service.answer_bytes.taken == 0
+
+
+async def test_an_answer_goes_out_as_its_client_reads() -> None:
+    budget = AnswerBytes(1)
+    budget.take(10)
+    answer = PooledAnswer("x" * (2 * PIECE_BYTES))
+    answer.given_back = lambda: budget.give_back(10)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        assert budget.taken == 10
+        sent.append(message)
+
+    await answer({}, cast(Any, None), send)
+    assert [len(message["body"]) for message in sent[1:]] == [PIECE_BYTES, PIECE_BYTES, 2]
+    assert [message["more_body"] for message in sent[1:]] == [True, True, False] and budget.taken == 0
+    assert b"".join(message["body"] for message in sent[1:]) == answer.body
+
+
+async def test_a_query_that_is_read_for_each_document_is_bounded() -> None:
+    of = world(SCORES, text_tools=turns(), max_model_len=600)
+    limits = replace(LIMITS, pair_characters=1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.serving.scores.LIMITS", limits)
+        body: dict[str, Any] = {"query": "q" * 90, "documents": ["d"] * 8}
+        answer = await of.post("/v1/rerank", body)
+        count = 8 * (90 + 1 + len(WEB))
+        assert answer.status_code == 400 and f"{count:,}" in answer.text and "1,000" in answer.text
+        assert not of.engine.requests
+        assert (await of.post("/v1/rerank", body | {"documents": ["d"] * 2})).status_code == 200
 
 
 async def test_lines_of_a_batch(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -627,3 +629,58 @@ async def test_errors_other_than_deaths_reach_their_caller() -> None:
         with refuses(RequestError, "prompt-too-long"):
             await collect(stream)
         assert not any(one.requests for one in FakeEngine.started)
+
+
+class SlowGroup:
+    """Nodes whose plan takes until `planned` is set."""
+
+    def __init__(self) -> None:
+        self.planning, self.planned, self.let_go = threading.Event(), threading.Event(), threading.Event()
+        self.handed_over_in: list[threading.Thread] = []
+
+    def hand_over(self) -> str:
+        self.handed_over_in.append(threading.current_thread())
+        return "nodes"
+
+    def dismiss(self, error: BaseException) -> None:
+        self.let_go.set()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["while they are planned for", "once they are"])
+async def test_nodes_of_a_cancelled_start_are_let_go(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SlowGroup()
+
+    def plan(*arguments: object) -> str:
+        group.planning.set()
+        assert group.planned.wait(20)
+        return "plan"
+
+    monkeypatch.setattr("weft.client.engine_nodes.plan_group", plan)
+    assembly: Any = SimpleNamespace(
+        groups=[group], gather_again=lambda number, cancelled: group, close=lambda: None, lasting=True
+    )
+    first: Any = SimpleNamespace(plan="plan")
+    nodes = EngineNodes(EngineConfig(model="m"), cast(Any, None), assembly, [first])
+    nodes.take_first()
+    taking = asyncio.create_task(nodes.take(0))
+    await asyncio.to_thread(group.planning.wait, 20)
+    if late:  # the thread has ended before the event loop hears of the end
+        group.planned.set()
+        nodes._threads.shutdown(wait=True)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    group.planned.set()
+    assert await asyncio.to_thread(group.let_go.wait, 20)
+    assert group.handed_over_in == [threading.main_thread()], "only those of the first start"
+    nodes.close()
+
+
+async def test_nodes_are_handed_over_by_the_one_who_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SlowGroup()
+    monkeypatch.setattr("weft.client.engine_nodes.plan_group", lambda *arguments: "plan")
+    assembly: Any = SimpleNamespace(groups=[group], gather_again=lambda number, cancelled: group, close=lambda: None)
+    nodes = EngineNodes(EngineConfig(model="m"), cast(Any, None), assembly, [cast(Any, SimpleNamespace(plan="plan"))])
+    assert await nodes.take(0) == await nodes.take(0) == ("plan", "nodes")
+    assert group.handed_over_in == [threading.main_thread()] * 2 and not group.let_go.is_set()
+    nodes.close()

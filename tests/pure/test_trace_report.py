@@ -7,10 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from weft.monitor import trace_reader
+from weft.monitor.trace_reader import read_elsewhere
 from weft.monitor.trace_report import (
     KINDS,
+    events_within,
     kind_of,
     merge_traces,
     own_times,
@@ -19,6 +23,7 @@ from weft.monitor.trace_report import (
     report_traces,
     union_s,
 )
+from weft.serving.profiling import LastProfile
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
@@ -134,3 +139,33 @@ def test_files(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "good") == {"traceEvents": []}
     with pytest.raises(ValueError, match="no trace"):
         read_trace(tmp_path / "bad")
+
+
+def test_events_within_spans_as_one_by_one() -> None:
+    spans = [own("layers", ts, dur) for ts, dur in ((50.0, 5.0), (10.0, 30.0), (20.0, 5.0), (90.0, 0.0))]
+    spans.append(own("step", 0.0, 100.0))
+    events = [event("aten::mm", ts / 2, 1.0) for ts in range(200)]
+    wanted = [one for one in events if any(span["ts"] <= one["ts"] < span["ts"] + span["dur"] for span in spans[:-1])]
+    assert events_within(events, spans, "layers") == wanted != []
+    assert events_within(events, [], "layers") == []
+
+
+def test_another_process_reads_traces_and_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [str(tmp_path / f"{number}.json.gz") for number in range(2)]
+    for file in files:
+        with gzip.open(file, "wt") as target:
+            json.dump({"traceEvents": STEPS}, target)
+    traces = [read_trace(file) for file in files]
+    last = LastProfile()
+    last.begin(files)
+    report = last._report(files)
+    assert report == json.loads(msgspec.json.encode(report_traces(traces)))
+    assert json.loads(gzip.decompress(last.merged())) == merge_traces(traces)
+    monkeypatch.setattr(trace_reader.subprocess, "run", lambda *arguments, **options: 1 / 0)
+    assert last._report(files) == report
+    monkeypatch.undo()
+    Path(files[0]).write_text("no trace")
+    content, said = read_elsewhere("report", files)
+    assert files[0] in said and json.loads(content)["ranks"]
+    with pytest.raises(OSError, match="cannot read the trace"):
+        read_elsewhere("report", files[:1])

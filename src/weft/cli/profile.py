@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 POLL_S = 0.25
+WRITING_S = 30.0  # for the files of a trace that was ended; those of other machines never come
 KERNELS = 20  # rows of the table by kernel
 # What the planner adds up as one figure.
 OVERHEAD = ("sampling", "scheduling", "other", "idle")
@@ -74,15 +75,24 @@ async def profile_server(url: str, steps: int, timeout_s: float) -> tuple[dict[s
 
 async def until_written(client: HttpClient, timeout_s: float) -> dict[str, Any]:
     """The profile once all traces are complete; after `timeout_s` the trace is ended, and has what there was."""
+    if profile := await _complete(client, timeout_s):
+        return profile
+    await ask(client, "POST", "/stop_profile")
+    if profile := await _complete(client, min(timeout_s, WRITING_S)):
+        return profile
+    stopped: dict[str, Any] = json.loads(await ask(client, "GET", "/profile?partial=1"))
+    return stopped
+
+
+async def _complete(client: HttpClient, timeout_s: float) -> dict[str, Any] | None:
+    """The profile once all traces are complete; None if they are not within `timeout_s`."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         await asyncio.sleep(POLL_S)
         profile: dict[str, Any] = json.loads(await ask(client, "GET", "/profile"))
         if not profile["missing"]:
             return profile
-    await ask(client, "POST", "/stop_profile")
-    stopped: dict[str, Any] = json.loads(await ask(client, "GET", "/profile?partial=1"))
-    return stopped
+    return None
 
 
 async def ask(client: HttpClient, method: str, path: str) -> bytes:

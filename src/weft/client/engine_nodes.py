@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from weft.client.opening import plan_group
 from weft.cluster.assembly import AnyAssembly
+from weft.cluster.groups import NodeGroup
 from weft.config import EngineConfig
 from weft.errors import EngineError
 from weft.executors.node_messages import OtherNodes
@@ -56,19 +57,21 @@ class EngineNodes:
             plan, group = first
             return plan, group.hand_over()
         cancelled = threading.Event()
+        gathering = self._threads.submit(self._gather, number, cancelled)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._gather, number, cancelled)
+            again, gathered = await asyncio.wrap_future(gathering)
         except asyncio.CancelledError:
             cancelled.set()
+            gathering.add_done_callback(_dismiss)
             raise
+        return again, gathered.hand_over()
 
-    def _gather(self, number: int, cancelled: threading.Event) -> tuple[Plan, OtherNodes | RayNodes]:
+    def _gather(self, number: int, cancelled: threading.Event) -> tuple[Plan, NodeGroup]:
         group = self._assembly.gather_again(number, lambda: cancelled.is_set() or self._closing.is_set())
         try:
             if cancelled.is_set():
                 raise EngineError(CLOSED)
-            return plan_group(self._config, self._checkpoint, group), group.hand_over()
+            return plan_group(self._config, self._checkpoint, group), group
         except BaseException as error:
             group.dismiss(error)
             raise
@@ -81,3 +84,10 @@ class EngineNodes:
             group.dismiss(EngineError(CLOSED))
         self._first.clear()
         self._assembly.close()
+
+
+def _dismiss(gathering: Future[tuple[Plan, NodeGroup]]) -> None:
+    """Let the nodes go that were gathered for a caller who has left."""
+    if not gathering.cancelled() and gathering.exception() is None:
+        _, group = gathering.result()
+        group.dismiss(EngineError(CLOSED))

@@ -137,11 +137,13 @@ class Pooler:
         salt: str | None = None,
         params: tuple[str, str] = ("query", "documents"),
         gather: Callable[[Iterable[Collector]], list[Collector]] = list,
+        most_characters: int | None = None,
     ) -> ScoreRequest:
         """Return the requests for the scores of pairs: of one query with each document, or of as many as there are
         documents, in order.
 
         `params` are the names of both fields in errors. `gather` lists the requests, and may end their making.
+        `most_characters` bounds the texts of all pairs together, in which a query counts once for each document.
         """
         settings = self.require("score", "embed")
         firsts, seconds = _texts(queries, params[0]), _texts(documents, params[1])
@@ -153,8 +155,13 @@ class Pooler:
             )
         made: dict[str, Any] = {"arrival_s": arrival_s, "truncate": truncate, "priority": priority}
         if settings.task == "score":
-            pairs = zip(firsts * len(seconds) if len(firsts) == 1 else firsts, seconds, strict=True)
-            wanted = instruction or INSTRUCTION
+            limit = self._limit(truncate)
+            wanted, *rest = self._beginnings([instruction or INSTRUCTION, *firsts, *seconds], limit)
+            firsts, seconds = rest[: len(firsts)], rest[len(firsts) :]
+            if len(firsts) == 1:
+                firsts = firsts * len(seconds)
+            pairs = list(zip(firsts, seconds, strict=True))
+            _check_work(sum(len(wanted) + len(one) + len(other) for one, other in pairs), most_characters, params[1])
             collectors = gather(self._pair_collector(*pair, wanted, salt, params[1], **made) for pair in pairs)
             return ScoreRequest(self, collectors)
         if instruction is not None:
@@ -261,6 +268,10 @@ class Pooler:
         ids = self._frontend.require_tokenizer("a text", param).encode_literally(text)
         return ids if limit is None else ids[:limit]
 
+    def _beginnings(self, texts: list[str], limit: int | None) -> list[str]:
+        """The beginnings of texts of which no prompt of `limit` tokens has more; all of them without a limit."""
+        return texts if limit is None else [self._beginning(text, limit) for text in texts]
+
     def _beginning(self, text: str, limit: int) -> str:
         """The beginning of a text that has more than `limit` tokens, or all of it."""
         if len(text) <= limit:  # no token is shorter than a character
@@ -326,6 +337,17 @@ def _prompt_of(given: Mapping[str, Any], param: str) -> str | Sequence[int]:
             code="prompt-dict-without-prompt",
         )
     return cast("str | Sequence[int]", text if ids is None else ids)
+
+
+def _check_work(characters: int, most: int | None, param: str) -> None:
+    """Raise RequestError for pairs whose texts would take minutes to become tokens."""
+    if most is not None and characters > most:
+        raise RequestError(
+            f"the pairs have {characters:,} characters, the query's counted once for each document, and one request "
+            f"may have {most:,}; send several requests, or give truncate_prompt_tokens",
+            param=param,
+            code="too-many-characters",
+        )
 
 
 def _texts(given: str | Sequence[str], param: str) -> list[str]:

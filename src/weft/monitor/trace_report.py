@@ -8,8 +8,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +202,7 @@ def cpu_kinds(spans: Sequence[Event], operations: Sequence[Event], exchanges: Ma
         else:
             parts[span["name"]] += _seconds(span)
     if not seconds:  # layers that run one by one: torch's operations tell
-        for name, own_s in own_times([event for event in operations if within(event, spans, "layers")]):
+        for name, own_s in own_times(events_within(operations, spans, "layers")):
             seconds[kind_of(name)] += own_s
         seconds["communication"] += exchanges.get("communication_s", 0.0) + exchanges.get("waiting_s", 0.0)
         seconds["communication"] -= min(seconds["communication"], parts["wait for the stage before"])
@@ -230,12 +232,12 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KERNEL_KINDS if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def within(event: Event, spans: Sequence[Event], name: str) -> bool:
-    """Return True if an event lies in a span of that name."""
-    at = float(event["ts"])
-    return any(
-        span["name"] == name and float(span["ts"]) <= at < float(span["ts"]) + float(span["dur"]) for span in spans
-    )
+def events_within(events: Iterable[Event], spans: Iterable[Event], name: str) -> list[Event]:
+    """The events that begin within a span of that name."""
+    times = sorted((float(one["ts"]), float(one["ts"]) + float(one["dur"])) for one in spans if one["name"] == name)
+    begins = [begin for begin, _ in times]
+    until = [float("-inf"), *accumulate((end for _, end in times), max)]  # the latest end of the first n spans
+    return [event for event in events if float(event["ts"]) < until[bisect_right(begins, float(event["ts"]))]]
 
 
 def union_s(events: Iterable[Event]) -> float:

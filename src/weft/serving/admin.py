@@ -17,7 +17,7 @@ from weft.serving.access import check_admin_key
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.service import Service
 
-UNLIMITED = 2**31 - 1  # steps of a trace that /stop_profile ends
+MOST_STEPS = 1000  # of a trace: hundreds of megabytes
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
@@ -47,8 +47,14 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """/start_profile?steps=N: trace the next steps, or all of them until /stop_profile."""
-    steps = integer_query(request, "steps", UNLIMITED)
+    """/start_profile?steps=N: trace the next steps, at most MOST_STEPS, or until /stop_profile."""
+    steps = integer_query(request, "steps", MOST_STEPS)
+    if steps > MOST_STEPS:
+        raise RequestError(
+            f"steps is {steps}; it must be at most {MOST_STEPS:,}: longer traces no browser opens",
+            param="steps",
+            code="profile-steps",
+        )
     replies = await service.engine.call(profile_command(steps, service.options.profile_directory))
     files = trace_paths(replies)
     if steps:

@@ -49,6 +49,11 @@ class ConnectionLimits:
 class TrackedConnection(Protocol):
     """The part of a connection that `Admission` uses."""
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the client has still to take."""
+        ...
+
     def drop(self) -> None:
         """Close at once, without a response."""
         ...
@@ -70,7 +75,7 @@ class Admission:
         self._served: set[TrackedConnection] = set()
         self._spare: dict[TrackedConnection, None] = {}  # oldest first
         self._held: dict[TrackedConnection, int] = {}  # bytes, oldest first
-        self._unread: dict[TrackedConnection, float] = {}  # since when
+        self._unread: dict[TrackedConnection, tuple[float, int]] = {}  # since when, and bytes at the last look
         self._held_bytes = 0
         self._refused = 0
         self._logged_at = float("-inf")
@@ -94,16 +99,22 @@ class Admission:
         self.hold(connection, 0)
 
     def note_unread(self, connection: TrackedConnection, unread: bool) -> None:
-        """Note that a client takes no more bytes of its answer, or takes them again."""
+        """Note that bytes of an answer wait for a client, or no longer do."""
         if unread:
-            self._unread.setdefault(connection, time.monotonic())
+            self._unread.setdefault(connection, (time.monotonic(), connection.unsent_bytes))
         else:
             self._unread.pop(connection, None)
 
     def unread_s(self) -> list[float]:
-        """Seconds for which each client that takes no bytes has taken none, the longest first."""
+        """Seconds for which each client that bytes wait for has taken none, the longest first.
+
+        A client that has taken some since the last look has begun anew: a long answer is unread until nearly its end.
+        """
         now = time.monotonic()
-        return [now - since for since in self._unread.values()]
+        for connection, (since, before) in self._unread.items():
+            size = connection.unsent_bytes
+            self._unread[connection] = (now if size < before else since, size)
+        return sorted((now - since for since, _ in self._unread.values()), reverse=True)
 
     def hold(self, connection: TrackedConnection, size: int) -> None:
         """Record that a connection holds `size` bytes of unanswered requests.

@@ -102,8 +102,13 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def note_unread(self, unread: bool) -> None:
-        """Note that the client takes no more bytes, or takes them again."""
+        """Note that bytes wait for the client, or no longer do."""
         self._admission.note_unread(self, unread)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that the client has still to take."""
+        return self.transport.get_write_buffer_size()
 
     def drop(self) -> None:
         """Close at once, without a response."""

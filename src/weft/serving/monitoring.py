@@ -15,8 +15,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.client.running import RunningReplica
-from weft.core.request import Stats
-from weft.core.token_ids import TokenIds
+from weft.core.request import Request, Stats
 from weft.monitor.figures import describe_server
 from weft.monitor.finding import LIMITS, Finding
 from weft.monitor.history import Histogram, History, RankCounters, Snapshot, growing, weights_of
@@ -49,11 +48,12 @@ class PrefixCount:
         """Tokens of all common beginnings, of which only the first ones of a prompt count."""
         return self.repeated * self._tokens
 
-    def add(self, ids: TokenIds) -> None:
-        """Count a prompt; short ones tell nothing."""
-        if len(ids) <= self._tokens:
+    def add(self, request: Request) -> None:
+        """Count a prompt. Short ones tell nothing, and one with prompt logprobs is computed from its first token on."""
+        ids = request.prompt
+        if len(ids) <= self._tokens or request.params.prompt_logprobs is not None:
             return
-        start = hash(ids.packed[: 4 * self._tokens])
+        start = hash((request.identity, ids.packed[: 4 * self._tokens]))
         self.prompts += 1
         if start in self._known:
             self.repeated += 1

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from weft.client.collector import Collector
 from weft.errors import QueueFullError, RequestError
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import PromptTokensDetails
 from weft.serving.pooling_types import PoolingUsage
-from weft.serving.service import EngineStream, Service
+from weft.serving.service import EngineStream, Service, shutting_down_error
 from weft.serving.sse import while_connected
 from weft.text.limits import LIMITS
 
 INPUTS = 2048  # of one HTTP request, as OpenAI's
 WAVE = 256  # requests that one HTTP request has in the engine at once
 FULL_POLL_S = 0.02
+NUMBER_BYTES = 24  # of an answer, for each of its numbers: as text, twice while it is encoded
+PIECE_BYTES = 2**18  # of an answer that is sent at once
 LOOP_NUMBERS = 2**13  # of an answer that is built and encoded in the event loop; a longer one is in a thread
 
 
@@ -58,37 +62,73 @@ def usage_of(collectors: Iterable[Collector]) -> PoolingUsage:
 class PooledSource:
     """The engine's streams for one HTTP request. The first wave begins at once, so that refusals come before any work.
 
-    `aclose` must be called; it aborts what has not ended.
+    It is one of the service's open streams until `aclose`, which must be called; that aborts what has not ended.
     """
 
     def __init__(self, service: Service, collectors: list[Collector]) -> None:
-        self._service = service
+        self._service, self.collectors = service, collectors
         size = max(1, min(WAVE, service.capacity))  # all at once would keep other clients out of the queue
         self._waves = [collectors[at : at + size] for at in range(0, len(collectors), size)]
-        self._stream: EngineStream | None = service.open_stream(self._waves.pop(0)) if self._waves else None
+        self._cut = False
+        service.check_open()
+        self._stream: EngineStream | None = self._open(self._waves.pop(0)) if self._waves else None
+        service.stream_opened(self)
+
+    def _open(self, wave: list[Collector]) -> EngineStream:
+        return EngineStream(self._service, wave, counted=False)
 
     async def finish(self) -> None:
         """Wait until all have ended."""
         while self._stream is not None:
             await self._stream.finish()
-            await self.aclose()
+            await self._close_wave()
             if self._waves:
                 self._stream = await self._open_next()
 
     async def _open_next(self) -> EngineStream:
-        """Begin the next wave, as soon as the queue has room for it: the request has been accepted."""
+        """Begin the next wave, as soon as the queue has room for it: the request has been accepted, and a server that
+        shuts down lets it end."""
         wave = self._waves.pop(0)
-        while True:
+        while not self._cut:
             try:
-                return self._service.open_stream(wave)
+                return self._open(wave)
             except QueueFullError:
                 await asyncio.sleep(FULL_POLL_S)
+        raise shutting_down_error()
 
-    async def aclose(self) -> None:
-        """Abort the requests of the wave that runs."""
+    def cut_off(self) -> None:
+        """Abort all requests; `finish` then raises a 503 error."""
+        self._cut = True
+        if self._stream is not None:
+            self._stream.cut_off()
+
+    async def _close_wave(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.aclose()
+
+    async def aclose(self) -> None:
+        """Abort the requests of the wave that runs."""
+        try:
+            await self._close_wave()
+        finally:
+            self._service.stream_closed(self)
+
+
+class PooledAnswer(JsonResponse):
+    """An answer that goes out in pieces, as the client reads, and then gives its bytes back to the budget."""
+
+    given_back: Callable[[], None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for at in range(0, len(body), PIECE_BYTES):
+                piece = bytes(body[at : at + PIECE_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": at + PIECE_BYTES < len(body)})
+        finally:
+            self.given_back()
 
 
 async def reply_pooled(
@@ -96,19 +136,35 @@ async def reply_pooled(
 ) -> Response:
     """Run the requests of `collectors`, and answer with what `build` makes of them then, of about so many `numbers`.
 
-    A client that leaves ends the requests.
+    A client that leaves ends the requests. Raises HttpError if answers under way take all bytes that they may.
     """
     service: Service = request.app.state.service
-    source = PooledSource(service, collectors)
+    size = numbers * NUMBER_BYTES
+    service.answer_bytes.take(size)
+    answer: PooledAnswer | None = None
+    try:
+        answer = await _answer_of(request, PooledSource(service, collectors), build, numbers)
+    finally:
+        if answer is None:
+            service.answer_bytes.give_back(size)
+    if answer is None:
+        return Response()  # the client is gone: nobody reads this one
+    answer.given_back = partial(service.answer_bytes.give_back, size)
+    return answer
 
-    async def whole() -> Response:
+
+async def _answer_of(
+    request: Request, source: PooledSource, build: Callable[[], object], numbers: int
+) -> PooledAnswer | None:
+    """The answer once all have ended; None if the client has left before."""
+
+    async def whole() -> PooledAnswer:
         await source.finish()
         if numbers > LOOP_NUMBERS:
-            return await asyncio.to_thread(lambda: JsonResponse(build()))
-        return JsonResponse(build())
+            return await asyncio.to_thread(lambda: PooledAnswer(build()))
+        return PooledAnswer(build())
 
     try:
-        response = await while_connected(request.receive, whole())
+        return await while_connected(request.receive, whole())
     finally:
         await source.aclose()
-    return response or Response()  # the client is gone: nobody reads this one

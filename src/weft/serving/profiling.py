@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weft.errors import error_reason
 from weft.monitor.price import workload_of
-from weft.monitor.trace_report import merge_traces, read_trace, report_traces
+from weft.monitor.trace_reader import read_elsewhere
 
 if TYPE_CHECKING:
     from weft.monitor.history import History
@@ -27,6 +26,9 @@ class LastProfile:
 
     def __init__(self) -> None:
         self.files: tuple[str, ...] = ()
+        self._reading = threading.Lock()  # one process at a time: each takes gigabytes
+        self._report_made: Any = None
+        self._reported: tuple[tuple[str, int], ...] = ()  # files of that report, and when each was written
 
     def begin(self, files: Sequence[str]) -> None:
         """Note a new profile."""
@@ -42,23 +44,34 @@ class LastProfile:
 
         With `partial` the report is of those that are complete.
         """
-        written, traces = self.written, []
-        for file in written if partial or len(written) == len(self.files) else ():
-            try:
-                traces.append(read_trace(file))
-            except (OSError, ValueError) as error:
-                log.warning("cannot read the trace %s: %s", file, error_reason(error))
+        written = self.written
+        complete = partial or len(written) == len(self.files)
         return {
             "files": list(self.files),
             "missing": [file for file in self.files if file not in written],
-            "report": msgspec.to_builtins(report_traces(traces), str_keys=True) if traces else None,
+            "report": self._report(written) if written and complete else None,
             "predicted": predicted_shares(history, forecast),
         }
 
+    def _report(self, files: Sequence[str]) -> Any:
+        """The report of traces, made once; None if none can be read."""
+        with self._reading:
+            try:
+                state = tuple((file, os.stat(file).st_mtime_ns) for file in files)
+                if state != self._reported:
+                    content, said = read_elsewhere("report", files)
+                    self._report_made, self._reported = msgspec.json.decode(content), state
+                    if said:
+                        log.warning("%s", said)
+                return self._report_made
+            except OSError as error:
+                log.warning("%s", error)
+                return None
+
     def merged(self) -> bytes:
-        """All complete traces on one time axis, as compressed JSON."""
-        content = json.dumps(merge_traces([read_trace(file) for file in self.written]))
-        return gzip.compress(content.encode(), compresslevel=1)
+        """All complete traces on one time axis, as compressed JSON. Raises OSError."""
+        with self._reading:
+            return read_elsewhere("merge", self.written)[0]
 
 
 def predicted_shares(history: History, forecast: Forecast | None) -> dict[str, float] | None:

@@ -25,6 +25,7 @@ from weft.serving.pooling_types import (
     Scores,
 )
 from weft.serving.service import Service
+from weft.text.limits import LIMITS
 
 # Fields of Cohere's and Jina's that would change the scores.
 UNSUPPORTED = ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields")
@@ -134,6 +135,7 @@ def _prepare(
         salt=body.cache_salt,
         params=params,
         gather=lambda made: limited(service, made, params[1]),
+        most_characters=LIMITS.pair_characters,
     )
     raw = False in (body.use_activation, body.activation, body.softmax)
     return PreparedScores(model, scoring, raw)

@@ -24,6 +24,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.executors.ranks import CLOSED
+from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
@@ -98,6 +99,17 @@ class Engine(Protocol):
         ...
 
 
+class OpenStream(Protocol):
+    """One HTTP request that has work in the engine, or will have."""
+
+    @property
+    def collectors(self) -> Sequence[Collector]: ...
+
+    def cut_off(self) -> None:
+        """Abort its requests; it ends with a 503 error."""
+        ...
+
+
 class Service:
     """The engine, its frontend, and the state that the endpoints share.
 
@@ -124,7 +136,8 @@ class Service:
         self.metrics.registry.register(self.monitor)
         self.last_profile = LastProfile()
         self.draining = False
-        self.streams: set[EngineStream] = set()  # open now
+        self.answer_bytes = AnswerBytes()
+        self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()
         self.idle.set()
@@ -258,11 +271,15 @@ class Service:
 
     def open_stream(self, collectors: Sequence[Collector]) -> EngineStream:
         """Submit requests to the engine. Refusals are raised here, before the response begins."""
+        self.check_open()
+        return EngineStream(self, collectors)
+
+    def check_open(self) -> None:
+        """Raise HttpError 503 if no new request may begin."""
         if self.draining:
             raise shutting_down_error()
         if self.options.refuse_while_asleep and self.engine.stats.sleep_level:
             raise HttpError(503, "the engine sleeps; POST /wake_up wakes it", code="asleep", retry_after_s=1)
-        return EngineStream(self, collectors)
 
     def prefix_report(
         self,
@@ -276,7 +293,7 @@ class Service:
             return None
         return PrefixReport(self.prefix_debug, self, request, collector, messages, tools)
 
-    def stream_opened(self, stream: EngineStream) -> None:
+    def stream_opened(self, stream: OpenStream) -> None:
         """Count a stream; called by the stream itself."""
         if not self.streams:
             self._progress.begin()
@@ -285,7 +302,7 @@ class Service:
         if self.prediction_check:
             self.prediction_check.opened(len(self.streams))
 
-    def stream_closed(self, stream: EngineStream) -> None:
+    def stream_closed(self, stream: OpenStream) -> None:
         """Forget a stream; called by the stream itself."""
         self.streams.discard(stream)
         if not self.streams:
@@ -333,19 +350,20 @@ class Service:
 class EngineStream:
     """The engine's outputs for one HTTP request: (prompt number, Delta) as they arrive, until every choice has ended.
 
-    `aclose` must be called; it aborts unfinished choices.
+    `aclose` must be called; it aborts unfinished choices. One that is not `counted` is a part of another open stream.
     """
 
-    def __init__(self, service: Service, collectors: Sequence[Collector]) -> None:
-        self.collectors = collectors
+    def __init__(self, service: Service, collectors: Sequence[Collector], *, counted: bool = True) -> None:
+        self.collectors, self._counted = collectors, counted
         self._service = service
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
         for number, collector in enumerate(collectors):
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
         for collector in collectors:
-            service.monitor.prefixes.add(collector.output.prompt_ids)
+            service.monitor.prefixes.add(collector.requests[0])
         self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
-        service.stream_opened(self)
+        if counted:
+            service.stream_opened(self)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._owners)
@@ -393,7 +411,8 @@ class EngineStream:
     async def aclose(self) -> None:
         """Abort unfinished choices and leave the service's list of open streams."""
         await self._outputs.aclose()
-        self._service.stream_closed(self)
+        if self._counted:
+            self._service.stream_closed(self)
 
     @property
     def usage(self) -> Usage:

@@ -38,6 +38,7 @@ class RequestLimits:
     fields: int = 256
     detokenize_ids: int = 131_072  # or the model's maximum length, if larger
     tokenize_characters: int = 2**20  # or as many as the model's maximum length can hold, if larger
+    pair_characters: int = 64 * 2**20  # of all pairs of a query and a document
 
     # Sent to the engine for one HTTP request, counted once per choice.
     prompt_tokens: int = 4_000_000  # or four times the model's maximum length, if larger

@@ -10,10 +10,12 @@ import gzip
 import json
 import logging
 import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from weft.comm.times import ExchangeTimes
+from weft.errors import error_reason
 
 logger = logging.getLogger("weft")
 
@@ -29,9 +32,11 @@ ROW = 1 << 30  # thread numbers of Weft's own rows begin here: those of the syst
 
 # Torch traces a process at most once at a time; with two profilers it crashes. Ranks may be threads of one process.
 _joining = threading.Condition()
-PATIENCE_S = 60.0  # for the other ranks of this process to leave the trace before
+PATIENCE_S = 10.0  # for the other ranks of this process to leave the trace before, and for torch to write it
+HEAD_BYTES, COPIED_BYTES = 2**16, 2**20  # of torch's file: in which its list of events begins, and copied at once
 _running: list[Trace] = []  # at most one
 _spans: list[dict[str, Any]] = []  # of all ranks of this process, in the trace that runs
+_writers: list[threading.Thread] = []  # of traces that have ended
 
 
 class Trace:
@@ -52,30 +57,70 @@ class Trace:
         self._profiler.start()
 
     def leave(self) -> None:
-        """Leave the trace; the last one to do so writes it."""
+        """Leave the trace; the last one to do so stops it, and a thread writes it, which may take minutes."""
         with _joining:
             self.users -= 1
-            if not self.users:
-                self._end()
-                _running.clear()
-                _joining.notify_all()
+            if self.users:
+                return
+            try:
+                self._profiler.stop()
+            except Exception:
+                logger.exception("cannot end the trace %s", self.path)
+                self._forget()
+                return
+        writer = threading.Thread(target=self._write, args=([*_spans],), name="weft-trace")
+        _writers.append(writer)
+        writer.start()
 
-    def _end(self) -> None:
-        """Stop tracing and write the file. A file that cannot be written is logged."""
-        partial = f"{self.path}.partial"
+    def _forget(self) -> None:
+        """Let the next trace begin. To be called with the lock."""
+        _running.clear()
+        _spans.clear()
+        _joining.notify_all()
+
+    def _write(self, spans: list[dict[str, Any]]) -> None:
+        """Write the file. One that cannot be written is logged."""
+        exported, partial = Path(f"{self.path}.exported"), Path(f"{self.path}.partial")
         try:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(partial)
-            content = json.loads(Path(partial).read_bytes())
-            content["traceEvents"] += own_events(_spans, content.get("baseTimeNanoseconds", 0))
-            with gzip.open(partial, "wt", compresslevel=1) as file:
-                json.dump(content, file)
+            try:
+                self._profiler.export_chrome_trace(str(exported))
+            finally:
+                with _joining:
+                    self._forget()
+            pack_trace(exported, partial, spans)
             os.replace(partial, self.path)
-        except (OSError, RuntimeError, ValueError) as error:
-            logger.error("cannot write the trace %s: %s", self.path, error)
+        except Exception as error:  # whatever it is, the engine goes on
+            logger.error("cannot write the trace %s: %s", self.path, error_reason(error))
         finally:
-            Path(partial).unlink(missing_ok=True)
-            _spans.clear()
+            for path in (exported, partial):
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+            _writers.remove(threading.current_thread())
+
+
+def finish_writing() -> None:
+    """Wait until all traces that have ended are written."""
+    for writer in [*_writers]:
+        writer.join()
+
+
+def pack_trace(exported: Path, packed: Path, spans: list[dict[str, Any]]) -> None:
+    """Copy a trace as torch has written it, with Weft's spans before its own events, compressed.
+
+    Its events are never parsed: with hundreds of megabytes that would keep all threads of the process waiting. Raises
+    OSError, and ValueError for another kind of file.
+    """
+    with exported.open("rb") as source, gzip.open(packed, "wb", compresslevel=1) as target:
+        head = source.read(HEAD_BYTES)
+        events = head.find(b'"traceEvents": [')
+        if events < 0:
+            raise ValueError("torch's trace has no list of events at its beginning")
+        base = re.search(rb'"baseTimeNanoseconds": (\d+)', head)
+        behind = head.index(b"[", events) + 1
+        target.write(head[:behind])
+        target.writelines(json.dumps(event).encode() + b"," for event in own_events(spans, int(base[1]) if base else 0))
+        target.write(head[behind:])
+        shutil.copyfileobj(source, target, COPIED_BYTES)
 
 
 class RankTrace:
@@ -105,7 +150,7 @@ class RankTrace:
         self._log(phase, began_ns, ended_ns, {"layer": layer})
 
     def end(self, exchanges: ExchangeTimes) -> str:
-        """Log the time in exchanges since the beginning; write the file, and return its path, or "" without one."""
+        """Log the time in exchanges since the beginning; leave the trace, and return its path, or "" without one."""
         now = time.monotonic_ns()
         spent_s = exchanges.spent_s - self._before.spent_s
         waited_s = exchanges.waited_s - self._before.waited_s
@@ -151,16 +196,14 @@ def own_events(spans: list[dict[str, Any]], base_ns: int) -> list[dict[str, Any]
 
 
 def join_trace(directory: str, rank: int, engine: int, number: int) -> tuple[Trace | None, bool]:
-    """The trace of this process, and True if it begins now; None if one of another engine runs.
+    """The trace of this process, and True if it begins now; None if one of another engine runs, or is still written.
 
-    The other ranks of this engine leave its trace before as they come here.
+    The other ranks of this engine leave its trace before as they come here. Raises OSError and RuntimeError.
     """
     with _joining:
-        _joining.wait_for(
-            lambda: not _running or _running[0].engine != engine or _running[0].number == number, PATIENCE_S
-        )
+        _joining.wait_for(lambda: not _running or _running[0].engine != engine or _joinable(number), PATIENCE_S)
         if _running:
-            if (_running[0].engine, _running[0].number) != (engine, number):
+            if _running[0].engine != engine or not _joinable(number):
                 return None, False
             _running[0].users += 1
             return _running[0], False
@@ -168,3 +211,8 @@ def join_trace(directory: str, rank: int, engine: int, number: int) -> tuple[Tra
         name = f"rank{rank}-{os.getpid()}-{time.time_ns()}.json.gz"
         _running.append(Trace(str(Path(directory).absolute() / name), engine, number))
         return _running[0], True
+
+
+def _joinable(number: int) -> bool:
+    """True if the trace of this number runs, and is not being written."""
+    return _running[0].number == number and _running[0].users > 0

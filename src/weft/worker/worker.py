@@ -28,6 +28,7 @@ from weft.core.commands import (
 )
 from weft.core.params import SamplingParams
 from weft.core.step import StepPlan, StepResult
+from weft.errors import error_reason
 from weft.executors.rank import unfreeze_start
 from weft.hardware import malloc
 from weft.kernels.capture import release_cached_memory
@@ -46,7 +47,7 @@ from weft.worker.runner import ModelRunner
 from weft.worker.sample_arrays import SampleArrays, int64_array, sampled_positions
 from weft.worker.sampler import SampleBatch, Sampler
 from weft.worker.step_clock import create_step_clock
-from weft.worker.trace import RankTrace
+from weft.worker.trace import RankTrace, finish_writing
 
 logger = logging.getLogger("weft")
 
@@ -153,7 +154,8 @@ class Worker:
     def profile(self, steps: int, directory: str) -> str:
         """End the trace that runs, if any. If `steps` is above 0, trace as many steps.
 
-        Returns the path of the new trace, or else of the one that has ended; "" if another rank of this process traces.
+        Returns the path of the new trace, or else of the one that has ended, which a thread writes; "" if another rank
+        of this process traces, or if none can begin.
         """
         ended = self._end_trace()
         if not steps:
@@ -161,7 +163,11 @@ class Worker:
         # The ranks of an engine that are threads have one plan, and count the same traces.
         self._traces += 1
         engine = id(self.plan)
-        self.trace = RankTrace(steps, self.rank, directory, self.links.times, engine=engine, number=self._traces)
+        try:
+            self.trace = RankTrace(steps, self.rank, directory, self.links.times, engine=engine, number=self._traces)
+        except (OSError, RuntimeError) as error:  # a full disk, a profiler of somebody else
+            logger.error("rank %d: no trace begins in %s: %s", self.rank, directory, error_reason(error))
+            return ""
         self.runner.trace(self.trace.log_phase)
         return self.trace.path
 
@@ -334,6 +340,7 @@ class Worker:
     def close(self) -> None:
         """Free the memory."""
         self._end_trace()
+        finish_writing()
         for runner in self.runners:
             runner.close()
         self.sampler = self.proposer = None

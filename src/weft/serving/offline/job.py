@@ -63,15 +63,28 @@ def open_job(source: str, out: str, model: str | None) -> tuple[RowFile, str]:
         import_arrow()
     if not path.parent.is_dir():
         raise ConfigError(f"there is no directory {path.parent} for {path.name}; make it", code="no-output-directory")
-    if Path(source).absolute() == path.absolute():
-        raise ConfigError(f"{out} is the input; write to another file", code="output-is-input")
-    if path.exists() and not journal_path(out).exists():
-        raise ConfigError(f"{out} is there already; remove it, or write to another file", code="output-exists")
+    _check_outputs(source, out)
     rows = open_rows(source)
     name = model or rows.model
     if not name:
         raise ConfigError(f"which model? {source} names none: give --model NAME", code="batch-without-model")
     return rows, name
+
+
+def _check_outputs(source: str, out: str) -> None:
+    """Raise ConfigError if a file that the batch writes is its input, or is there already from something else."""
+    written = (Path(out), failed_path(out))
+    for path in (*written, journal_path(out)):
+        if Path(source).resolve() == path.resolve():
+            raise ConfigError(
+                f"{source} is the input, and the batch would write to it; give another output file",
+                code="output-is-input",
+            )
+    if journal_path(out).exists():
+        return
+    for path in written:
+        if path.exists():
+            raise ConfigError(f"{path} is there already; remove it, or write to another file", code="output-exists")
 
 
 def journal_path(out: str) -> Path:

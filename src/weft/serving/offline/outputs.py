@@ -36,19 +36,19 @@ def failed_path(out: str) -> Path:
 
 def write_outputs(rows: RowFile, journal: Journal, out: str) -> None:
     """Write the answered and the failed rows, in the order of the input. Without failed rows there is no file."""
-    failures = failed_path(out)
-    if journal.counts()[1]:
-        with whole_file(failures) as file:
-            for line in failed_lines(rows, journal):
-                file.write(line + b"\n")
-    else:
-        failures.unlink(missing_ok=True)
     with whole_file(Path(out)) as file:
         if is_parquet(out):
             write_parquet(rows, journal, file)
         else:
             for row in answered_rows(rows, journal):
                 file.write(msgspec.json.encode(row) + b"\n")
+    failures = failed_path(out)
+    if not journal.counts()[1]:
+        failures.unlink(missing_ok=True)
+        return
+    with whole_file(failures) as file:
+        for line in failed_lines(rows, journal):
+            file.write(line + b"\n")
 
 
 @contextlib.contextmanager
