@@ -85,7 +85,8 @@ def _messages_usage(values: Values, usage: Usage) -> None:
     if type(told.get("input_tokens")) is int:
         names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
         usage["prompt_tokens"] = sum(told[name] for name in names if type(told.get(name)) is int)
-    usage["completion_tokens"] = told.get("output_tokens")
+    if not isinstance(message, dict):  # the first event tells of no answer yet
+        usage["completion_tokens"] = told.get("output_tokens")
 
 
 def _responses_usage(values: Values, usage: Usage) -> None:
