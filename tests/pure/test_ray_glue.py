@@ -26,7 +26,7 @@ from weft.executors.ray_nodes import Attached, RayNode, RayNodes
 from weft.gateway.config import Timeouts, make_config
 from weft.gateway.fleet import Fleet
 from weft.gateway.policy import POLICIES
-from weft.gateway.ray_watch import RayWatch, ServeState, serve_upstreams
+from weft.gateway.ray_watch import AWAY_S, RayWatch, ServeState, serve_upstreams
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.ray import resources, serve
@@ -92,6 +92,23 @@ async def test_upstreams_come_and_go(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert {exchange.headers["authorization"] for exchange in seen} == {"Bearer secret"}
     assert [record.getMessage() for record in caplog.records if "stay as they are" in record.getMessage()] != []
     assert caplog.text.count("stay as they are") == 1 and "secret" not in caplog.text
+
+
+async def test_a_dashboard_that_knows_nothing_of_ray_serve_is_believed_after_a_while() -> None:
+    answers = [state("10.0.0.1", llm="RUNNING"), {}, {}, {}]
+
+    async def dashboard(exchange: Exchange) -> None:
+        exchange.refuse("200 OK", json.dumps(answers.pop(0)).encode())
+
+    now = [0.0]
+    async with serving(dashboard) as address:
+        fleet = Fleet([], POLICIES["least_conn"](), lambda: now[0])
+        watch = RayWatch(fleet, f"http://{address.host}:{address.port}", Timeouts())
+        found = []
+        for now[0] in (5.0, 6.0, 5.0 + AWAY_S - 1, 5.0 + AWAY_S):
+            await watch.look()
+            found.append(len(fleet.replicas))
+    assert found == [1, 1, 1, 0]
 
 
 def test_discover_has_one_source() -> None:
