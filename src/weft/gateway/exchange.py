@@ -62,31 +62,34 @@ class Exchange:
     "complete" or the code of an error.
     """
 
+    # Most requests leave most of these as they are.
+    body = b""
+    client = ANONYMOUS
+    bytes_in = announced = 0
+    model = ""
+    fingerprint = UNREAD
+    completion: Completion | None = None
+    metered = False
+    entered = False  # counted by the rates of its key
+    owner = b""  # of files and batches: the client, as upstreams know it
+    attempt: Attempt | None = None
+    tries = 0
+    refusal: HttpError | None = None
+    answer: ResumableAnswer | WholeAnswer | None = None
+    reservation: Reservation | None = None
+    reserved_at: Replica | None = None
+    gone = False
+    status = bytes_out = 0
+    first_byte_s = 0.0
+    outcome = "internal-error"  # unless something else is noted
+
     def __init__(self, scope: Scope, gateway: bytes) -> None:
         self.scope = scope
-        self.body = b""
-        self.raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
-        self.client = ANONYMOUS
-        self.bytes_in = self.announced = 0
-        self.refusal: HttpError | None = None
         self.method: bytes = scope["method"].encode()
-        self.model = ""
-        self.fingerprint = UNREAD
-        self.attempt: Attempt | None = None
-        self.gone = False
-        self.completion: Completion | None = None
-        self.answer: ResumableAnswer | WholeAnswer | None = None
+        self.raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.tried: list[Replica] = []
-        self.tries = 0
-        self.metered = False
-        self.entered = False  # counted by the rates of its key
-        self.reservation: Reservation | None = None
-        self.reserved_at: Replica | None = None
-        self.owner = b""  # of files and batches: the client, as upstreams know it
-        self.status = self.bytes_out = 0
-        self.began_s, self.first_byte_s = time.monotonic(), 0.0
-        self.outcome = "internal-error"  # unless something else is noted
         self.hops: list[bytes] = []
+        self.began_s = time.monotonic()
         self._read_headers(gateway)
 
     def head(self, replica: Replica, length: int) -> bytes:
