@@ -133,7 +133,7 @@ def test_replicas_on_different_nodes(cluster: Any, model: str, alone: list[list[
     with on_ray(model, data_parallel_size=2) as llm:
         rows = llm.layout()
         assert [row["replica"] for row in rows] == [0, 1]
-        assert {row["node"] for row in rows} == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        assert {row["node"] for row in rows} == {node.node_id for node in cluster.list_all_nodes()}
         assert answers(llm) == alone
         actors()[0].kill()
         assert answers(llm) == alone
