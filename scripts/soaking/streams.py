@@ -1,4 +1,4 @@
-"""`python -m scripts.soaking.streams`: streamed tokens/s of two `weft serve` behind the gateway and behind nginx, in turns.
+"""`python -m scripts.soaking.streams`: tokens/s of streams of two `weft serve` behind the gateway and nginx, in turns.
 
 One JSON object on standard output; status 1 if the gateway's median is below SHARE of nginx's. nginx has to be there.
 """
@@ -70,7 +70,7 @@ async def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             await tokens_per_s(proxy.url, given)  # warms up what is made once
         turns: dict[str, list[float]] = {proxy.name: [] for proxy in proxies}
         for turn in range(given.rounds):
-            for proxy in proxies[:: 1 if turn % 2 else -1]:  # who comes first changes: the machine may be getting faster
+            for proxy in proxies if turn % 2 else reversed(proxies):  # a machine may be getting faster all the while
                 turns[proxy.name].append(round(await tokens_per_s(proxy.url, given), 2))
     finally:
         await asyncio.gather(*(process.end() for process in (*proxies, *replicas)))
