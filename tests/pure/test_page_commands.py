@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.pure.commands import parsed, weft
+from tests.pure.fake_nvml import eight_h100
+from tests.pure.machines_with_gpus import Run
 from tests.pure.page_commands import COMMANDS, DOCS, PAGES, PageCommand
 from weft.cli.commands import COMMANDS as OURS
 from weft.cli.flags import engine_config, serve_options
@@ -47,6 +50,14 @@ def test_looks(command: PageCommand) -> None:
     status, out, err = weft(*command.arguments)
     assert status == (0 if "FAILED" not in out else 1), err
     assert_printed(command, out)
+
+
+@pytest.mark.parametrize(
+    "command", ids([one for one in COMMANDS if one.page == "watching.md" and one.name in ("top", "topo", "hardware")])
+)
+def test_steps_of_the_guides_on_gpus(command: PageCommand, on: Callable[..., Run]) -> None:
+    status, out, err = on(eight_h100())(*command.arguments)
+    assert status == 0 and "H100" in out, err
 
 
 def assert_printed(command: PageCommand, out: str) -> None:

@@ -244,7 +244,7 @@ COMMANDS = {
         ),
         Command(
             name="support-bundle",
-            summary="Write what a report of a fault needs into one file, without keys: versions, checks, servers, logs.",
+            summary="Write what a report of a fault needs into a file, without keys: versions, checks, servers, logs.",
             module="weft.cli.support_bundle",
             groups=(("bundle", SUPPORT),),
             argument="",

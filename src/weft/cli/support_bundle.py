@@ -49,9 +49,9 @@ hardware.json   what weft hardware --json prints; nothing was measured for it
 servers/        for each server: its command and settings, what its ranks hold, its figures
 logs/           the last lines of the servers' logs, where they go to a file or the journal
 
-Keys, tokens and passwords are removed: of flags, of variables, of configuration files, of the hub's token file, and what
-has the form of one. Names of models, paths and addresses are there; prompts and answers are not, unless a log given with
---log has them. Look at it before you send it: tar -xzf.
+Keys, tokens and passwords are removed: of flags, of variables, of configuration files, of the hub's token file, and
+what has the form of one. Names of models, paths and addresses are there; prompts and answers are not, unless a log
+given with --log has them. Look at it before you send it: tar -xzf.
 """
 
 
@@ -164,7 +164,10 @@ async def server_figures(server: RunningServer, variables: Mapping[str, str]) ->
 
 
 def given_logs(paths: list[Path]) -> Iterator[tuple[str, str]]:
-    """The ends of log files: those of `weft cluster up`, and those that were named. Raises ConfigError for a wrong name."""
+    """The ends of log files: those of `weft cluster up`, and those that were named.
+
+    Raises ConfigError for one that cannot be read.
+    """
     for path in sorted((cache_path() / "cluster").glob("*/log*")):
         text = file_tail(path)
         if text is not None:

@@ -128,7 +128,8 @@ def next_steps(deployment: Deployment) -> list[str]:
         "the variables above",
         f"if weft is not {PROGRAM}, change ExecStart; the user weft exists only while the service runs, and has to be "
         "able to read that folder",
-        f"copy the units to /etc/systemd/system, then\nsystemctl daemon-reload\nsystemctl enable --now {' '.join(names)}",
+        "copy the units to /etc/systemd/system, then\n"
+        f"systemctl daemon-reload\nsystemctl enable --now {' '.join(names)}",
         f"journalctl -u {names[0]} shows the log; clients that connect while the model loads wait",
     ]
     if len(deployment.nodes) > 1:
