@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 
 from tests.cpu import tiny
 from tests.cpu.test_serve import ADMIN_KEY, Server
+from tests.cpu.test_watched_servers import Load
 from tests.pure.commands import HERE
 from tests.pure.letters import TEMPLATE
 from tests.pure.page_commands import COMMANDS, LOCAL, PageCommand
@@ -29,11 +31,12 @@ os.set_inheritable(3, True)
 os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()), LISTEN_FDNAMES="weft.socket")
 os.execv(sys.executable, [sys.executable, "-m", "weft", "serve", *sys.argv[2:]])
 """
-# Each line once. The page on monitoring has a test of its own, and embeddings need another model.
+# Each line once. Those of the page on monitoring have a test of their own, and embeddings need another model.
+TESTED = {command.line for command in COMMANDS if command.page == "monitoring.md"}
 CALLS = {
     command.line: command
     for command in COMMANDS
-    if command.is_call and command.page not in ("monitoring.md", "embeddings.md")
+    if command.is_call and command.line not in TESTED and command.page != "embeddings.md"
 }
 
 
@@ -81,9 +84,8 @@ def test_calls(server: Server, folder: Path, command: PageCommand) -> None:
         return
     if command.name == "top":
         words += ["--url", server.url]
-    if command.name == "profile":
-        words += ["--timeout", "0.5"]  # nothing runs, and the trace ends empty
-    assert run([sys.executable, "-m", *words], folder)
+    with Load(server.url, clients=1, tokens=60) if command.name == "profile" else nullcontext():
+        assert run([sys.executable, "-m", *words], folder)
 
 
 def run(words: list[str], folder: Path) -> str:
