@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from tests.pure.commands import parsed
 from tests.pure.exports import parts, plans
 from weft.export import systemd
 
-PAGES = Path(__file__).parents[2] / "docs"
+PAGE = Path(__file__).parents[2] / "docs/systemd.md"
 
 
 def verify(units: dict[str, str], folder: Path) -> str:
@@ -36,6 +37,11 @@ def verify(units: dict[str, str], folder: Path) -> str:
 @pytest.mark.parametrize("plan", plans("systemd"))
 def test_systemd_accepts_the_units(plan: str, tmp_path: Path) -> None:
     assert verify(parts("systemd", plan), tmp_path) == ""
+
+
+def test_systemd_accepts_the_page_s_units(tmp_path: Path) -> None:
+    service, listener = re.findall(r"```ini\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert verify({"weft-gateway.service": service, "weft-gateway.socket": listener}, tmp_path) == ""
 
 
 def test_a_wrong_unit_is_noticed(tmp_path: Path) -> None:
