@@ -10,17 +10,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+import weft
 from tests.cpu import tiny
 from tests.cpu.test_serve import ADMIN_KEY, Server
 from tests.cpu.test_watched_servers import Load
 from tests.pure.commands import HERE
 from tests.pure.letters import TEMPLATE
-from tests.pure.page_commands import COMMANDS, LOCAL, PageCommand
+from tests.pure.page_commands import COMMANDS, DOCS, LOCAL, PageCommand
 
 # Opens the socket and becomes the server, as systemd does: the number of the process stays.
 LAUNCHER = """\
@@ -86,6 +88,23 @@ def test_calls(server: Server, folder: Path, command: PageCommand) -> None:
         words += ["--url", server.url]
     with Load(server.url, clients=1, tokens=60) if command.name == "profile" else nullcontext():
         assert run([sys.executable, "-m", *words], folder)
+
+
+@pytest.mark.parametrize("page", ["watching.md", "profiling.md"])
+def test_python(server: Server, folder: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages' programs, with a small model in the place of the demo's."""
+    small = partial(
+        weft.LLM,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=512,
+        kv_cache_memory_bytes=16_000_000,
+        distributed_executor_backend="uni",
+    )
+    monkeypatch.setattr(weft, "LLM", lambda model, **settings: small(str(folder / "tiny"), **settings))
+    monkeypatch.chdir(folder)
+    (program,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    exec(compile(program, page, "exec"), {})
 
 
 def run(words: list[str], folder: Path) -> str:
