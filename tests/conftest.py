@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def parameter_values(item: pytest.Function) -> frozenset[tuple[object, ...]]:
-    """Return (names, values' identities) of each factor: what one `parametrize` sets, and the parameter of a fixture."""
+    """Return (names, identities of values) of each factor: what a `parametrize` sets, or the parameter of a fixture."""
     params = item.callspec.params
     factors = [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [tuple(names.split(",")) if isinstance(names, str) else tuple(names) for names in factors]

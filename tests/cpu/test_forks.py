@@ -157,7 +157,7 @@ def test_others_are_started_directly(shared: Server, environment: dict[str, str]
         assert facts["parent"] == os.getpid() and facts["environment"]["OMP_NUM_THREADS"] == "2"
 
 
-@pytest.mark.parametrize("when", ["while it imports", "later"])
+@pytest.mark.parametrize("when", [pytest.param("while it imports", marks=pytest.mark.long), "later"])
 def test_a_server_that_is_killed(own: Server, environment: dict[str, str], when: str) -> None:
     """Its processes go on; nobody knows their status. New ones are started directly."""
     before = None if when == "while it imports" else run("wait", environment, own)[0]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.cpu.layouts import plan_for
 from weft import LLM, SamplingParams
 from weft.formats.demo import fetch_demo
 
@@ -88,6 +89,6 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_two_ranks_hold_six_and_three_heads() -> None:
-    with LLM("demo", tensor_parallel_size=2, executor="inline", max_model_len=512) as llm:
-        assert [len(place.q_heads) for place in llm.plan.places] == [6, 3]
-        assert [len(place.kv_heads) for place in llm.plan.places] == [2, 1]
+    places = plan_for(Path(fetch_demo()), "tp2", max_model_len=512).places
+    assert [len(place.q_heads) for place in places] == [6, 3]
+    assert [len(place.kv_heads) for place in places] == [2, 1]
