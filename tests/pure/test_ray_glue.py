@@ -269,7 +269,7 @@ def test_the_backend_that_is_left_out(listener: str, monkeypatch: pytest.MonkeyP
 
 
 def test_bundles_of_the_callers_placement_group() -> None:
-    """Those that are free are dealt out, each once."""
+    """Free ones are dealt out, each once."""
     nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
     free = {"CPU_group_0_77": 1.0, "CPU_group_1_77": 2.0, "CPU_group_2_77": 1.0, "CPU_group_3_66": 1.0, "CPU": 9.0}
     own = OwnGroup("77", free_bundles("77", "CPU", nodes, free))
