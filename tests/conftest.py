@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -56,6 +57,45 @@ def pin_to_core() -> None:
 
 
 pin_to_core()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `long` what a test marked `each_value` leaves out, before pytest chooses by marks."""
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        long = item.get_closest_marker("long")
+        if isinstance(item, pytest.Function) and item.get_closest_marker("each_value") and not long:
+            products[f"{item.path}::{item.originalname}"].append(item)
+    for product in products.values():
+        chosen = choose_each_value([parameter_values(item) for item in product])
+        for number, item in enumerate(product):
+            if number not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
+def parameter_values(item: pytest.Function) -> frozenset[tuple[object, ...]]:
+    """Return (names, identities of values) of each factor: what a `parametrize` sets, or the parameter of a fixture."""
+    params = item.callspec.params
+    factors = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    together = [tuple(names.split(",")) if isinstance(names, str) else tuple(names) for names in factors]
+    set_alone = params.keys() - {name for names in together for name in names}
+    together += [(name,) for name in set_alone]
+    return frozenset((names, *(id(params[name]) for name in names)) for names in together)
+
+
+def choose_each_value(cases: list[frozenset[tuple[object, ...]]]) -> set[int]:
+    """Return the numbers of few cases in which every value of every factor occurs, and none much more often than
+    others."""
+    missing = set().union(*cases)
+    used: Counter[tuple[object, ...]] = Counter()
+    chosen = set()
+    while missing:
+        best = max(range(len(cases)), key=lambda n: (len(cases[n] & missing), -sum(used[value] for value in cases[n])))
+        chosen.add(best)
+        used.update(cases[best])
+        missing -= cases[best]
+    return chosen
 
 
 @pytest.hookimpl(wrapper=True)

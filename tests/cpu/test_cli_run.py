@@ -178,7 +178,9 @@ def wait_for(happened: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("phase", ["torch is imported", "ranks are starting", "tokens are coming"])
+@pytest.mark.parametrize(
+    "phase", ["torch is imported", pytest.param("ranks are starting", marks=pytest.mark.long), "tokens are coming"]
+)
 def test_ctrl_c_leaves_nothing_behind(model: str, phase: str) -> None:
     words = ["run", model, "--prompt", "x", "--max-tokens", "auto", "--ignore-eos", *ENGINE, *TWO]
     with subprocess.Popen(

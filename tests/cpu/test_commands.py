@@ -94,7 +94,7 @@ def both_answers(llm: LLM) -> list[list[list[int]]]:
     return [answers(llm, params) for params in (GREEDY, DRAWN)]
 
 
-@in_layouts("whole, inline", "pp2, inline", "tp2, processes")
+@in_layouts("pp2, inline", "tp2, processes")
 def test_an_engine_that_has_slept_gives_the_same_tokens(path: Path, layout: dict[str, Any]) -> None:
     with LLM(str(path), **ENGINE, **layout) as llm:
         want = both_answers(llm)
@@ -227,6 +227,7 @@ def test_requests_wait_while_the_engine_sleeps(path: Path) -> None:
         assert found == [want]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("executor", ["inline", "processes"])
 @pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"async_scheduling": True}], ids=str)
 def test_running_requests_lose_no_token_to_a_command(

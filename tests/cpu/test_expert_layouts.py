@@ -117,6 +117,7 @@ def answers(path: Path, **options: Any) -> list[list[int]]:
     return first
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", DEALT)
 def test_dealt_experts_give_the_same_tokens(mixture: Mixture, layout: str) -> None:
     path, truth = mixture
@@ -172,6 +173,7 @@ GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", GROUPS)
 def test_attention_groups_give_the_same_tokens(mixture: Mixture, layout: str) -> None:
     path, truth = mixture
@@ -189,6 +191,7 @@ SCHEDULING: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", SCHEDULING, ids=str)
 @pytest.mark.parametrize(
     "layout", ["dp2 x ep2", "dp2 x tp2 x ep4", pytest.param("dp2 x ep2 x pp2", marks=pytest.mark.long)]

@@ -108,6 +108,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", TWO_LAYERS)
 def test_numbers_are_held_in_8_bits_everywhere(
     folder: Path, name: str, truth: dict[str, torch.Tensor], layout: str

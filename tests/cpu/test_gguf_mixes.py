@@ -102,6 +102,7 @@ def test_logits_are_those_of_what_is_stored(folder: Path, mix: str, shape: Model
         assert (got - want).abs().max() <= 0.5 * want.std(), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", MIXTURES)
 @pytest.mark.parametrize("mix", ["q4_0", "q8_0", "q4_k_m", "q6_k", "mxfp4_moe"])
 def test_experts_are_held_as_they_are_stored(folder: Path, model: str, mix: str) -> None:

@@ -114,6 +114,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", CASES)
 @pytest.mark.parametrize("layout", [{}, {"tensor_parallel_size": 2}], ids=str)
 def test_tokens_equal(tmp_path: Path, recipe: str, layout: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ def reference(truth: dict[str, torch.Tensor], **config: Any) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", TWO_LAYERS)
 def test_numbers_are_held_everywhere(folder: Path, name: str, truth: dict[str, torch.Tensor], layout: str) -> None:
     recipe = RECIPES[name]
@@ -146,6 +147,7 @@ def test_logits_are_those_of_the_dequantised_weights(folder: Path, name: str, tr
         assert off(logits_of(plan_for(folder / name, layout), PROMPT), want) < 0.01, layout
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["whole", "tp 2:1", "pp2"])
 @pytest.mark.parametrize("recipe", ["nf4-nested", "fp4", "fp4-nested-long", "llm-int8"])
 def test_blocks_that_run_over_the_ends_of_rows(folder: Path, recipe: str, layout: str) -> None:

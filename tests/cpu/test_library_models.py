@@ -95,6 +95,7 @@ def test_only_a_norm_that_computes_the_same_is_the_kernels(dtype: torch.dtype) -
     torch.testing.assert_close(norm(x.double()), plain(x.double()))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["whole", "tp2", "pp2", "pp 1,1,1", "tp2 x pp2"])
 def test_logits_agree_in_every_layout(checkpoint: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYOUTS, "pp 1,1,1", {"pipeline_split": (1, 1, 1)})
@@ -115,6 +116,7 @@ def test_bytes_are_those_of_the_file(checkpoint: Path) -> None:
     assert model.params == parameter_count(plan.shape) == plan.weight_bytes(0) // 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "how",
     [

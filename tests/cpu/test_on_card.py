@@ -234,7 +234,7 @@ def test_graphs_that_a_start_has_no_time_for_are_captured_while_nothing_runs(
         assert [told(it) for it in llm.generate(PROMPTS[:1], params, use_tqdm=False)] == want
 
 
-@pytest.mark.parametrize("draft", [False, True], ids=["ngram", "draft"])
+@pytest.mark.parametrize("draft", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ngram", "draft"])
 def test_speculation(path: str, card: Card, draft: bool) -> None:
     how = {"model": path, "num_speculative_tokens": 2} if draft else {"method": "ngram"}
     params = asked([{"temperature": 0.0, "max_tokens": 9}, {}, {"top_k": 5}])

@@ -59,6 +59,7 @@ def started(plan: Plan) -> Sequence[Capacity]:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("dtype", "quantization", "precision"),
     [
@@ -77,6 +78,7 @@ def test_planned_bytes_are_the_allocated_ones(
     agree(str(tiny.write(tmp_path / "tiny")), cut, dtype, quantization, precision)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "recipe",
     ["qwen3-moe", "qwen3-moe-biased", "mixtral", "qwen2-moe", "gpt-oss", "gpt-oss-4", "gemma3", "gemma3-vision"],
@@ -86,6 +88,7 @@ def test_planned_bytes_of_mixed_layers_are_the_allocated_ones(tmp_path: Path, cu
     agree(str(checkpoints.make(recipe, tmp_path)), cut, "bfloat16", "none", "bf16")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["qwen3-moe-biased", "mixtral-window", "qwen2-moe", "gpt-oss-4"])
 @pytest.mark.parametrize("cut", EXPERT_LAYOUTS)
 def test_planned_bytes_of_dealt_experts_are_the_allocated_ones(tmp_path: Path, cut: str, recipe: str) -> None:

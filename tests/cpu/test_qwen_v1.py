@@ -52,6 +52,7 @@ def test_the_planner_counts_every_byte(model: tuple[Path, dict[str, Any]], layou
         assert weight_bytes(plan.shape, "bf16", place) == plan.weight_bytes(place.rank)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout",
     [

@@ -52,7 +52,12 @@ def members(module: str) -> list[psutil.Process]:
     return [member for member in family() if any(module in word for word in member.cmdline())]
 
 
-@pytest.mark.parametrize("victim", ["weft.worker", "weft.client.process"], ids=["rank", "core"])
+# tests/cpu/test_serve.py kills a rank of two replicas.
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("weft.worker", marks=pytest.mark.long), "weft.client.process"],
+    ids=["rank", "core"],
+)
 async def test_no_caller_notices_a_death(victim: str) -> None:
     planned = [ReplicaPlan(make_plan(), host.probe_host())] * 2
     engine = await ReplicaSet.start(planned, EngineConfig(model="fine"), COUNTING)

@@ -1,9 +1,12 @@
-"""The real model: SmolLM2-135M-Instruct from its GGUF file, in fp32, token by token as Transformers has it."""
+"""The real model: SmolLM2-135M-Instruct from its GGUF file, in fp32, token by token as Transformers has it.
+
+Its answers are kept in tests/data/smollm2_answers.json: Transformers takes half a minute to read the file, and does it
+in the long test alone, which compares them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import pytest
 import torch
 import transformers
 
+from tests.cpu.layouts import plan_for
 from weft import LLM, SamplingParams
 from weft.formats.demo import fetch_demo
 
 NEW = 32
+KEPT = Path(__file__).parents[1] / "data/smollm2_answers.json"
 PROMPTS = [
     "Why is the sky blue?",
     "Once upon a time there was a",
@@ -38,48 +43,52 @@ def ids(gguf: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def choices(gguf: Path) -> Callable[[list[int], list[int]], list[int]]:
-    """Function of a prompt and its answer: what Transformers would choose in the place of each token, after those
-    before it. The answer is its greedy one if all are equal.
+def answers() -> list[list[int]]:
+    """Greedy answers to the prompts."""
+    kept: list[list[int]] = json.loads(KEPT.read_text())
+    return kept
 
-    It reads and dequantises the same file by its own code.
-    """
+
+@pytest.mark.long
+def test_transformers_chooses_the_kept_answers(gguf: Path, ids: list[list[int]], answers: list[list[int]]) -> None:
+    """It reads and dequantises the same file by its own code."""
     model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     model.eval()
     # The file says 1e-05; older conversions in Transformers leave the default of LlamaConfig.
     assert model.config.rms_norm_eps == pytest.approx(1e-5)
-
-    @cache  # layouts give the same answers
-    def chosen(prompt: tuple[int, ...], answer: tuple[int, ...]) -> list[int]:
+    for prompt, answer in zip(ids, answers, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer])).logits[0]
-        return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        # In the place of each token, after those before it.
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
-    return lambda prompt, answer: chosen(tuple(prompt), tuple(answer))
+
+def seldom(**layout: Any) -> Any:
+    """A layout of the long tests."""
+    return pytest.param(layout, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     "layout",
     [
         {},
-        {"tensor_parallel_size": 2, "executor": "inline"},
+        seldom(tensor_parallel_size=2, executor="inline"),
         {"tensor_parallel_size": 2, "executor": "processes"},
-        {"tensor_parallel_size": 3, "executor": "inline"},
-        {"pipeline_parallel_size": 2, "executor": "processes"},
+        seldom(tensor_parallel_size=3, executor="inline"),
+        seldom(pipeline_parallel_size=2, executor="processes"),
     ],
     ids=str,
 )
 def test_greedy_tokens_equal_transformers(
-    ids: list[list[int]], choices: Callable[[list[int], list[int]], list[int]], layout: dict[str, Any]
+    ids: list[list[int]], answers: list[list[int]], layout: dict[str, Any]
 ) -> None:
     with LLM("demo", dtype="float32", max_model_len=512, **layout) as llm:
         outputs = llm.generate(ids, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True), use_tqdm=False)
-    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == answers
     assert all(len(answer) == NEW for answer in answers)
-    assert answers == [choices(prompt, answer) for prompt, answer in zip(ids, answers, strict=True)]
 
 
 def test_two_ranks_hold_six_and_three_heads() -> None:
-    with LLM("demo", tensor_parallel_size=2, executor="inline", max_model_len=512) as llm:
-        assert [len(place.q_heads) for place in llm.plan.places] == [6, 3]
-        assert [len(place.kv_heads) for place in llm.plan.places] == [2, 1]
+    places = plan_for(Path(fetch_demo()), "tp2", max_model_len=512).places
+    assert [len(place.q_heads) for place in places] == [6, 3]
+    assert [len(place.kv_heads) for place in places] == [2, 1]

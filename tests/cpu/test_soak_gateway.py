@@ -27,10 +27,10 @@ def soak(tmp_path: Path, *words: str) -> dict[str, object]:
 
 
 def test_the_short_form(tmp_path: Path) -> None:
-    words = "--requests 120 --undisturbed 60 --pause 0.3 --longest 1 --tokens 8 --budget 0.01"
+    words = "--requests 80 --undisturbed 40 --pause 0.3 --longest 1 --tokens 8 --budget 0.01"
     report = soak(tmp_path, *words.split())
     assert not report["missed"], report
-    assert report["disturbances"] and report["requests"] == 180
+    assert report["disturbances"] and report["requests"] == 120
 
 
 @pytest.mark.long

@@ -70,7 +70,7 @@ def test_attention_over_paged_kv_is_exact(case: tuple, way: str) -> None:
     torch.testing.assert_close(got.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("processors", [1, 24])
+@pytest.mark.parametrize("processors", [pytest.param(1, marks=pytest.mark.long), 24])
 def test_two_parts_of_a_context_are_joined_to_one(processors: int) -> None:
     joined_is_whole(triton_kernels(processors))
 

@@ -95,6 +95,7 @@ def generate(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], list[
     return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens or 0 for output in outputs]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
@@ -133,6 +134,7 @@ def test_a_cache_for_the_windows_serves_a_text_that_is_longer(
     check_notes(notes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "how"),
     [("whole", {}), ("whole", ASYNC), ("whole", CHUNKED), ("tp2", {}), ("tp2", ASYNC), ("pp2", {}), ("pp2", CHUNKED)],
@@ -154,6 +156,7 @@ def test_a_prefix_needs_only_the_end_of_a_window(
     assert first == truth.answers[:3] and again == truth.answers and after == truth.later
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("layout", "how"), [("whole", {}), ("whole", ASYNC), ("tp2", ASYNC), ("pp2", {})], ids=str)
 def test_preempted_texts_go_on_as_they_would_have(
     checkpoint: Path, truth: Truth, layout: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -155,7 +155,9 @@ def test_every_request_gets_its_tokens(
     check(engine, requests, taken)
 
 
-@pytest.mark.parametrize("start", range(0, 1600, 200))
+@pytest.mark.parametrize(
+    "start", [0, 200, *(pytest.param(start, marks=pytest.mark.long) for start in range(400, 1600, 200))]
+)
 def test_every_request_gets_its_tokens_when_it_is_crowded(start: int) -> None:
     """Longer than what hypothesis draws of its own accord: many requests, few blocks, much in flight."""
     for seed in range(start, start + 200):

@@ -229,7 +229,7 @@ def test_equal_requests_without_end_take_what_is_predicted(case: Case) -> None:
         pytest.param(2, 4096, 16, 2048, marks=pytest.mark.long),
         (4, 1024, 32, 512),
         pytest.param(4, 2048, 32, 8192, marks=pytest.mark.long),
-        (8, 1024, 64, 2048),
+        pytest.param(8, 1024, 64, 2048, marks=pytest.mark.long),
     ],
 )
 def test_stages_wait_for_prompts_as_long_as_is_predicted(
@@ -249,7 +249,10 @@ def test_stages_wait_for_prompts_as_long_as_is_predicted(
     assert expected - alone > 1.3 * run.prefill_s(Workload(input_len=input_len)) * users / 256
 
 
-@pytest.mark.parametrize(("stages", "most"), [pytest.param(1, 16, marks=pytest.mark.long), (1, 64), (1, 300), (2, 64)])
+@pytest.mark.parametrize(
+    ("stages", "most"),
+    [(1, 64), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 16), (1, 300), (2, 64)))],
+)
 def test_short_steps_answer_as_few_as_is_predicted(stages: int, most: int) -> None:
     """Each streams the weights, and has room for few prompts beside the answers: most requests wait."""
     shape, gpus = find("Llama-3.1-8B").shape, f"{stages}xH100"
@@ -281,7 +284,13 @@ def test_saturated_it_writes_what_is_predicted() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [UniformLength(256, 768), LogNormalLength(512, 358), LogNormalLength(512, 512)], ids=str
+    "answer",
+    [
+        UniformLength(256, 768),
+        pytest.param(LogNormalLength(512, 358), marks=pytest.mark.long),
+        LogNormalLength(512, 512),
+    ],
+    ids=str,
 )
 def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer: Lengths) -> None:
     """A long answer is in the cache for longer: the more they differ, the fewer have room, up to half of them."""
@@ -300,7 +309,7 @@ def test_a_full_cache_holds_as_few_as_is_predicted_however_answers_differ(answer
     assert 0.95 < found.running / expected.saturated_concurrency < 1.15
 
 
-@pytest.mark.parametrize(("prompt", "answer"), [(32, 8), (128, 32), (256, 256)])
+@pytest.mark.parametrize(("prompt", "answer"), [(32, 8), (128, 32), pytest.param(256, 256, marks=pytest.mark.long)])
 def test_short_prompts_are_read_together(prompt: int, answer: int) -> None:
     """Each alone would stream the weights for a few tokens; those that come to one step share that."""
     shape, gpus = find("Llama-3.1-8B").shape, "1xH100"
@@ -364,7 +373,7 @@ def close(one: Report, other: Report, within: float, within_s: float = 1e-4, nam
         ({"num_blocks": 100}, load(UniformLength(10, 300), UniformLength(100, 300), rate=8.0)),
         ({}, load(rate=4.0, prefix_len=300, prefixes=5)),
         ({"lookahead": True}, load(rate=4.0)),
-        ({"lookahead": True, "max_num_seqs": 16}, load(users=24)),
+        pytest.param({"lookahead": True, "max_num_seqs": 16}, load(users=24), marks=pytest.mark.long),
         ({"stages": 2}, load(rate=4.0)),
         pytest.param({"stages": 4, "max_num_seqs": 10}, load(users=14), marks=pytest.mark.long),
     ],
