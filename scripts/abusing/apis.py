@@ -174,7 +174,7 @@ ATTACKS = (
     body("tool-of-1000-fields", "schemas", CHAT, lambda: calling(wide(1000)), "400", "200"),
     body("tools-5000", "schemas", CHAT, lambda: calling(*[{"type": "object"}] * 5000), "400"),
     body("tools-100-wide", "schemas", CHAT, lambda: calling(*[wide(100)] * 100), "400", "200"),
-    body("tool-deep-500", "schemas", CHAT, lambda: calling(deep(500)), "400", "200"),
+    body("tool-deep-300", "schemas", CHAT, lambda: calling(deep(300)), "400", "200"),
     body("schema-deep-30000", "schemas", CHAT, lambda: nested_schema(30_000), "400"),
     body("schema-doubling-40", "schemas", CHAT, lambda: formatted(doubling(40)), "400", "200"),
     body("schema-enum-100000", "schemas", CHAT, lambda: formatted({"enum": [f"v{n}" for n in range(100_000)]}), "400"),
