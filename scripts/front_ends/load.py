@@ -27,7 +27,9 @@ def request(stream: bool, tokens: int) -> bytes:
         "stream": stream,
     }
     content = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    )
     return head.encode() + content
 
 

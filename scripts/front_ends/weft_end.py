@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scripts.front_ends.load import SAID
 from tests.pure.worlds import FakeEngine
-
 from weft.client.frontend import Frontend
 from weft.client.opening import open_model
 from weft.config import EngineConfig
