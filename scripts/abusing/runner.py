@@ -232,6 +232,7 @@ async def _warm_up(target: Target) -> int:
     await target.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "zz": 1})
     await target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
     await target.post("/tokenize", {"prompt": "hello " * 20_000})
+    await target.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "a+"}})
     models = json.loads((await target.get("/v1/models")).body)
     return int(models["data"][0]["max_model_len"]) - 16
 

@@ -124,9 +124,10 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 def test_guidellm(server: Server, tokenizer: str, tmp_path: Path) -> None:
     out = tmp_path / "benchmarks.json"
     done = run(
-        *("-m", "guidellm", "benchmark", "run", "--target", server.url, "--model", "demo"),
-        *("--processor", tokenizer, "--profile", "synchronous", "--max-requests", "4"),
-        *("--data", "prompt_tokens=32,output_tokens=16", "--outputs", str(out)),
+        *("-m", "guidellm", "run", "--backend", f"kind=openai_http,target={server.url},model=demo"),
+        *("--tokenizer", f"kind=hf_auto,model={tokenizer}", "--profile", "kind=synchronous"),
+        *("--constraint", "kind=max_requests,count=4", "--output", f"kind=json,path={out}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=16", "--disable-console-interactive"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (benchmark,) = json.loads(out.read_text())["benchmarks"]

@@ -117,6 +117,13 @@ def test_what_an_answer_can_be_wanted_to_be(model: str, wanted: Any, pattern: st
                     assert choice.finish_reason == "length"
 
 
+def test_a_prompt_in_chunks_comes_before_its_constrained_answer(model: str) -> None:
+    """In the steps of all chunks but the last, nothing is sampled."""
+    with LLM(model, **COMMON, max_num_seqs=2, max_num_batched_tokens=16) as llm:
+        (output,) = llm.generate(["say it " * 8], wanting(structured_outputs={"choice": ["yes", "no"]}), use_tqdm=False)
+    assert output.outputs[0].text in ("yes", "no")
+
+
 def test_an_answer_that_is_cut_says_length(model: str) -> None:
     with LLM(model, **COMMON) as llm:
         [output] = llm.generate(["a"], wanting(1, max_tokens=9), use_tqdm=False)

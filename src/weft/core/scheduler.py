@@ -193,7 +193,8 @@ class Scheduler(RequestSets):
             if sequence.matcher and samples:
                 slots.append(sequence.slot)
                 rows.append((sequence.matcher, plan.tokens[end - drafted : end]))
-        plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
+        if rows:  # none if all that is constrained is prefilled in chunks
+            plan.masks = dict(zip(slots, grammars.masks(rows), strict=True))
 
     def _add_row(self, flight: Flight, sequence: Sequence, count: int, drafts: Collection[int] = ()) -> None:
         """Add the next `count` tokens of a sequence, ending with `drafts`, as a row of the step."""

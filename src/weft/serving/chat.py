@@ -92,10 +92,11 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         return message
 
     async def _chunk_choices(self) -> AsyncGenerator[ChatChunkChoice, None]:
-        # The role is known before the first token; sending it early shows the client that it is being served.
-        for choice in self._answers.whole() if not self._answers.continued else ():
-            yield ChatChunkChoice(index=choice.index, delta=ChatDelta(role=self._role, content=""))
+        # With the first token, not before: load generators take the first chunk's time for that of the first token.
+        roles = [] if self._answers.continued else self._answers.whole()
         async for delta in self._answers:
+            while roles:
+                yield ChatChunkChoice(index=roles.pop(0).index, delta=ChatDelta(role=self._role, content=""))
             if not delta.empty or self._top_logprobs is not None or self._sends_ids:
                 yield ChatChunkChoice(
                     index=delta.index,

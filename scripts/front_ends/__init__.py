@@ -1,0 +1,1 @@
+"""`scripts/bench front-ends`: Weft's HTTP server beside vLLM's, over engines that answer at once."""
