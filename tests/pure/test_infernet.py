@@ -143,7 +143,7 @@ async def test_the_first_200_characters_hold_the_cause(fields: dict[str, Any], s
 
 
 async def broken_stream(path: str, **options: Any) -> tuple[bytes, BaseException | None]:
-    """What a client reads of a stream that fails after some tokens, and the error of its socket."""
+    """Bytes that a client reads of a stream that fails after some tokens, and the error of its socket."""
     engine = FakeEngine(saying("hello"))
     engine.script = lambda request: list(saying("hello")(request))[:3]
     engine.breaks = True
