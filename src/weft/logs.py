@@ -1,14 +1,21 @@
-"""Configuration of logging: to standard error, from the level in VLLM_LOGGING_LEVEL on."""
+"""Configuration of logging: to standard error, from the level in VLLM_LOGGING_LEVEL on, as text or as JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
 
 from weft.errors import printable
 
 VARIABLE = "VLLM_LOGGING_LEVEL"
+FORMAT_VARIABLE = "WEFT_LOG_FORMAT"  # "json" or "text"; of the processes that a server starts too
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the HTTP request that is being answered
 
 _our_level = ""  # value of the variable if we have set it, not the user
 
@@ -18,6 +25,40 @@ class Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+class JsonLines(logging.Formatter):
+    """Formatter of one JSON object a line: time, level, logger, message, process, and the request's id if there is one.
+
+    `extra={"fields": {...}}` adds fields.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        row: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+        }
+        if id := request_id.get():
+            row["request_id"] = id
+        if record.exc_info:
+            row["exception"] = self.formatException(record.exc_info)
+        return json.dumps(row | getattr(record, "fields", {}), default=str)
+
+
+def use_format(name: str) -> None:
+    """Log as "text" or "json" from now on, in the processes that we start too."""
+    os.environ[FORMAT_VARIABLE] = name
+    for handler in logging.getLogger("weft").handlers:
+        handler.setFormatter(_formatter())
+
+
+def _formatter() -> logging.Formatter:
+    if os.environ.get(FORMAT_VARIABLE) == "json":
+        return JsonLines()
+    return Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S")
 
 
 def configure(level: str = "WARNING") -> None:
@@ -31,7 +72,7 @@ def configure(level: str = "WARNING") -> None:
         level_name = _our_level = level
     logger = logging.getLogger("weft")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+    handler.setFormatter(_formatter())
     logger.handlers = [handler]
     logger.setLevel(level_name)
     logger.propagate = False

@@ -23,6 +23,7 @@ from weft.core.request import Output, Request
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
 from weft.serving.batches.types import BatchObject
+from weft.serving.errors import HttpError
 
 URL = "/v1/chat/completions"
 
@@ -283,7 +284,7 @@ def test_a_file_and_the_batch_that_reads_it(tmp_path: Path) -> None:
 
 
 async def test_a_full_store_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.batches.endpoints.MOST_STORED", 5)
+    monkeypatch.setattr("weft.serving.batches.store.MOST_STORED", 10)
     async with client(World(storage_directory=str(tmp_path))) as api:
         first = await api.files.create(file=("f", b"12345"), purpose="batch")
         with pytest.raises(openai.APIStatusError, match="delete some") as caught:
@@ -291,6 +292,52 @@ async def test_a_full_store_takes_no_file(tmp_path: Path, monkeypatch: pytest.Mo
         assert caught.value.status_code == 413
         await api.files.delete(first.id)
         await api.files.create(file=("f", b"x"), purpose="batch")
+
+
+def add_bytes(store: Store, owner: str, size: int, id: str = "") -> None:
+    with store.new_content() as content:
+        content.write(bytes(size))
+        store.add_file(owner, content, "f", "batch", id)
+
+
+def test_no_owner_fills_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.batches.store.MOST_STORED", 100)
+    store = Store(tmp_path)
+    add_bytes(store, "a", 50)
+    for size in (1, 60):
+        with pytest.raises(HttpError, match="delete some"):
+            add_bytes(store, "a", size)
+    assert len(list((tmp_path / "contents").iterdir())) == 1, "nothing is left of files that are refused"
+    add_bytes(store, "b", 25)
+    with pytest.raises(HttpError):
+        add_bytes(store, "b", 1)
+    add_bytes(store, "c", 12)
+    add_bytes(store, "a", 500, id="file-of-a-batch")
+    assert store.used_bytes("a") == 550 and store.used_bytes() == 587
+    store.close()
+
+
+def test_numbers_of_batches_that_ended_under_an_earlier_version(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    add_bytes(store, "", 1, "file-in")
+    with store.new_content() as content:
+        content.write(b"{}\n" * 3)
+        store.add_file("", content, "f", "batch_output", "file-out")
+    batch = BatchObject(
+        id="batch_1",
+        endpoint=URL,
+        input_file_id="file-in",
+        output_file_id="file-out",
+        error_file_id="file-gone",
+        status="completed",
+        completion_window="1h",
+        created_at=0,
+        expires_at=1,
+    )
+    assert store.add_batch("", batch)
+    read = store.batch("", "batch_1")
+    assert read is not None and (read.request_counts.completed, read.request_counts.failed) == (3, 0)
+    store.close()
 
 
 @pytest.mark.parametrize(

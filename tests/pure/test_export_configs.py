@@ -351,3 +351,5 @@ def test_settings_that_a_node_reads() -> None:
     }
     assert "RTX 4090 is 16-24gb" in files["infernet.env"] and "the other replicas" in files["infernet.env"]
     assert list(parts("infernet", "engine-vllm"))[-1] == "vllm.sh"
+    assert files["weft.sh"].count("--reset-on-error") == files["weft.sh"].count("--list-served-only") == 2
+    assert not any("--reset-on-error" in text for text in parts("weft", "replicas-int4").values())

@@ -12,7 +12,7 @@ from tests.pure.letters import END, output
 from tests.pure.worlds import HI, FakeEngine, Wire, World, events
 from weft.core.request import Output, Request
 from weft.serving import prefix_debug
-from weft.serving.prefix_debug import HEADER, PER_KEY, TOKEN_BYTES, PrefixDebug, place_of
+from weft.serving.prefix_debug import ENTRY_BYTES, HEADER, PER_KEY, TOKEN_BYTES, PrefixDebug, place_of
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
@@ -137,15 +137,25 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     debug = PrefixDebug()
     for number in range(3 * PER_KEY):
         debug.remember(b"a", number.to_bytes(TOKEN_BYTES) * 10)
-    assert len(debug._seen) == PER_KEY
+    assert len(debug._seen[b"a"]) == PER_KEY
     assert debug.common(b"a", (0).to_bytes(TOKEN_BYTES) * 10) == 0
     newest = (3 * PER_KEY - 1).to_bytes(TOKEN_BYTES)
     assert debug.common(b"a", newest * 20) == 10 and debug.common(b"b", newest * 20) == 0
     debug.remember(b"a", newest * 20)
-    assert len(debug._seen) == PER_KEY and debug._bytes == TOKEN_BYTES * (10 * (PER_KEY - 1) + 20)
-    monkeypatch.setattr(prefix_debug, "MOST_BYTES", 400)
+    assert len(debug._seen[b"a"]) == PER_KEY
+    assert debug._bytes == PER_KEY * ENTRY_BYTES + TOKEN_BYTES * (10 * (PER_KEY - 1) + 20)
+    monkeypatch.setattr(prefix_debug, "MOST_BYTES", 4 * (ENTRY_BYTES + 40))
     for number in range(50):
         debug.remember(number.to_bytes(), bytes(40))
-    assert debug._bytes <= 400 and sum(map(len, debug._seen.values())) == debug._bytes
-    debug.remember(b"a", bytes(404))
-    assert debug._bytes <= 400
+    assert len(debug._seen) == 4 and debug._bytes == 4 * (ENTRY_BYTES + 40)
+    debug.remember(b"a", bytes(4 * (ENTRY_BYTES + 40)))
+    assert debug._bytes <= 4 * (ENTRY_BYTES + 40)
+
+
+def test_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_debug, "MOST_KEYS", 3)
+    debug = PrefixDebug()
+    for key in (b"a", b"b", b"c", b"a", b"d"):
+        debug.remember(key, b"abcd")
+    assert [debug.common(key, b"abcd") for key in (b"a", b"b", b"c", b"d")] == [1, 0, 1, 1]
+    assert debug._bytes == 3 * (ENTRY_BYTES + TOKEN_BYTES)

@@ -6,9 +6,11 @@ import asyncio
 import io
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -20,8 +22,12 @@ from weft.cli.top import Look
 from weft.cli.top_csv import COLUMNS, MISSING, csv_header, csv_lines
 from weft.cli.top_view import Sparks, page
 from weft.cli.top_watch import Target, Watch, core_ticks
+from weft.hardware.gpu_figures import GpuFigures
+from weft.hardware.topology import Holder
 from weft.monitor.figures import FINDING_FIELDS, GPU_FIELDS, MODEL_FIELDS, RANK_FIELDS, join_figures
 from weft.monitor.finding import Limits
+from weft.monitor.history import GpuMoment
+from weft.monitor.rules import foreign_memory
 
 GPU = {
     "index": 0,
@@ -175,6 +181,71 @@ async def test_a_gateway_stands_for_its_upstreams() -> None:
         ("/gateway/status", "Bearer admin"),
         ("/monitor", ""),
     ], "no key goes to a URL that the user has not named, and the admin key to gateways only"
+
+
+async def test_a_server_that_is_found_on_this_machine_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    async def found_server(exchange: Exchange) -> None:
+        sent.append(keyed(exchange))
+        await answering(exchange, {"/monitor": figures()})
+
+    async with serving(found_server) as server:
+        monkeypatch.setattr(top_watch, "local_urls", lambda: (server.url,))
+        watch = Watch([], "api", "admin")
+        found, _ = await watch.look()
+        watch.close()
+    assert [url for url, _ in found] == [server.url] and set(sent) == {""}
+
+
+def test_a_key_of_another_service_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "other")
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    given: list[str | None] = []
+
+    class Spy(Watch):
+        def __init__(self, urls: Sequence[str], api_key: str | None, admin_key: str | None) -> None:
+            given.append(api_key)
+            super().__init__(urls, api_key, admin_key)
+
+    monkeypatch.setattr(top, "Watch", Spy)
+    weft("top", "--json", "--url", "http://127.0.0.1:1")
+    assert given == [None]
+
+
+HOLDER = Holder(pid=4711, name="train.py", nbytes=9 << 30)
+
+
+@pytest.mark.parametrize(
+    ("headers", "options", "shown"),
+    [
+        ({"x-api-key": "api"}, {"api_key": ("api",), "admin_key": "admin"}, False),
+        ({"x-api-key": "admin"}, {"api_key": ("api",), "admin_key": "admin"}, True),
+        ({"x-api-key": "api"}, {"api_key": ("api",)}, False),
+        ({}, {}, True),  # from this machine, and there are no keys
+        ({"X-Forwarded-For": "192.0.2.1"}, {}, False),
+    ],
+    ids=str,
+)
+async def test_only_the_owner_sees_other_users_processes(
+    headers: dict[str, str], options: dict[str, Any], shown: bool
+) -> None:
+    world = World(**options)
+    monitor = world.service.monitor
+    monitor._clock = lambda: 1.0
+    await monitor.refresh()
+    moment = GpuMoment(figures=GpuFigures(index=0, name="card", memory_total_bytes=80 << 30), holders=(HOLDER,))
+    monitor._snapshots = tuple(msgspec.structs.replace(snapshot, gpus=(moment,)) for snapshot in monitor._snapshots)
+    monitor.findings = list(foreign_memory(monitor.history, Limits()))
+    answer = await world.client.get("http://127.0.0.1/monitor", headers=headers)
+    (process,) = answer.json()["nodes"][0]["gpus"][0]["processes"]
+    (finding,) = answer.json()["diagnosis"]
+    assert process["used_bytes"] == HOLDER.nbytes and finding["code"] == "foreign_memory"
+    assert [word in answer.text for word in ("4711", "train.py")] == [shown, shown]
+    joined = join_figures([answer.json()], None, 0.0)
+    out = io.StringIO()
+    Console(file=out, width=120, force_terminal=False).print(page(Look([], joined, [], {}), Sparks()))
+    assert "9" in out.getvalue() and ("4711" in out.getvalue()) == shown and "None" not in out.getvalue()
 
 
 async def test_what_is_missing_is_said() -> None:

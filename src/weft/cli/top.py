@@ -39,7 +39,7 @@ def main(arguments: Namespace) -> int:
     if interval_s <= 0:
         raise UsageError(f"--interval is {interval_s:g}; give seconds above 0", code="invalid-flag-value")
     urls = tuple(given.get("url") or ())
-    api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    api_key = given.get("api_key") or os.environ.get("VLLM_API_KEY")
     watch = Watch(urls, api_key, os.environ.get("WEFT_ADMIN_KEY"))
     machine = None if urls else Machine()
     try:

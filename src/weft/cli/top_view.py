@@ -91,7 +91,8 @@ def gpu_table(gpus: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks) -> Tab
         )
         for process in gpu["processes"]:
             held = UNKNOWN if process["used_bytes"] is None else _gib(process["used_bytes"])
-            table.add_row(f"    {process['name'] or 'process'} ({process['pid']})", "", "", held)
+            number = "" if process["pid"] is None else f" ({process['pid']})"
+            table.add_row(f"    {process['name'] or 'process'}{number}", "", "", held)
     return table
 
 

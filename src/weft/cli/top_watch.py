@@ -124,7 +124,7 @@ class Watch:
     async def _look_at(self, url: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
         """Figures and problems of a server, or of all upstreams of a gateway."""
         try:
-            target = self._target(url, given=True)
+            target = self._target(url, given=url in self._given)
             upstreams = await target.upstreams()
             if upstreams is None:
                 return {url: await target.figures()}, []

@@ -23,6 +23,7 @@ from weft.client.remote import AsyncEngine
 from weft.client.replicas import ReplicaSet, start_engine
 from weft.client.turns import SYSTEM, History, copy_history, turn_messages, turn_params
 from weft.cluster.assembly import assemble
+from weft.config import EngineConfig
 from weft.core.commands import Command, RankStats, Replies, ResetPrefixCache, Sleep, Wake
 from weft.core.params import SamplingParams
 from weft.core.request import Stats, duplicate_id_error
@@ -55,7 +56,17 @@ class AsyncLLM:
     def __init__(self, model: str | os.PathLike[str], **engine: Any) -> None:
         # Tasks wait in the queue: unlike a server's clients, they have no other server to go to.
         queued = engine.get("max_num_queued_reqs")
-        self.config = engine_config(model, {**engine, "max_num_queued_reqs": UNLIMITED if queued is None else queued})
+        self._set(engine_config(model, {**engine, "max_num_queued_reqs": UNLIMITED if queued is None else queued}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncLLM:
+        """Create an AsyncLLM with a config that has been built before."""
+        llm = cls.__new__(cls)
+        llm._set(config)
+        return llm
+
+    def _set(self, config: EngineConfig) -> None:
+        self.config = config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start: asyncio.Task[StartedEngine] | None = None
         self._ended = False
@@ -75,6 +86,10 @@ class AsyncLLM:
     def stats(self) -> Stats:
         """Requests, KV blocks and counters as of the last step. Raises RequestError before the start."""
         return self._started.engine.stats
+
+    def sampling_params(self, fields: Mapping[str, Any], **defaults: Any) -> SamplingParams:
+        """See `Frontend.sampling_params`. Raises RequestError before the start."""
+        return self._started.frontend.sampling_params(fields, **defaults)
 
     def generate(
         self,

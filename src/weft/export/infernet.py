@@ -12,7 +12,7 @@ from weft.export.deployment import Deployment
 from weft.export.files import PRIVATE, ExportFile
 from weft.export.header import TargetRemarks, header_comment
 from weft.export.infernet_config import NodeConfig, vram_tier
-from weft.export.shell import Placeholder
+from weft.export.shell import Flags, Placeholder
 
 MERGE = """\
 config="${XDG_CONFIG_HOME:-$HOME/.config}/infernet/config.json"
@@ -22,6 +22,8 @@ NEXT_STEPS = (
     f"merge the engine into the node's own file, which holds its keys and stays private:\n{MERGE}",
     "start the node with the variables of infernet.env",
 )
+# The node takes a stream with an error event for complete, and offers every model that is listed.
+NODE_FLAGS: Flags = {"reset-on-error": True, "list-served-only": True}
 BACKEND = "vllm"  # the node's word for any server with OpenAI's API
 # Characters that systemd, Docker and a shell read alike in the file.
 PLAIN = re.compile(r"[\w./:@+,=-]+")
@@ -53,7 +55,11 @@ def infernet_files(deployment: Deployment) -> list[ExportFile]:
     return [
         ExportFile("infernet.env", "\n".join([*lines, f"#{KEY.name}="]) + "\n", PRIVATE),
         ExportFile("infernet-engine.json", json.dumps({"engine": engine}, indent=2) + "\n"),
-        *(vllm.vllm_files(deployment) if deployment.question.engine == "vllm" else weft_serve.weft_files(deployment)),
+        *(
+            vllm.vllm_files(deployment)
+            if deployment.question.engine == "vllm"
+            else weft_serve.weft_files(deployment, NODE_FLAGS)
+        ),
     ]
 
 
@@ -75,9 +81,12 @@ def omitted_options(deployment: Deployment) -> list[str]:
     """Differences between the node and its book, in words."""
     omissions = [
         f"vram_tier: the node reports it for each GPU separately, and never sums them: {vram_tiers(deployment)}",
-        "Ollama's API on the same port: early versions of the node list models by its /api/tags; Weft and vLLM answer "
-        "OpenAI's /v1/models, which newer versions use",
     ]
+    if deployment.question.engine == "vllm":
+        omissions.append(
+            "Ollama's API on the same port: early versions of the node list models by its /api/tags; vLLM answers "
+            "OpenAI's /v1/models, which newer versions use"
+        )
     if len(deployment.servers) > 1:
         omissions.append(
             "the other replicas: the node calls one address, here the first replica's; with weft plan --emit nginx in "

@@ -41,20 +41,22 @@ def narrow_cache(question: Question) -> bool:
     return not no_narrow_cache("fp8", [(gpu.name, gpu.capability) for gpu in gpus], question.shape)
 
 
-def weft_files(deployment: Deployment) -> list[ExportFile]:
-    """One script for each node."""
+def weft_files(deployment: Deployment, server_flags: Flags | None = None) -> list[ExportFile]:
+    """One script for each node; `server_flags` are further flags of each server."""
     demanded = deployment.checkpoint.placeholders
     remarks = TargetRemarks(omitted_options(deployment), demanded, next_steps(deployment))
     header = header_comment("weft", deployment, remarks)
     files = []
     for node in deployment.nodes:
-        body = run_together([serve_command(deployment, server) for server in deployment.servers if server.node == node])
+        body = run_together(
+            [serve_command(deployment, server, server_flags) for server in deployment.servers if server.node == node]
+        )
         name = "weft.sh" if len(deployment.nodes) == 1 else f"node-{node}.sh"
         files.append(ExportFile(name, bash_script(header, body, demanded), SCRIPT))
     return files
 
 
-def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
+def serve_command(deployment: Deployment, server: ReplicaServer, server_flags: Flags | None = None) -> str:
     """Command line of a server."""
     where: dict[str, Value] = {
         "served-model-name": deployment.names,
@@ -62,7 +64,7 @@ def serve_command(deployment: Deployment, server: ReplicaServer) -> str:
         "port": server.port,
     }
     start, visible = ["weft", "serve", deployment.checkpoint.shell], hosts.visible_gpus(deployment, server, server.node)
-    return command_line(start, {**engine_flags(deployment, server), **where}, visible)
+    return command_line(start, {**engine_flags(deployment, server), **where, **(server_flags or {})}, visible)
 
 
 def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from weft.monitor.finding import Finding
+from weft.monitor.finding import Code, Finding
 from weft.monitor.history import GpuMoment, History, RankShares
 
 RECENT_S = 2.0  # figures are of at least this time, if the history has it
@@ -65,6 +65,29 @@ def describe_gpu(gpu: GpuMoment, ranks: Sequence[int]) -> dict[str, Any]:
     row["processes"] = [{"pid": holder.pid, "name": holder.name, "used_bytes": holder.nbytes} for holder in gpu.holders]
     row["ranks"] = list(ranks)
     return row | {"power_limit_w": figures.power_limit_w, "throttle": list(figures.throttle)}
+
+
+def without_processes(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a server with the bytes that processes hold on GPUs, but without their ids and names."""
+    nodes = [
+        node | {"gpus": [gpu | {"processes": [_nameless(row) for row in gpu["processes"]]} for gpu in node["gpus"]]}
+        for node in figures["nodes"]
+    ]
+    return figures | {"nodes": nodes, "diagnosis": [_impersonal(row) for row in figures["diagnosis"]]}
+
+
+def _nameless(process: Mapping[str, Any]) -> dict[str, Any]:
+    return {**process, "pid": None, "name": None}
+
+
+def _impersonal(finding: dict[str, Any]) -> dict[str, Any]:
+    """A finding that names no process."""
+    if finding["code"] != Code.FOREIGN_MEMORY:
+        return finding
+    return finding | {
+        "text": f"other processes hold {finding['value']:.0%} of a GPU's memory",
+        "remedy": "stop these processes, which the server's log and the admin key name, and start again",
+    }
 
 
 def describe_model(name: str, history: History) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import msgspec
 
 Role = Literal["serve", "gateway", "rank", "other"]
 SERVERS: tuple[Role, ...] = ("serve", "gateway")
+API_SERVER = "weft.entrypoints.openai.api_server"  # `weft serve` under vLLM's name
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,8 @@ def process_role(words: Sequence[str]) -> Role:
     """Role of the process with these arguments: `weft serve`, `weft gateway`, or a helper process of an engine."""
     if "-m" in words:
         module, *rest = words[words.index("-m") + 1 :] or [""]
+        if module == API_SERVER:
+            return "serve"
         if module.startswith("weft."):
             return "rank"
         return _command_role(rest) if module == "weft" else "other"

@@ -42,6 +42,15 @@ def check_owner(request: Request) -> None:
         )
 
 
+def is_owner(request: Request) -> bool:
+    """Return True for a request that passes `check_owner`."""
+    try:
+        check_owner(request)
+    except HttpError:
+        return False
+    return True
+
+
 def check_page(request: Request) -> None:
     """Raise HttpError 403 for a request of another server's page in a browser, if no API key keeps it away."""
     service: Service = request.app.state.service

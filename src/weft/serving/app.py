@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from collections.abc import Sequence
 from email.utils import formatdate
@@ -13,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.logs import request_id
 from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
 from weft.serving.anthropic import messages as anthropic
@@ -34,6 +37,10 @@ from weft.serving.service import Service
 
 # Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
 KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
+
+log = logging.getLogger("weft.serving")
+
+MOST_ID = 256  # characters of an X-Request-Id
 
 ROUTES = (
     Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -100,8 +107,8 @@ def create_app(service: Service) -> Starlette:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
         )
-    if options.enable_request_id_headers:
-        middleware.append(Middleware(RequestIdHeader))
+    if options.enable_request_id_headers or options.log_format == "json":
+        middleware.append(Middleware(RequestIds, logs=options.log_format == "json"))
     if options.api_key:
         # Whoever has the admin key may do what clients may, and continue answers.
         keys = (*options.api_key, *((options.admin_key,) if options.admin_key else ()))
@@ -148,21 +155,36 @@ class RequireKey:
         return matching_index(self._digests, sent_key(Headers(scope=scope))) is not None
 
 
-class RequestIdHeader:
-    """Middleware that returns the X-Request-Id of the request, or a new one."""
+class RequestIds:
+    """Middleware that returns the X-Request-Id of the request, or a new one, and has it in the request's log lines.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    If it `logs`, each response is a line with the fields method, path, status and seconds until its end.
+    """
+
+    def __init__(self, app: ASGIApp, *, logs: bool) -> None:
+        self._app, self._logs = app, logs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+        given = Headers(scope=scope).get("x-request-id", "")
+        id = given if 0 < len(given) <= MOST_ID and given.isprintable() else uuid.uuid4().hex
+        began, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        token = request_id.set(id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            if self._logs:
+                seconds = round(time.monotonic() - began, 6)
+                fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+                log.info("%s %s: %d", scope["method"], scope["path"], status, extra={"fields": fields})
+            request_id.reset(token)

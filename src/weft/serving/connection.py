@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+import struct
 from collections.abc import Iterable
 from email.utils import formatdate
 from functools import partial
@@ -22,6 +25,7 @@ from weft.serving.admission import Admission
 from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
 from weft.serving.joined import JOINED, WHOLE, JoinedTransport, send_whole
 from weft.serving.service import shutting_down_error
+from weft.serving.sse import RESET
 
 HEAD_END = b"\r\n\r\n"
 FORWARDED = (b"x-forwarded-for", b"x-forwarded-proto")
@@ -119,6 +123,14 @@ class Connection(HttpToolsProtocol):
         """Close at once, without a response."""
         self.transport.abort()
         self._admission.leave(self)
+
+    def _reset(self) -> None:
+        """Close at once, so that the client's system reports a reset instead of the end of the stream."""
+        peer = self.transport.get_extra_info("socket")
+        if peer is not None:
+            with contextlib.suppress(OSError):
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.drop()
 
     # Feeding the parser
 
@@ -271,6 +283,9 @@ class Connection(HttpToolsProtocol):
                     unframed, cycle.chunked_encoding = True, False
                 if message.get(JOINED):
                     JoinedTransport(cycle)
+            elif message.get(RESET):
+                self._reset()
+                return
             elif unframed:
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)

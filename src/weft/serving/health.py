@@ -5,6 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.monitor.figures import without_processes
+from weft.serving.access import is_owner
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.service import Service
@@ -49,7 +51,11 @@ async def metrics(request: Request) -> Response:
 
 
 async def monitor(request: Request) -> Response:
-    """/monitor: the figures of the server, its ranks and GPUs as `weft top` shows them, with the diagnosis."""
+    """/monitor: the figures of the server, its ranks and GPUs as `weft top` shows them, with the diagnosis.
+
+    Only the owner of the server learns the processes that hold memory of its GPUs: they may be other users'.
+    """
     service: Service = request.app.state.service
     await service.monitor.refresh()
-    return JsonResponse(service.monitor.figures())
+    figures = service.monitor.figures()
+    return JsonResponse(figures if is_owner(request) else without_processes(figures))

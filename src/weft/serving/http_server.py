@@ -69,14 +69,17 @@ class HttpServer(uvicorn.Server):
         create_connection = partial(Connection, self.admission, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
-        server = await loop.create_server(
-            lambda: create_connection(loop),
-            sock=self._listener,
-            ssl=tls,
-            ssl_handshake_timeout=self._limits.head_s if tls else None,
-            backlog=listen.BACKLOG,
-        )
-        self.servers = [server]
+        beside = listen.bind_beside(self._listener)
+        self.servers = [
+            await loop.create_server(
+                lambda: create_connection(loop),
+                sock=listener,
+                ssl=tls,
+                ssl_handshake_timeout=self._limits.head_s if tls else None,
+                backlog=listen.BACKLOG,
+            )
+            for listener in (self._listener, *((beside,) if beside else ()))
+        ]
         self.started = True
 
     async def main_loop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -15,6 +16,8 @@ from weft.hardware.listeners import port_holder
 from weft.serving.certificate import validity_fault
 from weft.serving.inherited import inherited_listener
 from weft.serving.options import ServeOptions
+
+log = logging.getLogger("weft.serving")
 
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
@@ -33,9 +36,10 @@ def bind(options: ServeOptions) -> socket.socket:
         raise ConfigError(
             f"port is {options.port}; it must be from 1 to 65535, or 0 for any that is free", code="invalid-port"
         )
+    host = "127.0.0.1" if options.host == "localhost" else options.host  # `bind_beside` adds ::1
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            options.host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host or None, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise ConfigError(
@@ -70,6 +74,29 @@ def start_listening(listener: socket.socket, options: ServeOptions) -> None:
         listener.listen(BACKLOG)
     except OSError as error:
         raise _bind_error(options, error) from None
+
+
+def bind_beside(listener: socket.socket) -> socket.socket | None:
+    """Listen at ::1 too, at the port of a listener on 127.0.0.1 or 0.0.0.0, for clients that take localhost for ::1.
+
+    None for other listeners, on machines without IPv6, and with a warning if another process has that port.
+    """
+    if listener.family != socket.AF_INET or listener.getsockname()[0] not in ("127.0.0.1", "0.0.0.0"):
+        return None
+    port = listener.getsockname()[1]
+    beside = None
+    try:
+        beside = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        beside.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        beside.bind(("::1", port))
+        beside.listen(BACKLOG)
+    except OSError as error:
+        if beside is not None:
+            beside.close()
+        if error.errno == errno.EADDRINUSE:
+            log.warning("port %d of ::1 is taken; clients that take localhost for ::1 reach another server", port)
+        return None
+    return beside
 
 
 def check_tls(options: ServeOptions) -> None:

@@ -17,9 +17,9 @@ from weft.text.limits import LIMITS
 
 
 async def list_models(request: Request) -> Response:
-    """/v1/models: every name that the model is served under."""
+    """/v1/models: every name that the model is served under, while it is served."""
     service: Service = request.app.state.service
-    return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.names]})
+    return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.listed_names]})
 
 
 async def get_model(request: Request) -> Response:

@@ -35,6 +35,10 @@ class ServeOptions(Options):
     keepalive_interval: float = option(
         15.0, metavar="S", help="seconds between keep-alive messages while no token is sent"
     )
+    reset_on_error: bool = option(
+        False, help="reset the connection of a stream that fails, for clients that read no error event"
+    )
+    list_served_only: bool = option(False, help="leave models of the hub's cache that are not served out of /api/tags")
     progress_timeout: float = option(
         60.0,
         metavar="S",
@@ -43,6 +47,12 @@ class ServeOptions(Options):
     )
     disable_log_stats: bool = option(False, help="do not log statistics every ten seconds")
     enable_request_id_headers: bool = option(False, help="send the header X-Request-Id with every answer")
+    log_format: str = option(
+        "text",
+        choices=("text", "json"),
+        help="json: one object per line, and one for each HTTP request, with its X-Request-Id and without its text",
+    )
+    enable_log_requests: bool = option(False, help="log the prompt and the sampling parameters of every request")
     enable_prefix_debug: bool = option(
         False, help="send the header X-Weft-Prefix with every answer: where its prompt left the client's earlier ones"
     )

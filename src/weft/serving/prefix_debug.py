@@ -9,8 +9,8 @@ the prompt was there before. `evicted=K` follows if the cache has lost K tokens 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -25,36 +25,43 @@ if TYPE_CHECKING:
 
 HEADER = "X-Weft-Prefix"
 PER_KEY = 16  # prompts of one key that are remembered
+MOST_KEYS = 1000  # of which prompts are remembered
+ENTRY_BYTES = 200  # of memory that a prompt takes beside its tokens, at least
 MOST_BYTES = 2**25  # of all prompts that are remembered: 8 million tokens
 TOKEN_BYTES = 4
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a header has no text of a client
 
 
 class PrefixDebug:
-    """Remembers the token ids of each key's last prompts, with their answers."""
+    """Remembers the token ids of each key's last prompts, with their answers. The keys asked last are remembered."""
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by key and number, the oldest first
-        self._bytes = self._number = 0
+        self._seen: OrderedDict[bytes, deque[bytes]] = OrderedDict()  # by key, in both the oldest first
+        self._bytes = 0
 
     def common(self, key: bytes, ids: bytes) -> int:
         """Number of tokens with which an earlier prompt of the key begins like `ids`, at most."""
-        return max((_common(ids, seen) for (owner, _), seen in self._seen.items() if owner == key), default=0)
+        return max((_common(ids, seen) for seen in self._seen.get(key, ())), default=0)
 
     def remember(self, key: bytes, ids: bytes) -> None:
         """Remember a prompt, in place of those that it goes on with."""
-        mine = [name for name in self._seen if name[0] == key]
-        gone = [name for name in mine if ids.startswith(self._seen[name])]
-        gone += [name for name in mine if name not in gone][: -PER_KEY + 1]
-        for name in gone:
-            self._bytes -= len(self._seen.pop(name))
-        if len(ids) > MOST_BYTES:
-            return
-        self._number += 1
-        self._seen[key, self._number] = ids
-        self._bytes += len(ids)
-        while self._bytes > MOST_BYTES:
-            self._bytes -= len(self._seen.popitem(last=False)[1])
+        prompts = self._seen.pop(key, deque())
+        self._bytes -= _size(prompts)
+        if len(ids) + ENTRY_BYTES <= MOST_BYTES:
+            kept = deque((seen for seen in prompts if not ids.startswith(seen)), PER_KEY)
+            kept.append(ids)
+            self._seen[key] = kept
+            self._bytes += _size(kept)
+        elif prompts:
+            self._seen[key] = prompts
+            self._bytes += _size(prompts)
+        while len(self._seen) > MOST_KEYS or self._bytes > MOST_BYTES:
+            self._bytes -= _size(self._seen.popitem(last=False)[1])
+
+
+def _size(prompts: Iterable[bytes]) -> int:
+    """Bytes that remembered prompts count for."""
+    return sum(ENTRY_BYTES + len(ids) for ids in prompts)
 
 
 class PrefixReport:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from weft import logs
 from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model, plan_engines
@@ -54,6 +55,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     Raises KeyboardInterrupt for Ctrl-C during the start, or for a second one while requests end.
     """
     began = time.monotonic()
+    logs.use_format(options.log_format)
     malloc.limit_arenas()
     listen.check_tls(options)
     with listen.bind(options) as listener:

@@ -162,6 +162,11 @@ class Service:
         paths = [self.plan.checkpoint, draft.checkpoint if draft else ""]
         return tuple(os.path.abspath(path) for path in paths if path)
 
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """The names that lists of models have: none while no request would be answered."""
+        return () if self.draining or self.engine.outage else tuple(self.names)
+
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
 
@@ -206,7 +211,7 @@ class Service:
             return model or self.names[0]
         known = ", ".join(map(repr, self.names))
         raise HttpError(
-            404, f"the model {model!r:.200} does not exist here; known: {known}", code="model-not-found", param="model"
+            404, f"the model {model!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"
         )
 
     def template_arguments(self, body: TemplateRequest) -> dict[str, Any]:
@@ -361,6 +366,9 @@ class EngineStream:
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
         for collector in collectors:
             service.monitor.prefixes.add(collector.requests[0])
+            if service.options.enable_log_requests:
+                request = collector.requests[0]
+                log.info("request %s: prompt %r, %r", request.id, collector.output.prompt, request.params)
         self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
         if counted:
             service.stream_opened(self)

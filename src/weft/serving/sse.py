@@ -21,6 +21,7 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T")
 
+RESET = "weft.reset"  # key of an http.response.body after which the connection is reset
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
 
@@ -97,7 +98,14 @@ async def send_reply(
     `source` is closed when the response ends or the client disconnects.
     """
     if streaming:
-        return EventStream(events(), source, keepalive_s=keepalive_s, stream_format=stream_format, report=report)
+        return EventStream(
+            events(),
+            source,
+            keepalive_s=keepalive_s,
+            stream_format=stream_format,
+            report=report,
+            resets=request.app.state.service.options.reset_on_error,
+        )
     try:
         response = await while_connected(request.receive, whole())
     finally:
@@ -114,7 +122,8 @@ class EventStream(Response):
 
     While there is nothing to send, a comment goes out every `keepalive_s` seconds, so that no proxy closes the
     connection as idle. An error after the first byte is sent as `stream_format` says. The connection is then cut
-    without the end mark of the body, so that a client cannot take the truncated response for a whole one.
+    without the end mark of the body, so that a client cannot take the truncated response for a whole one. If it
+    `resets`, the error is only logged, and the connection is reset: some clients notice nothing else.
 
     With a `report`, whose header is known once the engine has looked at the prompt, nothing is sent until then.
     """
@@ -127,6 +136,7 @@ class EventStream(Response):
         keepalive_s: float,
         stream_format: StreamFormat = OPENAI_STREAM,
         report: PrefixReport | None = None,
+        resets: bool = False,
     ) -> None:
         # X-Accel-Buffering: nginx would buffer events.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -136,7 +146,7 @@ class EventStream(Response):
         self._events = events
         self._source = source
         self._keepalive_s = keepalive_s
-        self._report = report
+        self._report, self._resets = report, resets
         self._begun = asyncio.Event()
         self._sent_at = 0.0
 
@@ -187,7 +197,11 @@ class EventStream(Response):
             if not isinstance(error, WeftError):
                 log.exception("a stream failed")
             await self._begin(send)
-            await self._send(send, held + self._format.encode_error(error))
+            if self._resets:
+                log.warning("a stream is reset: %s", error)
+                await send({"type": "http.response.body", "body": b"", "more_body": True, RESET: True})
+            else:
+                await self._send(send, held + self._format.encode_error(error))
         else:
             await self._send(send, held, more_body=False)
 

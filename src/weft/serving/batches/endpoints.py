@@ -38,7 +38,6 @@ Row = TypeVar("Row", FileObject, BatchObject)
 PURPOSE = "batch"
 OWNER_HEADER = "x-weft-owner"
 MOST_WINDOW_H = 24 * 30
-MOST_STORED = 20 * 2**30  # bytes of all files, above which none is taken
 MOST_ROWS = 10_000  # of a list
 METADATA = 16, 64, 512  # most entries, and characters of a key and of a value
 
@@ -80,8 +79,8 @@ async def upload_file(request: Request) -> Response:
     check_page(request)
     boundary, owner = boundary_of(request), _owner(request)
     keeper = _keeper(request)
-    if await keeper.remove_expired() >= MOST_STORED:
-        raise HttpError(413, f"the files here come to {MOST_STORED:,} bytes; delete some first", code="storage-full")
+    await keeper.remove_expired()
+    await keeper.call(lambda store: store.check_room(owner, 0))  # before the body is taken
     store = await keeper.call(lambda store: store)
     with store.new_content() as body:
         await receive_body(request, body)

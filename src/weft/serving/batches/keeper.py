@@ -56,9 +56,9 @@ class BatchKeeper:
         kept_s = given.seconds if given is not None else self.kept_s
         return created + int(kept_s) if kept_s else None
 
-    async def remove_expired(self) -> int:
-        """Remove what has expired; return the bytes of the files that stay."""
-        return await self.call(lambda store: store.remove_expired(time.time(), self.kept_s))
+    async def remove_expired(self) -> None:
+        """Remove what has expired."""
+        await self.call(lambda store: store.remove_expired(time.time(), self.kept_s))
 
     async def call(self, work: Callable[[Store], T]) -> T:
         """Do something with the store. Raises ConfigError if it cannot be opened."""

@@ -21,8 +21,11 @@ from weft.cache import make_private, try_lock
 from weft.errors import ConfigError, error_reason
 from weft.serving.batches import results
 from weft.serving.batches.types import BATCH, FILE, BatchObject, FileObject
+from weft.serving.errors import HttpError
 
 BUSY_S = 30.0  # to wait for another server's transaction
+PIECE_BYTES = 2**20  # of a file that are read at once
+MOST_STORED = 20 * 2**30  # bytes of all files
 PART_S = 24 * 3600.0  # after which an upload without a name is nobody's any more
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 SCHEMA = """
@@ -102,11 +105,16 @@ class Store:
         id: str = "",
         expires_at: int | None = None,
     ) -> FileObject:
-        """Keep what `new_content` gave as a file; with the `id` of another, in its place."""
+        """Keep what `new_content` gave as a file; with the `id` of another, in its place.
+
+        Raises HttpError 413 for a file without `id` that exceeds the owner's share of the store.
+        """
         content.flush()
         os.fsync(content.fileno())
-        id = id or new_id("file-")
         size = os.fstat(content.fileno()).st_size
+        if not id:
+            self.check_room(owner, size)
+        id = id or new_id("file-")
         file = FileObject(
             id=id,
             bytes=size,
@@ -143,10 +151,28 @@ class Store:
                 self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
         return self.used_bytes()
 
-    def used_bytes(self) -> int:
-        """Bytes of all files, of all owners."""
-        query = "SELECT coalesce(sum(json_extract(CAST(row AS TEXT), '$.bytes')), 0) FROM files"
-        return int(self._rows.execute(query).fetchone()[0])
+    def check_room(self, owner: str, size: int) -> None:
+        """Raise HttpError 413 unless the files of an owner may grow by `size` bytes.
+
+        They may come to as much as stays free for all others: no owner fills the store, and a new one has room.
+        """
+        own = self.used_bytes(owner) + size
+        free = MOST_STORED - self.used_bytes() - size
+        if own > free:
+            raise HttpError(
+                413,
+                f"your files would come to {own:,} bytes, and of the {MOST_STORED:,} bytes for all clients "
+                f"{max(0, free):,} would be left, the most that one may have; delete some files first",
+                code="storage-full",
+            )
+
+    def used_bytes(self, owner: str | None = None) -> int:
+        """Bytes of all files of an owner; None for all owners."""
+        query = (
+            "SELECT coalesce(sum(json_extract(CAST(row AS TEXT), '$.bytes')), 0) FROM files "
+            "WHERE owner = coalesce(?, owner)"
+        )
+        return int(self._rows.execute(query, (owner,)).fetchone()[0])
 
     def delete_file(self, id: str) -> bool:
         """Delete a file; return False, and keep it, if an unfinished batch reads it."""
@@ -231,10 +257,25 @@ class Store:
 
     def _counted(self, row: bytes) -> BatchObject:
         batch = BATCH.decode(row)
-        if batch.status not in UNFINISHED:
-            return batch
-        batch.request_counts.completed, batch.request_counts.failed = self._results.counts(batch.id)
+        counts = batch.request_counts
+        if batch.status in UNFINISHED:
+            counts.completed, counts.failed = self._results.counts(batch.id)
+        elif not counts.completed + counts.failed:
+            # Earlier versions kept no numbers of batches that have ended.
+            counts.completed, counts.failed = (
+                self._line_count(id) for id in (batch.output_file_id, batch.error_file_id)
+            )
         return batch
+
+    def _line_count(self, id: str | None) -> int:
+        """Number of lines of a file; 0 for one that is not there."""
+        if id is None:
+            return 0
+        try:
+            with self.content(id).open("rb") as file:
+                return sum(piece.count(b"\n") for piece in iter(lambda: file.read(PIECE_BYTES), b""))
+        except FileNotFoundError:
+            return 0
 
 
 def new_id(prefix: str) -> str:

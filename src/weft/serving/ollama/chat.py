@@ -95,7 +95,8 @@ class OllamaAnswer(ABC):
 
     @property
     def format(self) -> StreamFormat:
-        return replace(NDJSON, keepalive=self._marks())
+        # A part without text: clients skip it, and parse every line.
+        return replace(NDJSON, keepalive=self._marks() or encode_line(self.part(self._name, "")))
 
     async def aclose(self) -> None:
         """Abort what has not ended."""

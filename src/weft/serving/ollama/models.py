@@ -40,16 +40,17 @@ async def version(request: Request) -> Response:
 async def tags(request: Request) -> Response:
     """/api/tags: the served model by each of its names, and the models in the hub's cache."""
     service: Service = request.app.state.service
-    local = await asyncio.to_thread(lambda: [details.local_row(model) for model in local_models.list_models()])
-    rows = [details.served_row(service, name) for name in service.names]
-    rows += [row for row in local if served_name(service, row.name) is None]
+    rows = [details.served_row(service, name) for name in service.listed_names]
+    if not service.options.list_served_only:
+        local = await asyncio.to_thread(lambda: [details.local_row(model) for model in local_models.list_models()])
+        rows += [row for row in local if served_name(service, row.name) is None]
     return JsonResponse(ModelList(rows))
 
 
 async def running(request: Request) -> Response:
     """/api/ps: the served model."""
     service: Service = request.app.state.service
-    return JsonResponse(RunningList([details.running_row(service, name) for name in service.names]))
+    return JsonResponse(RunningList([details.running_row(service, name) for name in service.listed_names]))
 
 
 async def show(request: Request) -> Response:

@@ -1,0 +1,1 @@
+"""Servers of OpenAI's API."""

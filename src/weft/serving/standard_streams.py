@@ -1,0 +1,240 @@
+"""StreamEngine: a model behind standard input and output, one JSON object a line, as Infernet's node drives an engine.
+
+The messages are those of version 1 of packages/engine/src/protocol.js of profullstack/infernet-protocol (April 2026):
+
+    in:  load {model}; generate {id, messages, model, max_tokens, temperature}; cancel {id}; shutdown
+    out: ready {model}; meta {id, model, started_at}; token {id, text}; done {id, reason, text, finished_at};
+         error {id, message}; log {level, message}
+
+All of them have `v` and `type`. `reason` is "stop", "length" or "cancel". An `error` without `id` is of no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import msgspec
+
+from weft.client.outputs import RequestOutput
+from weft.errors import RequestError, WeftError
+
+VERSION = 1
+FIRST_LINE_S = 1.0  # to wait for `load` before an engine without a model says that it is ready
+
+
+class Load(msgspec.Struct, tag="load"):
+    """Load a model, instead of the one that is loaded."""
+
+    v: int
+    model: str | None = None
+
+
+class Generate(msgspec.Struct, tag="generate"):
+    """Answer a conversation. `model` None means the loaded one."""
+
+    v: int
+    id: str
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters; None for those that are left out."""
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "seed", "stop")}
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """End a request; its `done` has the text so far."""
+
+    v: int
+    id: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End the engine."""
+
+    v: int
+
+
+Message = Load | Generate | Cancel | Shutdown
+MESSAGE: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+class LoadedModel(Protocol):
+    """A model that answers conversations."""
+
+    names: tuple[str, ...]
+
+    def chat(self, messages: list[dict[str, Any]], sampling: dict[str, Any]) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the answer while it grows. Raises WeftError."""
+        ...
+
+    async def close(self) -> None:
+        """Free the model's memory."""
+        ...
+
+
+class StreamEngine:
+    """Reads messages, and writes events with `write`, until `shutdown` or the end of the input.
+
+    `load` opens a model by name; it raises WeftError. `model` is the one to begin with.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Awaitable[LoadedModel]],
+        write: Callable[[bytes], None],
+        model: str | None = None,
+        first_line_s: float = FIRST_LINE_S,
+    ) -> None:
+        self._load, self._write, self._first = load, write, model
+        self._first_line_s = first_line_s
+        self._model: LoadedModel | None = None
+        self._loading = asyncio.Lock()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+        self._ready = False
+
+    async def run(self, lines: AsyncIterator[bytes]) -> None:
+        """Serve until the end; the model is closed then."""
+        starting = asyncio.create_task(self._start())
+        others: set[asyncio.Task[None]] = {starting}
+        try:
+            async for line in lines:
+                message = self._decode(line)
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Load):
+                    self._ready = True  # said once the model is there
+                    task = asyncio.create_task(self._open(message.model))
+                    others.add(task)
+                    task.add_done_callback(others.discard)
+                elif isinstance(message, Generate):
+                    self._begin(message)
+                elif message is not None:
+                    self._cancel(message.id)
+        finally:
+            ending = [*self._tasks.values(), *others]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            if self._model is not None:
+                await self._model.close()
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Write one event."""
+        self._write(msgspec.json.encode({"v": VERSION, "type": kind, **fields}) + b"\n")
+
+    def _decode(self, line: bytes) -> Message | None:
+        """A line's message; None, with an `error` event, for one that is none."""
+        if not line.strip():
+            return None
+        try:
+            message = MESSAGE.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.emit("error", message=f"a line is no message of this protocol: {error}")
+            return None
+        if message.v != VERSION:
+            self.emit("error", message=f"a message has version {message.v}; this engine speaks version {VERSION}")
+            return None
+        return message
+
+    async def _start(self) -> None:
+        """Load the first model; without one say that the engine is ready, unless `load` comes at once."""
+        if self._first is not None:
+            await self._open(self._first)
+            return
+        await asyncio.sleep(self._first_line_s)
+        if not self._ready:
+            self.emit("ready", model=None)
+
+    async def _open(self, name: str | None) -> None:
+        """Load a model after the requests to the one before have ended, and say that it is ready."""
+        try:
+            model = await self._opened(name)
+        except WeftError as error:
+            self.emit("error", message=str(error))
+        else:
+            self.emit("ready", model=name or model.names[0])
+
+    async def _opened(self, name: str | None) -> LoadedModel:
+        """The model of this name, loaded if need be. Raises WeftError."""
+        async with self._loading:
+            name = name or self._first
+            if self._model is not None and (name is None or name in self._model.names):
+                return self._model
+            if name is None:
+                raise RequestError(
+                    "no model is loaded; name one in `load`, in `generate` or in INFERNET_ENGINE_MODEL",
+                    code="model-missing",
+                )
+            if self._model is not None:
+                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+                before, self._model = self._model, None
+                await before.close()
+            self._model = await self._load(name)
+            return self._model
+
+    def _begin(self, request: Generate) -> None:
+        if request.id in self._tasks:
+            self.emit("log", level="warn", message=f"the request {request.id!r:.100} runs already; it is not run twice")
+            return
+        task = asyncio.create_task(self._answer(request))
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    def _cancel(self, id: str) -> None:
+        if id in self._tasks:
+            self._cancelled.add(id)
+            self._tasks[id].cancel()
+
+    async def _answer(self, request: Generate) -> None:
+        """Answer one request. A failure is an event of its own, and ends nothing else."""
+        id, text = request.id, ""
+        try:
+            model = await self._model_for(request.model)
+            self.emit("meta", id=id, model=request.model or model.names[0], started_at=_now())
+            reason = "stop"
+            async with aclosing(model.chat(request.messages, request.sampling)) as answers:
+                async for output in answers:
+                    choice = output.outputs[0]
+                    if len(choice.text) > len(text):
+                        self.emit("token", id=id, text=choice.text[len(text) :])
+                        text = choice.text
+                    reason = choice.finish_reason or reason
+            self.emit("done", id=id, reason="length" if reason == "length" else "stop", text=text, finished_at=_now())
+        except asyncio.CancelledError:
+            if id not in self._cancelled:
+                raise
+            self.emit("done", id=id, reason="cancel", text=text, finished_at=_now())
+        except WeftError as error:
+            self.emit("error", id=id, message=str(error))
+        except Exception as error:
+            self.emit("error", id=id, message=f"{type(error).__name__}: {error}")
+        finally:
+            self._cancelled.discard(id)
+
+    async def _model_for(self, name: str | None) -> LoadedModel:
+        """The loaded model, if it has this name; one is loaded if there is none. Raises WeftError."""
+        if self._model is None or self._loading.locked():
+            return await self._opened(name)
+        if name is not None and name not in self._model.names:
+            known = ", ".join(self._model.names)
+            raise RequestError(
+                f"the model {name!r:.200} is not loaded; known: {known}; `load` changes it", code="model-not-found"
+            )
+        return self._model
+
+
+def _now() -> str:
+    """The time in RFC 3339, with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
