@@ -173,13 +173,14 @@ class Keeper:
         if self._closed:
             return
         now = self.clock()
+        self._release()  # first: a model that has just been woken has requests to answer before it sleeps again
         for tenant in self.residency.tenants.values():
             tenant.ends_turn = False
         blocked: set[str] = set()
         for name in tuple(self._order):
             hosted, tenant = self.models[name], self.residency.tenants[name]
-            if tenant.state is State.AWAKE or not (hosted.waiters or hosted.wanted):
-                self._order.remove(name)
+            if not (hosted.waiters or hosted.wanted):
+                self._order.remove(name)  # one that is awake may end its turn, with requests that wait
             elif tenant.state in (State.UNLOADED, State.ASLEEP) and now >= hosted.again_s:
                 self._make_room(hosted, now, blocked)
         for name in self.residency.expired(now):

@@ -10,13 +10,16 @@ import msgspec
 
 from weft.architectures.model import Model
 from weft.config import DEFAULT_CONFIG, EngineConfig
-from weft.errors import PlanError
-from weft.formats.precision import OF_DTYPE, canonical
+from weft.errors import ConfigError, PlanError
+from weft.formats import lookup
+from weft.formats.precision import OF_DTYPE, canonical, weight_bytes
 from weft.formats.schemes import ONLINE_QUANTIZATIONS
 from weft.hardware.cluster import Cluster
 from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import Need, Residency, Tenant
 from weft.plan.layout import DTYPES
+from weft.plan.plan import DraftModel, Speculation
+from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, default_lengths
 from weft.planner.execution import layout_constraints, part_of
 from weft.planner.footprint import RankMemory
@@ -25,6 +28,8 @@ from weft.planner.ranking import Candidate
 from weft.planner.search import search
 from weft.probes.machine import PCIE_SHARE, split_cpu
 
+# Options that divide the memory of devices in ways of their own, or over several machines.
+UNPLANNED = ("plan", "device_map", "max_memory", "nnodes", "node_rank", "master_addr", "headless")
 HOST = "cpu"  # the memory of the host, as a device
 
 
@@ -104,10 +109,9 @@ def plan_set(
     """
     rooms = device_rooms(cluster, host_bytes)
     taken = {f"cuda:{number}" for entry in models.entries for number in entry.config.device_ids or ()}
-    count = sum(_on_cpu(entry, cluster) for entry in models.entries)
     planned = []
     for entry in models.entries:
-        plan = plan_model(entry, look_up(entry), cluster, taken, sharers=count)
+        plan = plan_model(entry, look_up(entry), cluster, taken, sharers=len(models.entries))
         taken |= set(plan.devices)
         planned.append(plan)
     result = SetPlan(models=tuple(planned), rooms=rooms)
@@ -130,7 +134,8 @@ def plan_model(
 
     Raises PlanError if it fits nowhere.
     """
-    if _on_cpu(entry, cluster):
+    check_plannable(entry, cluster)
+    if cluster.on_cpu:
         config = entry.config
         ranks = (config.tensor_parallel_size or 1) * (config.pipeline_parallel_size or 1)
         best = _best(entry, model, split_cpu(cluster, ranks))
@@ -145,8 +150,23 @@ def plan_model(
     raise _fits_nowhere(entry, model, cluster, *last)
 
 
-def _on_cpu(entry: ModelEntry, cluster: Cluster) -> bool:
-    return cluster.on_cpu or entry.config.device == "cpu"
+def check_plannable(entry: ModelEntry, cluster: Cluster) -> None:
+    """Raise ConfigError for options of a model by which its memory is not known beside others."""
+    config = entry.config
+    given = next((name for name in UNPLANNED if getattr(config, name) != getattr(DEFAULT_CONFIG, name)), None)
+    given = "distributed_executor_backend" if config.executor == "ray" else given
+    if given is not None:
+        flag = given.replace("_", "-")
+        raise ConfigError(
+            f"{flag} of {entry.name!r} is for a server of one model; leave it out, or serve that model alone",
+            code="option-of-one-model",
+        )
+    if config.device == "cpu" and not cluster.on_cpu:
+        raise ConfigError(
+            f"device of {entry.name!r} is cpu, and this machine's models run on its GPUs; leave it out, or serve that "
+            "model alone",
+            code="cpu-beside-gpus",
+        )
 
 
 def _choices(entry: ModelEntry, cluster: Cluster, taken: Collection[str]) -> list[list[int]]:
@@ -175,12 +195,26 @@ def _best(entry: ModelEntry, model: Model, cluster: Cluster) -> Candidate | None
             precisions=(_precision(config, model),),
             kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
             workload=Workload(input_len=input_len, output_len=output_len, max_model_len=length),
-            constraints=layout_constraints(config),
+            constraints=msgspec.structs.replace(
+                layout_constraints(config), tensor_split=config.tensor_split, pipeline_split=config.pipeline_split
+            ),
             gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            speculation=_speculation(config, model),
         )
     ).best
+
+
+def _speculation(config: EngineConfig, model: Model) -> Speculation | None:
+    """The speculative decoding of a model, whose memory counts. Raises ConfigError and ModelError."""
+    if config.speculative_config is None:
+        return None
+
+    def find_draft(name: str) -> DraftModel:
+        return DraftModel(model=name, checkpoint="", load_format="dummy", shape=lookup.look_up(name).shape)
+
+    return resolve_speculation(config.speculative_config, model.name, model.shape, find_draft)
 
 
 def _precision(config: EngineConfig, model: Model) -> str:
@@ -279,10 +313,9 @@ def _check_beside(residency: Residency, model: ModelPlan, pinned: Sequence[Model
 def _fits_nowhere(entry: ModelEntry, model: Model, cluster: Cluster, *devices: str) -> PlanError:
     rooms = device_rooms(cluster, None)
     have = ", ".join(f"{device} {rooms.get(device, 0):,}" for device in devices)
-    need = model.stored_bytes
-    about = f"its weights alone are {need:,} bytes" if need else f"it has {model.params:,} parameters"
+    need = weight_bytes(model.shape, _precision(entry.config, model))
     return PlanError(
-        f"{entry.name!r} ({entry.config.model}) does not fit: {about}, and there are free bytes on {have}; compress it "
-        "with quantization, lower max-model-len, or give it more GPUs",
+        f"{entry.name!r} ({entry.config.model}) does not fit: its weights alone take {need:,} bytes, and free are on "
+        f"{have} bytes; compress it with quantization, lower max-model-len, or give it more GPUs",
         code="model-does-not-fit",
     )
