@@ -111,7 +111,7 @@ WRONG: tuple[tuple[str, Any], ...] = (
     ("device-twice", {"models": [{"name": "a", "model": "x", "device-ids": "0,1,0"}]}),
     ("unknown-field", {"models": [{"name": "a", "model": "x", "keepalive": "5m"}]}),
     ("unknown-field", {"models": [{"name": "a", "model": "x", "max-modell-len": 5}]}),
-    ("unknown-field", {"models": [{"name": "a", "model": "x", "port": 8001}]}),
+    ("address-flag-of-model", {"models": [{"name": "a", "model": "x", "port": 8001}]}),
     ("invalid-keep-alive", {"models": [{"name": "a", "model": "x", "keep-alive": "soon"}]}),
     ("invalid-priority", {"models": [{"name": "a", "model": "x", "priority": "high"}]}),
     ("invalid-load", {"models": [{"name": "a", "model": "x", "load": "never"}]}),

@@ -93,10 +93,15 @@ def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> M
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(f"{where} has no model; give one, as in model: demo", code="model-missing")
-    flags = _by_name(MODEL_FLAGS)
+    flags, front = _by_name(MODEL_FLAGS), _by_name(SERVER)
     for key in fields:
         if key not in OWN and key not in flags:
-            near = nearest_name(str(key), [*OWN, *flags])
+            if key in front:
+                raise ConfigError(
+                    f"{where} has {key!r}, which is about the address of all models; put it beside the list",
+                    code="address-flag-of-model",
+                )
+            near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
             raise ConfigError(f"{where} has the unknown field {key!r}{near}", code="unknown-field")
     given = {**common, **{flags[key]: value for key, value in fields.items() if key not in OWN}}
     words = [word for flag, value in given.items() if value is not None for word in typed_words(flag, value, where)]
