@@ -1,4 +1,4 @@
-"""Who is awake among models that do not all fit: the policy as a value, without a clock."""
+"""Models that are awake, of several that do not all fit: the policy as a value, without a clock."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ from weft import __version__
 from weft.errors import ConfigError, WeftError
 from weft.gateway.app import describe_replica, read_admin_body
 from weft.gateway.fleet import unknown_model
+from weft.gateway.keys import Client
 from weft.hosting.front import SetProxy
-from weft.hosting.residency import State
 from weft.serving.app import DateHeader
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
+from weft.serving.ollama.names import LATEST
 from weft.serving.ollama.types import ModelList, RunningList, VersionAnswer
 
 Endpoint = Callable[[SetProxy, Request], Awaitable[Response]]
@@ -45,12 +46,14 @@ async def live(front: SetProxy, request: Request) -> Response:
 
 
 async def ready(front: SetProxy, request: Request) -> Response:
-    """/health/ready: the models that must be awake are, and new requests are accepted."""
+    """/health/ready: the models that are loaded with the set have been, and new requests are accepted."""
     if front.draining:
         raise HttpError(503, "the server is shutting down", code="shutting-down")
+    if not front.keeper.started:
+        raise HttpError(503, "the models are being loaded", code="model-not-ready")
     for name, hosted in front.keeper.models.items():
-        state = front.keeper.residency.tenants[name].state
-        if hosted.plan.entry.must_be_awake and hosted.plan.entry.always and state is not State.AWAKE:
+        if hosted.wanted:
+            state = front.keeper.residency.tenants[name].state
             raise HttpError(503, f"{name!r} is {state.value}", code="model-not-ready")
     return JsonResponse({"status": "ok"})
 
@@ -79,18 +82,23 @@ async def get_model(front: SetProxy, request: Request) -> Response:
     return JsonResponse(front.catalogue.model_row(name, entry))
 
 
+def _may_use(client: Client, name: str) -> bool:
+    """Return True if a key may use a model, whose name has a tag here."""
+    return client.may_use(name) or client.may_use(name.removesuffix(LATEST))
+
+
 async def list_tags(front: SetProxy, request: Request) -> Response:
     """/api/tags: all models in Ollama's form."""
     client = front.keys.identify(request.scope)
     rows = await asyncio.to_thread(front.catalogue.tag_rows)
-    return JsonResponse(ModelList([row for row in rows if client.may_use(row.name)]))
+    return JsonResponse(ModelList([row for row in rows if _may_use(client, row.name)]))
 
 
 async def list_running(front: SetProxy, request: Request) -> Response:
     """/api/ps: the models that are awake."""
     client = front.keys.identify(request.scope)
     rows = await asyncio.to_thread(front.catalogue.running_rows)
-    return JsonResponse(RunningList([row for row in rows if client.may_use(row.name)]))
+    return JsonResponse(RunningList([row for row in rows if _may_use(client, row.name)]))
 
 
 async def show(front: SetProxy, request: Request) -> Response:

@@ -68,6 +68,7 @@ class Keeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: list[str] = []  # models that are wanted awake, the first one first
         self._closed = False
+        self.started = False  # the models that begin with the set have been loaded
 
     def add(self, plan: ModelPlan) -> Hosted:
         """Take a model in, unloaded."""
@@ -319,6 +320,7 @@ class Keeper:
                 await self.wake(name)
             except WeftError as error:
                 log.error("%s is not loaded: %s", name, error)
+        self.started = True
 
     async def tick_forever(self) -> None:
         """Look at the times and at the health of all models, until it is cancelled."""

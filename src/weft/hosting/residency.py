@@ -73,7 +73,7 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
 
 
 class Room(NamedTuple):
-    """How a model gets its room: `sleepers` and `leavers` make it now, `waits_for` do once their requests have ended.
+    """The way to a model's room: `sleepers` and `leavers` make it now, `waits_for` do once their requests have ended.
 
     `settling`: models that change their state already. `again_s`: the time at which the next turn may end.
     """
