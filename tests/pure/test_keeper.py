@@ -173,7 +173,7 @@ async def test_room_that_busy_models_hold_is_not_taken(monkeypatch: pytest.Monke
 
 
 async def test_time_awake_is_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, clock):
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, _, clock):
         await ask(keeper, "one")
         clock.now += 59
         await asyncio.sleep(0.05)
@@ -245,8 +245,18 @@ async def test_commands_of_an_administrator(monkeypatch: pytest.MonkeyPatch) -> 
     async with keeping(monkeypatch, 100, one={}) as (keeper, members, _):
         await keeper.wake("one")
         async with keeper.using("one"):
-            with refuses(HttpError, "model-busy", "'one'", "1"):
-                await keeper.put_down("one", unload=False)
+            with refuses(HttpError, "model-busy", "'one'", "awake", "1"):
+                await keeper.put_down("one", unload=False, limit_s=-1.0)
+            sleeping = asyncio.create_task(keeper.put_down("one", unload=False))
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(ask(keeper, "one"))
+            await asyncio.sleep(0.05)
+            assert not sleeping.done()
+            assert not late.done()
+        await sleeping
+        await late
+        assert members["one"].told == ["start", "/sleep?level=1", "/wake_up"]
+        del members["one"].told[1:]
         await keeper.put_down("one", unload=False)
         await keeper.put_down("one", unload=False)
         assert keeper.residency.tenants["one"].state is State.ASLEEP

@@ -26,8 +26,8 @@ class Command:
 
     `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
     `takes_prompt`, the words after MODEL are in `arguments.prompt_words`. If `own_config`, the file of --config has
-    more than flags, and `module` reads it; if `takes_set`, it may hold several models. If `model_flag`, the model is the
-    flag --model.
+    more than flags, and `module` reads it; if `takes_set`, it may hold several models. If `model_flag`, the model is
+    the flag --model.
     """
 
     name: str

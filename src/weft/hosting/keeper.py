@@ -27,6 +27,7 @@ LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LO
 TICK_S = 0.5  # between two looks at times
 CHECK_EVERY_S = 2.0
 STUCK_CHECKS = 3  # failed ones in a row: the process is killed
+SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
 GONE_POLL_S = 0.2  # between two looks for a client that has gone
 
 
@@ -43,6 +44,14 @@ class Hosted:
         self.load_s: float | None = None
         self.wake_s: float | None = None
         self.checks_failed = 0
+        self.watch: asyncio.Task[None] | None = None  # for an end of the process that nobody asked for
+
+    async def stop(self) -> None:
+        """End the process, as somebody asks."""
+        if self.watch is not None and self.watch is not asyncio.current_task():
+            self.watch.cancel()
+        self.watch = None
+        await self.member.stop()
 
     @property
     def down(self) -> bool:
@@ -144,19 +153,32 @@ class Keeper:
         async with self.using(name):
             pass
 
-    async def put_down(self, name: str, *, unload: bool) -> None:
-        """Put a model to sleep, or unload it. Raises HttpError 409 while requests run."""
+    async def put_down(self, name: str, *, unload: bool, limit_s: float = LOAD_TIMEOUT_S) -> None:
+        """Put a model to sleep, or unload it, once its running requests have ended; new ones wait, and wake it again.
+
+        Raises HttpError 409 if they have not ended within `limit_s`, and 502 if its process does not obey.
+        """
         hosted, tenant = self.models[name], self.residency.tenants[name]
-        hosted.wanted = False
         resting = (State.UNLOADED,) if unload else (State.UNLOADED, State.ASLEEP)
-        if tenant.state in resting:
-            return
-        if tenant.running or tenant.state not in (State.AWAKE, State.ASLEEP):
-            why = f"has {tenant.running} running requests" if tenant.running else f"is {tenant.state.value}"
-            raise HttpError(409, f"{name!r} {why}; try again later", code="model-busy", retry_after_s=1)
-        await self._begin_rest(name, unload=unload)
+        ends_s = self.clock() + limit_s
+        tenant.leaves = tenant.ends_turn = True
+        try:
+            while tenant.running or tenant.state not in (State.AWAKE, State.ASLEEP, State.UNLOADED):
+                if self.clock() > ends_s:
+                    raise HttpError(
+                        409,
+                        f"{name!r} is {tenant.state.value} with {tenant.running} running requests; try again later",
+                        code="model-busy",
+                        retry_after_s=1,
+                    )
+                await asyncio.sleep(SETTLE_POLL_S)
+        finally:
+            tenant.leaves = tenant.ends_turn = False
+        hosted.wanted, failures = False, hosted.failures
         if tenant.state not in resting:
-            raise hosted.fault or HttpError(502, f"{name!r} is {tenant.state.value}", code="model-failed")
+            await self._begin_rest(name, unload=unload)
+        if hosted.failures > failures and hosted.fault is not None:
+            raise hosted.fault
 
     def note_answered(self, name: str) -> None:
         """Note that a model has answered a request: earlier failures do not count any more."""
@@ -176,13 +198,13 @@ class Keeper:
         now = self.clock()
         self._release()  # first: a model that has just been woken has requests to answer before it sleeps again
         for tenant in self.residency.tenants.values():
-            tenant.ends_turn = False
+            tenant.ends_turn = tenant.leaves
         blocked: set[str] = set()
         for name in tuple(self._order):
             hosted, tenant = self.models[name], self.residency.tenants[name]
             if not (hosted.waiters or hosted.wanted):
                 self._order.remove(name)  # one that is awake may end its turn, with requests that wait
-            elif tenant.state in (State.UNLOADED, State.ASLEEP) and now >= hosted.again_s:
+            elif tenant.state in (State.UNLOADED, State.ASLEEP) and (hosted.down or now >= hosted.again_s):
                 self._make_room(hosted, now, blocked)
         for name in self.residency.expired(now):
             self._begin_rest(name, unload=not self.residency.may_sleep(name))
@@ -244,7 +266,7 @@ class Keeper:
                 await hosted.member.start(entry.config.model, entry.names, hosted.plan.words)
                 hosted.load_s = self.clock() - began
                 await read_models(hosted.member.replica, Timeouts())
-                self._spawn(self._watch(hosted))
+                hosted.watch = self._spawn(self._watch(hosted))
             else:
                 await hosted.member.command("/wake_up")
                 hosted.wake_s = self.clock() - began
@@ -270,7 +292,7 @@ class Keeper:
         tenant = self.residency.tenants[name]
         try:
             if unload:
-                await hosted.member.stop()
+                await hosted.stop()
             else:
                 await hosted.member.command("/sleep?level=1")
         except HttpError as error:
@@ -282,10 +304,9 @@ class Keeper:
         self.pump()
 
     async def _watch(self, hosted: Hosted) -> None:
-        """Wait for the end of a model's process; if nobody has asked for it, the model has failed."""
+        """Wait for the end of a model's process: nobody has asked for it, so the model has failed."""
         await hosted.member.ended()
-        tenant = self.residency.tenants[hosted.plan.entry.name]
-        if not self._closed and tenant.state is not State.UNLOADING:
+        if not self._closed:
             await self._fail(hosted, hosted.member.failure())
 
     async def _fail(self, hosted: Hosted, error: HttpError) -> None:
@@ -294,7 +315,7 @@ class Keeper:
         tenant = self.residency.tenants[name]
         hosted.member.replica.draining = True
         tenant.state = State.UNLOADING
-        await hosted.member.stop()
+        await hosted.stop()
         tenant.state = State.UNLOADED
         hosted.failures += 1
         hosted.fault = error

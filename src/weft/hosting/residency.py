@@ -39,7 +39,9 @@ class Need(msgspec.Struct, frozen=True):
 class Tenant(msgspec.Struct, kw_only=True, eq=False):
     """One model: its needs, and what is known of its use. `running` requests keep it awake.
 
-    `stays_s`: seconds that it stays awake after its last request, as this says; None: as configured. `ends_turn`: requests wait, since another model waits for its room. `pinned`: it makes room for nobody.
+    `stays_s`: seconds that it stays awake after its last request, as this says; None: as configured. `ends_turn`:
+    requests wait, since another model waits for its room. `leaves`: so does an administrator. `pinned`: it makes room
+    for nobody.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Tenant(msgspec.Struct, kw_only=True, eq=False):
     woken_s: float = -math.inf
     stays_s: float | None = None
     ends_turn: bool = False
+    leaves: bool = False
 
     @property
     def pinned(self) -> bool:
