@@ -34,7 +34,13 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("several")
     rows = [
         {"name": ["one", "uno"], "model": str(tiny.write(folder / "one"))},
-        {"name": "two", "model": str(tiny.write(folder / "two")), "keep-alive": "1h", "load": "demand"},
+        {
+            "name": "two",
+            "model": str(tiny.write(folder / "two")),
+            "keep-alive": "1h",
+            "load": "demand",
+            "distributed-executor-backend": "inline",  # it is started several times
+        },
     ]
     path = folder / "set.yaml"
     path.write_text(json.dumps({**COMMON, "models": rows}))
