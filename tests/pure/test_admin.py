@@ -54,6 +54,33 @@ async def test_without_an_admin_key_every_endpoint_is_refused(method: str, path:
 
 @every_endpoint
 @pytest.mark.parametrize(
+    ("host", "peer", "headers"),
+    [
+        ("127.0.0.1:8000", "10.0.0.9", {}),
+        ("weft.example", "127.0.0.1", {}),
+        ("127.0.0.1", "127.0.0.1", {"X-Forwarded-For": "10.0.0.9"}),
+        ("127.0.0.1", "127.0.0.1", {"Origin": "http://evil.example"}),
+    ],
+)
+async def test_without_any_key_only_this_machine_may(
+    method: str, path: str, host: str, peer: str, headers: dict[str, str]
+) -> None:
+    world = World()
+    transport = httpx.ASGITransport(world.app, client=(peer, 9))
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+        refused(await client.request(method, path, headers=headers), 403, code="admin_key_unset")
+    assert not world.engine.called
+
+
+async def test_without_any_key_this_machine_may() -> None:
+    transport = httpx.ASGITransport(World().app, client=("127.0.0.1", 9))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+        assert (await client.post("/sleep")).status_code == 200
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+
+
+@every_endpoint
+@pytest.mark.parametrize(
     "headers",
     [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}, {"x-api-key": "é"}, {"x-api-key": ""}],
     ids=str,

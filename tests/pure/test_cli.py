@@ -125,7 +125,7 @@ def test_the_model_may_be_a_flag() -> None:
     assert config("serve --model m").model == "m"
     assert config("serve n --model m").model == "n"
     with refuses(UsageError, "model-missing"):
-        parsed("serve")
+        parsed("chat")
 
 
 def test_sampling_flags() -> None:

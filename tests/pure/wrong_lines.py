@@ -21,7 +21,7 @@ COMMANDS = (
 )
 
 SERVE = (
-    WrongLine("serve", 2, "model-missing"),
+    WrongLine("serve --config /nowhere.yaml", 2, "cannot-read-config", "/nowhere.yaml"),
     WrongLine("serve m --max-modell-len 5", 2, "unknown-flag", "--max-modell-len --max-model-len?"),
     WrongLine("serve m --tensor-paralel-size=5", 2, "unknown-flag", "--tensor-paralel-size --tensor-parallel-size?"),
     WrongLine("serve m --zzz", 2, "unknown-flag", "--zzz"),

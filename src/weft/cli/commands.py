@@ -26,7 +26,8 @@ class Command:
 
     `argument` is MODEL, another word that `about` explains, or empty. `module` has `main(arguments) -> exit status`. If
     `takes_prompt`, the words after MODEL are in `arguments.prompt_words`. If `own_config`, the file of --config has
-    more than flags, and `module` reads it. If `model_flag`, the model is the flag --model.
+    more than flags, and `module` reads it; if `takes_set`, it may hold several models. If `model_flag`, the model is
+    the flag --model.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Command:
     takes_prompt: bool = False
     own_config: bool = False
     model_flag: bool = False
+    takes_set: bool = False
     log_level: str = "WARNING"
     example: str = ""
 
@@ -159,9 +161,11 @@ COMMANDS = {
     for command in (
         Command(
             name="serve",
-            summary="Serve a model over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
+            summary="Serve a model, or several, over HTTP with the APIs of OpenAI, Anthropic and Ollama.",
             module="weft.cli.serve",
             groups=(*ENGINE, ("server", SERVER)),
+            needs_model=False,
+            takes_set=True,
             log_level="INFO",
             example="weft serve demo --tensor-parallel-size 2",
         ),
@@ -186,6 +190,7 @@ COMMANDS = {
             module="weft.cli.plan",
             groups=PLAN,
             needs_model=False,
+            takes_set=True,
             example="weft plan Llama-3.1-70B-Instruct --gpus 4xA100",
         ),
         Command(

@@ -219,7 +219,7 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
     given = {word.partition("=")[0] for word in argv if word.startswith("-")}
     from_file: list[str] = []
     keys: dict[Flag, Any] = {}
-    for key, value in read_config_file(path).items():
+    for key, value in flags_of_file(command, path).items():
         option = full_spelling(f"--{key}")
         flag = flags.get(option[2:])
         if flag is None:
@@ -233,6 +233,17 @@ def with_config_file(command: Command, argv: list[str]) -> list[str]:
         if value is not None and not given & {flag.long, flag.short, f"--no-{flag.name}"}:
             from_file += typed_words(flag, value, path)
     return from_file + argv
+
+
+def flags_of_file(command: Command, path: str) -> dict[Any, Any]:
+    """The flags in a --config file, by name; of a file with several models, those of the address."""
+    content = read_config_file(path)
+    if command.takes_set:
+        from weft.cli import set_file
+
+        if set_file.is_set(content):
+            return set_file.front_content(content) if command.name == "serve" else {}
+    return content
 
 
 def warn_of_vllm_key(command: Command, key: object, value: Any, path: str) -> None:

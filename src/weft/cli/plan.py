@@ -51,6 +51,12 @@ def main(arguments: Namespace) -> int:
         from weft.cli import check
 
         return check.main(arguments)
+    if hasattr(arguments, "config"):
+        from weft.cli import plan_set, set_file
+
+        models = set_file.read_model_set(arguments.config)
+        if models is not None:
+            return plan_set.main(arguments, models)
     if not getattr(arguments, "model", "") and not hasattr(arguments, "infernet_config"):
         from weft.cli import plan_models
 

@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from ipaddress import ip_address
 
+from starlette.types import ASGIApp
+
 from weft.errors import ConfigError, error_reason
 from weft.gateway.access_log import AccessLog
 from weft.gateway.accounts import Accounts
@@ -164,9 +166,15 @@ class GatewayServer(HttpServer):
         limits: ConnectionLimits,
         options: ServeOptions,
         shutdown_timeout: float,
+        application: ASGIApp | None = None,
     ) -> None:
+        """`application` answers in place of the gateway's own, and sends on through the same proxy."""
         super().__init__(
-            create_app(proxy), listener, limits, ssl_keyfile=options.ssl_keyfile, ssl_certfile=options.ssl_certfile
+            application or create_app(proxy),
+            listener,
+            limits,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
         )
         self._proxy, self._shutdown_timeout = proxy, shutdown_timeout
         self._ending: asyncio.Task[None] | None = None

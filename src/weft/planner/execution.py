@@ -318,7 +318,7 @@ def plan_question(
         precisions=(checkpoint_precision(config, checkpoint, dtype, devices),),
         kv_dtype=OF_DTYPE[dtype] if config.kv_cache_dtype == "auto" else "fp8",
         workload=Workload(input_len=input_len, output_len=output_len, max_model_len=most),
-        constraints=_constraints(config),
+        constraints=layout_constraints(config),
         gpu_memory_utilization=None if share == DEFAULT_CONFIG.gpu_memory_utilization else min(share),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -326,7 +326,8 @@ def plan_question(
     )
 
 
-def _constraints(config: EngineConfig) -> LayoutConstraints:
+def layout_constraints(config: EngineConfig) -> LayoutConstraints:
+    """The parts of a layout that a config decides."""
     from weft.planner.question import LayoutConstraints
 
     dealt = config.enable_expert_parallel

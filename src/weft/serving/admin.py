@@ -13,7 +13,7 @@ from starlette.routing import Route
 from weft.client.control import memory_rows, profile_command, trace_paths
 from weft.core.commands import RankStats, ResetPrefixCache, Sleep, Wake
 from weft.errors import RequestError
-from weft.serving.access import check_admin_key
+from weft.serving.access import check_owner
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.service import Service
 
@@ -97,19 +97,19 @@ def integer_query(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
-def with_admin_key(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """Let only requests with the admin key reach an endpoint, and none if there is no such key."""
+def for_owner(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """Let only requests with the admin key reach an endpoint; without such a key, only those of this machine."""
 
     @functools.wraps(endpoint)
     async def checked(request: Request) -> Response:
-        check_admin_key(request)
+        check_owner(request)
         return await endpoint(request.app.state.service, request)
 
     return checked
 
 
 ADMIN_ROUTES = tuple(
-    Route(f"/{endpoint.__name__}", with_admin_key(endpoint), methods=[method])
+    Route(f"/{endpoint.__name__}", for_owner(endpoint), methods=[method])
     for method, endpoint in (
         ("POST", sleep),
         ("POST", wake_up),

@@ -78,3 +78,4 @@ class ServeOptions(Options):
         30.0, metavar="DAYS", help="how long files, batches and their results are kept; 0: until a client deletes them"
     )
     admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused
+    announces: bool = True  # `weft ps` shows the server; not each of several behind one address

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from weft import logs
@@ -128,8 +129,9 @@ async def _serve(
         address = listen.public_url(listener, options)
         listen.start_listening(listener, options)
         gc.freeze()  # what exists now stays: no response waits while the collector scans it
-        log.info("serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
-        with announced(service.names, address, service.checkpoints):
+        level = logging.INFO if options.announces else logging.DEBUG  # clients of a set know one address
+        log.log(level, "serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
+        with announced(service.names, address, service.checkpoints) if options.announces else nullcontext():
             await server.until_ended()
         failure = engine.failure
     finally:

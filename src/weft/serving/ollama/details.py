@@ -81,8 +81,14 @@ def _metadata(path: str) -> Mapping[str, gguf.Scalar]:
 
 def model_info(plan: Plan) -> dict[str, object]:
     """Figures of a model under the keys of GGUF files; those of the file itself if it is one."""
-    shape, family = plan.shape, family_of(plan.shape)
-    figures: dict[str, object] = {
+    own = {name: value for name, value in gguf_metadata(plan).items() if "chat_template" not in name}
+    return {**figures_of(plan.shape), **own}
+
+
+def figures_of(shape: ModelShape) -> dict[str, object]:
+    """Figures of a model under the keys of GGUF files."""
+    family = family_of(shape)
+    return {
         "general.architecture": family,
         "general.parameter_count": parameter_count(shape),
         f"{family}.block_count": len(shape.layers),
@@ -91,7 +97,6 @@ def model_info(plan: Plan) -> dict[str, object]:
         f"{family}.attention.head_count": shape.q_heads,
         f"{family}.attention.head_count_kv": shape.kv_heads,
     }
-    return {**figures, **{name: value for name, value in gguf_metadata(plan).items() if "chat_template" not in name}}
 
 
 def weight_bytes(plan: Plan) -> int:

@@ -1,0 +1,56 @@
+"""Process of one model of a set: `python -m weft.cli.member LIFELINE NAME`, started by `hosting.member`.
+
+The words of `weft serve` come through the lifeline, as a line of JSON. With its other end the process ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+from dataclasses import replace
+
+from weft.executors.lifeline import die_with
+
+
+def main() -> int:
+    """Serve one model until a signal, or the end of the front."""
+    from weft.cli.dispatch import report
+    from weft.errors import WeftError
+
+    lifeline = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(lifeline.fileno(), False)
+    line = lifeline.makefile("rb", buffering=0).readline()
+    if not line:
+        return 1  # the front has gone
+    die_with(lifeline.fileno())
+    if select.select([lifeline], [], [], 0)[0]:
+        return 1  # it went before the system was told to watch
+    try:
+        serve_words(json.loads(line))
+    except WeftError as error:
+        return report(error)
+    return 0
+
+
+def serve_words(words: list[str]) -> None:
+    """Run `weft serve WORDS` without a run file: `weft ps` shows the set. Raises WeftError."""
+    from weft import logs
+    from weft.cli.commands import COMMANDS
+    from weft.cli.dispatch import expand_model_name
+    from weft.cli.flags import engine_config, serve_options
+    from weft.cli.parser import parse_command
+    from weft.serving.server import serve
+
+    command = COMMANDS["serve"]
+    logs.configure(command.log_level)
+    arguments = parse_command(command, words)
+    expand_model_name(command, arguments)
+    options = replace(serve_options(arguments, os.environ), announces=False)
+    serve(engine_config(arguments), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

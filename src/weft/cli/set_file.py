@@ -1,0 +1,187 @@
+"""Files of --config that hold several models: a list under `models`, or the servers of an Infernet node's book."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, Namespace
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from weft.cli.flags import ENGINE, SERVER, Flag, engine_config
+from weft.cli.parser import Parser, UsageError, add_flag, full_spelling, read_config_file, typed_words
+from weft.config import EngineConfig
+from weft.errors import ConfigError, nearest_name
+from weft.hosting.keep_alive import parse_keep_alive
+from weft.hosting.model_set import ModelEntry, ModelSet, check_model_set
+
+LIST = "models"
+BOOK = ("vllm_instances", "served_models")  # keys of The Infernet Book
+SET_KEYS = (LIST, *BOOK)
+OWN = ("name", "model", "keep-alive", "priority", "load")  # fields of a model that are no flags of its engine
+ENGINE_FLAGS = tuple(flag for _, flags in ENGINE for flag in flags if flag.name != "model")
+# Options of the server that concern the answers of one model; the others are the address's.
+ANSWERS = frozenset(
+    [
+        "response-role",
+        "default-chat-template-kwargs",
+        "enable-auto-tool-choice",
+        "tool-call-parser",
+        "reasoning-parser",
+        "max-body-bytes",
+        "keepalive-interval",
+        "progress-timeout",
+    ]
+)
+MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.name in ANSWERS))
+
+
+def is_set(content: Mapping[Any, Any]) -> bool:
+    """Return True for the content of a file that holds several models, not flags by name."""
+    return any(key in content for key in SET_KEYS)
+
+
+def read_model_set(path: str) -> ModelSet | None:
+    """The set in a file; None if the file holds flags.
+
+    Raises UsageError and ConfigError, one line for the first fault.
+    """
+    content = read_config_file(path)
+    if not is_set(content):
+        return None
+    models = _listed_models(content, path) if LIST in content else _models_of_book(path)
+    check_model_set(models)
+    return models
+
+
+def front_content(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The part of a set's file that holds flags of the address, such as its port."""
+    if LIST not in content:
+        return {}  # the configuration of a node
+    engine = _by_name(ENGINE_FLAGS)
+    return {key: value for key, value in content.items() if key not in SET_KEYS and _name(key) not in engine}
+
+
+def _name(key: object) -> str:
+    return full_spelling(f"--{key}")[2:]
+
+
+def _by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
+    return {flag.name: flag for flag in flags}
+
+
+def _listed_models(content: Mapping[Any, Any], path: str) -> ModelSet:
+    """The models of the list; flags of the engine beside the list are for all of them."""
+    rows = content[LIST]
+    if not isinstance(rows, list):
+        raise ConfigError(
+            f"models in {path} is no list; write it as models: [{{name: small, model: demo}}]", code="models-not-list"
+        )
+    engine = _by_name(ENGINE_FLAGS)
+    common = {engine[_name(key)]: value for key, value in content.items() if _name(key) in engine}
+    entries = tuple(_entry(row, number, common, path) for number, row in enumerate(rows, 1))
+    return ModelSet(entries=entries, source=path)
+
+
+def _entry(row: object, number: int, common: Mapping[Flag, Any], path: str) -> ModelEntry:
+    """One model of the list. Raises ConfigError and UsageError."""
+    where = f"model {number} of {path}"
+    if not isinstance(row, dict):
+        raise ConfigError(
+            f"{where} is {row!r:.60}; it must be a mapping, as in {{name: small, model: demo}}",
+            code="model-not-mapping",
+        )
+    fields = {key if key in OWN else _name(key): value for key, value in row.items()}
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"{where} has no model; give one, as in model: demo", code="model-missing")
+    flags, front = _by_name(MODEL_FLAGS), _by_name(SERVER)
+    for key in fields:
+        if key not in OWN and key not in flags:
+            if key in front:
+                raise ConfigError(
+                    f"{where} has {key!r}, which is about the address of all models; put it beside the list",
+                    code="address-flag-of-model",
+                )
+            near = nearest_name(str(key), [*OWN, *flags], {"keepalive": "keep-alive", "names": "name"})
+            raise ConfigError(f"{where} has the unknown field {key!r}{near}", code="unknown-field")
+    given = {**common, **{flags[key]: value for key, value in fields.items() if key not in OWN}}
+    words = [word for flag, value in given.items() if value is not None for word in typed_words(flag, value, where)]
+    keep_alive = fields.get("keep-alive")
+    priority = fields.get("priority", 0)
+    if type(priority) is not int:
+        raise ConfigError(
+            f"priority of {where} is {priority!r:.60}; it must be a whole number", code="invalid-priority"
+        )
+    return ModelEntry(
+        names=_names(fields.get("name"), model, where),
+        config=config_of_words(model, words, where),
+        words=tuple(words),
+        keep_alive_s=float("inf") if keep_alive is None else parse_keep_alive(keep_alive, f"keep-alive of {where}"),
+        priority=priority,
+        always=_loads_at_start(fields.get("load", "start"), where),
+    )
+
+
+def _loads_at_start(value: object, where: str) -> bool:
+    if value not in ("start", "demand"):
+        raise ConfigError(f"load of {where} is {value!r:.60}; it must be start or demand", code="invalid-load")
+    return value == "start"
+
+
+def _names(value: object, model: str, where: str) -> tuple[str, ...]:
+    """The names of a model in requests: those that it is given, or what it is."""
+    names = [model] if value is None else value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ConfigError(
+            f"name of {where} is {value!r:.60}; it must be a name or a list of names", code="invalid-model-name"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def config_of_words(model: str, words: list[str], where: str) -> EngineConfig:
+    """The engine's options that flags give. Raises ConfigError and UsageError, which name the model at fault."""
+    parser = Parser(prog=where, add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    for flag in MODEL_FLAGS:
+        add_flag(parser.add_argument_group(), flag)
+    try:
+        arguments = parser.parse_args(words)
+        arguments.model = model
+        return engine_config(arguments)
+    except UsageError as error:
+        text = str(error).partition(" (see ")[0]
+        raise ConfigError(f"{where}: {text}", code=error.code) from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", code=error.code) from None
+
+
+def _models_of_book(path: str) -> ModelSet:
+    """The servers that the book's chapter on several GPUs lists, as models of one address: the first one's."""
+    from weft.export.infernet_config import model_of_tag, read_node_config
+
+    node = read_node_config(path)
+    entries = []
+    for server in node.instances:
+        model = model_of_tag(server.model)
+        config = config_of_words(model, [], path)
+        entries.append(ModelEntry(names=tuple(dict.fromkeys((server.model, model))), config=config))
+    ports = [server.port for server in node.instances if server.port is not None]
+    others = [server for server in node.instances if server.port not in (None, *ports[:1])]
+    warnings = [
+        f"{server.model} is served on port {ports[0]} as the others are, not on {server.port}" for server in others
+    ]
+    return ModelSet(
+        entries=tuple(entries),
+        source=path,
+        port=ports[0] if ports else None,
+        warnings=(*node.warnings, *warnings),
+    )
+
+
+def check_front_flags(arguments: Namespace, source: str) -> None:
+    """Raise UsageError for a flag of an engine beside a set: it would say nothing about whose engine."""
+    given = next((flag for flag in ENGINE_FLAGS if hasattr(arguments, flag.dest)), None)
+    if given is not None:
+        raise UsageError(
+            f"{given.long} is about one engine, and {source} has several; put {given.name} into the file, for one "
+            "model or beside `models` for all",
+            code="engine-flag-beside-set",
+        )

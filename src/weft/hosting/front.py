@@ -1,0 +1,126 @@
+"""SetProxy: the gateway's proxy in front of a set: a request first waits until its model is awake."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from starlette.responses import Response
+from starlette.types import Receive, Send
+
+from weft.errors import ConfigError, RequestError, WeftError
+from weft.gateway.accounts import Accounts
+from weft.gateway.bodies import BodyPool
+from weft.gateway.config import ClientKey, Objective, Timeouts
+from weft.gateway.exchange import Exchange
+from weft.gateway.fingerprint import RoutedFields, read_fields
+from weft.gateway.keys import Keys
+from weft.gateway.metrics import GatewayMetrics
+from weft.gateway.proxy import Proxy
+from weft.hosting.catalogue import Catalogue, SetFleet
+from weft.hosting.keep_alive import parse_keep_alive
+from weft.hosting.keeper import Keeper
+from weft.hosting.residency import State
+from weft.serving.errors import HttpError, JsonResponse, error_response
+from weft.serving.ollama.chat import ChatParts, GenerateParts
+
+LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
+KEPT = ("/v1/files", "/v1/batches")
+
+
+class SetProxy(Proxy):
+    """The ASGI application for the paths of the models' own servers."""
+
+    def __init__(
+        self,
+        fleet: SetFleet,
+        client_keys: list[ClientKey],
+        admin_key: str | None,
+        catalogue: Catalogue,
+        keeper: Keeper,
+        *,
+        body_bytes: int,
+    ) -> None:
+        super().__init__(
+            fleet,
+            Keys(client_keys, admin_key),
+            # A queue may be long; a process that ends or hangs is noticed by `Keeper`.
+            Timeouts(first_byte=0, idle=0),
+            GatewayMetrics(fleet),
+            bodies=BodyPool(body_bytes, 8 * body_bytes),
+            accounts=Accounts(client_keys, None, None, None),
+            objective=Objective(),
+        )
+        self.catalogue, self.keeper = catalogue, keeper
+        self._keep_alive_s: WeakKeyDictionary[Exchange, float] = WeakKeyDictionary()
+
+    @property
+    def _open_to_all(self) -> bool:
+        """True if clients need no key. The processes of the models have keys of their own, which open nothing more."""
+        return not self.keys.required
+
+    def _check_path(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"]
+        if any(path == kept or path.startswith(f"{kept}/") for kept in KEPT):
+            raise HttpError(
+                501,
+                f"{path!r:.200} is not served beside several models; serve one model for batches",
+                code="not-supported",
+            )
+        if exchange.method in (b"GET", b"HEAD"):
+            raise HttpError(404, f"there is nothing at {path!r:.200}", code="unknown-url")
+        super()._check_path(exchange)
+
+    def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
+        super()._check_privileges(exchange, fields)
+        if fields.keep_alive is not None and exchange.scope["path"].startswith("/api/"):
+            try:
+                self._keep_alive_s[exchange] = parse_keep_alive(fields.keep_alive, "keep_alive")
+            except ConfigError as error:
+                raise RequestError(str(error), param="keep_alive", code=error.code) from None
+
+    def _model_of(self, fields: RoutedFields, path: str) -> str:
+        """The model by its own name. Raises HttpError for a request that names none of several."""
+        named = fields.model if isinstance(fields.model, str) else ""
+        if not named and path.startswith("/api/") and isinstance(fields.name, str):
+            named = fields.name
+        return self.catalogue.own_name(named) if named else self.catalogue.only_name()
+
+    async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
+        """Answer the request once its model is awake."""
+        stays_s = self._keep_alive_s.get(exchange)
+        try:
+            name = (await self.catalogue.planned(exchange.model)).plan.entry.name
+            if stays_s == 0 and (answer := self._unloaded(exchange, name)) is not None:
+                exchange.status, exchange.outcome = 200, "complete"
+                await answer(exchange.scope, receive, send)
+                return
+            async with self.keeper.using(name, keep_alive_s=stays_s, gone=lambda: exchange.gone):
+                await super()._serve(exchange, receive, send)
+                if exchange.outcome == "complete" and exchange.status < 500:
+                    self.keeper.note_answered(name)
+        except WeftError as error:
+            await self._refuse(exchange, error, receive, send)
+
+    async def _refuse(self, exchange: Exchange, error: WeftError, receive: Receive, send: Send) -> None:
+        if exchange.status:
+            raise error  # the answer has begun
+        if not isinstance(error, HttpError):
+            error = HttpError(503, str(error), code=error.code, retry_after_s=5)
+        exchange.status, exchange.outcome = error.status, error.code
+        if not exchange.gone:
+            await error_response(error, exchange.scope["path"])(exchange.scope, receive, send)
+
+    def _unloaded(self, exchange: Exchange, name: str) -> Response | None:
+        """The answer to a client that asks for a model to leave which is not awake; None for any other request."""
+        kind = LOADING.get(exchange.scope["path"])
+        if kind is None or self.keeper.residency.tenants[name].state is State.AWAKE:
+            return None
+        if not _is_empty(exchange.body):
+            return None
+        return JsonResponse(kind.part(exchange.model, "", done=True, done_reason="unload"))
+
+
+def _is_empty(body: bytes) -> bool:
+    """Return True for a body without anything to answer."""
+    fields = read_fields(body)
+    return bytes(fields.prompt) in (b"", b'""', b"null") and bytes(fields.messages) in (b"", b"[]", b"null")

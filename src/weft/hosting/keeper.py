@@ -1,0 +1,384 @@
+"""Keeper: loads, wakes, puts to sleep and unloads the models of a set as `Residency` says, and starts failed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from weft.errors import WeftError
+from weft.gateway.checks import check_health, read_models
+from weft.gateway.config import Timeouts
+from weft.gateway.fleet import Fleet
+from weft.hosting.member import Member
+from weft.hosting.residency import Residency, Room, State
+from weft.hosting.set_plan import ModelPlan
+from weft.serving.errors import HttpError
+
+log = logging.getLogger("weft.hosting")
+
+FAILURES = 5  # in a row, between which no request was answered: then the model stays down
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # before a failed model is started again
+LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LOAD_TIMEOUT
+TICK_S = 0.5  # between two looks at times
+CHECK_EVERY_S = 2.0
+STUCK_CHECKS = 3  # failed ones in a row: the process is killed
+SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
+GONE_POLL_S = 0.2  # between two looks for a client that has gone
+
+
+class Hosted:
+    """One model of the set: its plan, its process group, the requests that wait for it, and its failures."""
+
+    def __init__(self, plan: ModelPlan, member: Member) -> None:
+        self.plan, self.member = plan, member
+        self.waiters: list[asyncio.Future[None]] = []
+        self.wanted = False  # an administrator, or the start, wants it awake without a request
+        self.failures = 0
+        self.fault: HttpError | None = None
+        self.again_s = -math.inf
+        self.load_s: float | None = None
+        self.wake_s: float | None = None
+        self.checks_failed = 0
+        self.watch: asyncio.Task[None] | None = None  # for an end of the process that nobody asked for
+
+    async def stop(self) -> None:
+        """End the process, as somebody asks."""
+        if self.watch is not None and self.watch is not asyncio.current_task():
+            self.watch.cancel()
+        self.watch = None
+        await self.member.stop()
+
+    @property
+    def down(self) -> bool:
+        """True if it is not started again unless somebody asks for it."""
+        return self.failures >= FAILURES
+
+
+class Keeper:
+    """All models of the set. Everything runs in one event loop; `pump` is called after every change."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        fleet: Fleet,
+        environment: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+        create_member: Callable[..., Member] = Member,
+    ) -> None:
+        self.residency, self.fleet, self.clock = residency, fleet, clock
+        self.models: dict[str, Hosted] = {}
+        self._environment = dict(environment)
+        self._create_member = create_member
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._order: list[str] = []  # models that are wanted awake, the first one first
+        self._closed = False
+        self.started = False  # the models that begin with the set have been loaded
+
+    def add(self, plan: ModelPlan) -> Hosted:
+        """Take a model in, unloaded."""
+        name = plan.entry.name
+        member = self._create_member(name, plan.entry.names, environment=self._environment)
+        self.models[name] = hosted = Hosted(plan, member)
+        self.residency.tenants.setdefault(name, plan.tenant)
+        self.fleet.replicas[member.replica.name] = member.replica
+        return hosted
+
+    # What requests and administrators ask for
+
+    @contextlib.asynccontextmanager
+    async def using(
+        self,
+        name: str,
+        *,
+        keep_alive_s: float | None = None,
+        gone: Callable[[], bool] = lambda: False,
+        limit_s: float = LOAD_TIMEOUT_S,
+    ) -> AsyncIterator[Hosted]:
+        """Keep a model awake while the block runs, once it is awake, and `keep_alive_s` longer; None: as configured.
+
+        Raises HttpError 503 if it does not become so within `limit_s`, or if it is down, and PlanError without room.
+        """
+        hosted, tenant = self.models[name], self.residency.tenants[name]
+        if tenant.state is not State.AWAKE or tenant.ends_turn:
+            await self._wait(hosted, gone, limit_s)
+        else:
+            tenant.running += 1
+        try:
+            yield hosted
+        finally:
+            tenant.running -= 1
+            tenant.used_s, tenant.stays_s = self.clock(), keep_alive_s
+            if not tenant.running:
+                self.pump()
+
+    async def _wait(self, hosted: Hosted, gone: Callable[[], bool], limit_s: float) -> None:
+        """Wait until the model is awake; the request then counts as running."""
+        name, waiter = hosted.plan.entry.name, asyncio.get_running_loop().create_future()
+        hosted.waiters.append(waiter)
+        self._want(name)
+        ends_s = self.clock() + limit_s
+        try:
+            while not waiter.done():
+                await asyncio.wait([waiter], timeout=GONE_POLL_S)
+                if waiter.done():
+                    break
+                if gone():
+                    raise HttpError(499, "the client has closed its connection", code="client-gone")
+                if self.clock() > ends_s:
+                    state = self.residency.tenants[name].state.value
+                    raise HttpError(
+                        503,
+                        f"{name!r} was not awake within {limit_s:g} s, it is {state}; try again later",
+                        code="model-not-ready",
+                        retry_after_s=5,
+                    )
+            waiter.result()
+        except BaseException:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.residency.tenants[name].running -= 1  # granted in the moment in which nobody waited any more
+            elif waiter in hosted.waiters:
+                hosted.waiters.remove(waiter)
+            self.pump()
+            raise
+
+    async def wake(self, name: str) -> None:
+        """Load or wake a model, also one that is down. Raises HttpError and PlanError."""
+        hosted = self.models[name]
+        hosted.failures, hosted.fault, hosted.again_s = 0, None, -math.inf
+        async with self.using(name):
+            pass
+
+    async def put_down(self, name: str, *, unload: bool, limit_s: float = LOAD_TIMEOUT_S) -> None:
+        """Put a model to sleep, or unload it, once its running requests have ended; new ones wait, and wake it again.
+
+        Raises HttpError 409 if they have not ended within `limit_s`, and 502 if its process does not obey.
+        """
+        hosted, tenant = self.models[name], self.residency.tenants[name]
+        resting = (State.UNLOADED,) if unload else (State.UNLOADED, State.ASLEEP)
+        ends_s = self.clock() + limit_s
+        tenant.leaves = tenant.ends_turn = True
+        try:
+            while tenant.running or tenant.state not in (State.AWAKE, State.ASLEEP, State.UNLOADED):
+                if self.clock() > ends_s:
+                    raise HttpError(
+                        409,
+                        f"{name!r} is {tenant.state.value} with {tenant.running} running requests; try again later",
+                        code="model-busy",
+                        retry_after_s=1,
+                    )
+                await asyncio.sleep(SETTLE_POLL_S)
+        finally:
+            tenant.leaves = tenant.ends_turn = False
+        hosted.wanted, failures = False, hosted.failures
+        if tenant.state not in resting:
+            await self._begin_rest(name, unload=unload)
+        if hosted.failures > failures and hosted.fault is not None:
+            raise hosted.fault
+
+    def note_answered(self, name: str) -> None:
+        """Note that a model has answered a request: earlier failures do not count any more."""
+        self.models[name].failures = 0
+
+    # Changes
+
+    def _want(self, name: str) -> None:
+        if name not in self._order:
+            self._order.append(name)
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin all changes that can begin now, and let requests go whose models are awake."""
+        if self._closed:
+            return
+        now = self.clock()
+        self._release()  # first: a model that has just been woken has requests to answer before it sleeps again
+        for tenant in self.residency.tenants.values():
+            tenant.ends_turn = tenant.leaves
+        blocked: set[str] = set()
+        for name in tuple(self._order):
+            hosted, tenant = self.models[name], self.residency.tenants[name]
+            if not (hosted.waiters or hosted.wanted):
+                self._order.remove(name)  # one that is awake may end its turn, with requests that wait
+            elif tenant.state in (State.UNLOADED, State.ASLEEP) and (hosted.down or now >= hosted.again_s):
+                self._make_room(hosted, now, blocked)
+        for name in self.residency.expired(now):
+            self._begin_rest(name, unload=not self.residency.may_sleep(name))
+        self._release()
+
+    def _make_room(self, hosted: Hosted, now: float, blocked: set[str]) -> None:
+        """Begin to load or wake a model, or to make room for it. One that waits keeps its devices from later ones."""
+        name, devices = hosted.plan.entry.name, {*hosted.plan.need.awake}
+        if devices & blocked:
+            return
+        if hosted.down:
+            self._refuse(hosted, hosted.fault or HttpError(503, f"{name!r} is down", code="model-down"))
+            return
+        try:
+            room = self.residency.room_for(name, now)
+        except WeftError as error:
+            self._refuse(hosted, error)
+            return
+        if room.ready:
+            tenant = self.residency.tenants[name]
+            tenant.state = State.LOADING if tenant.state is State.UNLOADED else State.WAKING
+            self._spawn(self._bring_up(hosted, tenant.state is State.LOADING))
+            return
+        blocked |= devices
+        self._clear(room)
+
+    def _clear(self, room: Room) -> None:
+        """Have models make room."""
+        for name in room.waits_for:
+            self.residency.tenants[name].ends_turn = True
+        for name in (*room.sleepers, *room.leavers):
+            self._begin_rest(name, unload=name in room.leavers)
+
+    def _release(self) -> None:
+        """Let the requests go whose models are awake."""
+        for name, hosted in self.models.items():
+            tenant = self.residency.tenants[name]
+            if tenant.state is State.AWAKE and not tenant.ends_turn:
+                waiting, hosted.waiters = hosted.waiters, []
+                for waiter in waiting:
+                    if not waiter.done():
+                        tenant.running += 1
+                        waiter.set_result(None)
+
+    @staticmethod
+    def _refuse(hosted: Hosted, error: Exception) -> None:
+        """End the requests that wait for a model."""
+        hosted.wanted = False
+        waiting, hosted.waiters = hosted.waiters, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def _bring_up(self, hosted: Hosted, load: bool) -> None:
+        """Load a model, or wake it."""
+        entry, tenant, began = hosted.plan.entry, self.residency.tenants[hosted.plan.entry.name], self.clock()
+        try:
+            if load:
+                await hosted.member.start(entry.config.model, entry.names, hosted.plan.words)
+                hosted.load_s = self.clock() - began
+                await read_models(hosted.member.replica, Timeouts())
+                hosted.watch = self._spawn(self._watch(hosted))
+            else:
+                await hosted.member.command("/wake_up")
+                hosted.wake_s = self.clock() - began
+        except HttpError as error:
+            if load or hosted.member.runs:
+                await self._fail(hosted, error)
+            return
+        now = self.clock()
+        log.info("%s %s (%.2f s)", entry.name, "is loaded" if load else "is awake", now - began)
+        tenant.state, tenant.woken_s, tenant.used_s = State.AWAKE, now, now
+        hosted.wanted, hosted.member.replica.draining, hosted.checks_failed = False, False, 0
+        self.pump()
+
+    def _begin_rest(self, name: str, *, unload: bool) -> asyncio.Task[None]:
+        """Begin to put an idle model to sleep, or to unload it."""
+        hosted, tenant = self.models[name], self.residency.tenants[name]
+        tenant.state = State.UNLOADING if unload else State.SLEEPING
+        hosted.member.replica.draining = True
+        return self._spawn(self._rest(hosted, unload=unload))
+
+    async def _rest(self, hosted: Hosted, *, unload: bool) -> None:
+        name = hosted.plan.entry.name
+        tenant = self.residency.tenants[name]
+        try:
+            if unload:
+                await hosted.stop()
+            else:
+                await hosted.member.command("/sleep?level=1")
+        except HttpError as error:
+            if hosted.member.runs:
+                await self._fail(hosted, error)
+            return  # `_watch` sees to a process that has ended
+        tenant.state = State.UNLOADED if unload else State.ASLEEP
+        log.info("%s is %s", name, tenant.state.value)
+        self.pump()
+
+    async def _watch(self, hosted: Hosted) -> None:
+        """Wait for the end of a model's process: nobody has asked for it, so the model has failed."""
+        await hosted.member.ended()
+        if not self._closed:
+            await self._fail(hosted, hosted.member.failure())
+
+    async def _fail(self, hosted: Hosted, error: HttpError) -> None:
+        """Note a failure. The model starts again after a pause, unless it has failed FAILURES times in a row."""
+        name = hosted.plan.entry.name
+        tenant = self.residency.tenants[name]
+        hosted.member.replica.draining = True
+        tenant.state = State.UNLOADING
+        await hosted.stop()
+        tenant.state = State.UNLOADED
+        hosted.failures += 1
+        hosted.fault = error
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**hosted.failures)
+        hosted.again_s = self.clock() + pause_s
+        if hosted.down:
+            log.error("%s stays down after %d failures in a row: %s", name, hosted.failures, error)
+            self._refuse(hosted, error)
+        else:
+            log.error("%s; it may start again in %.1f s", error, pause_s)
+            hosted.wanted = hosted.plan.entry.must_be_awake
+            if hosted.wanted or hosted.waiters:
+                self._want(name)
+        self.pump()
+
+    # The life of the set
+
+    async def start(self, names: Sequence[str]) -> None:
+        """Load models, one after the other: each measures the free memory. A failure is logged."""
+        for name in names:
+            self.models[name].wanted = True
+            try:
+                await self.wake(name)
+            except WeftError as error:
+                log.error("%s is not loaded: %s", name, error)
+        self.started = True
+
+    async def tick_forever(self) -> None:
+        """Look at the times and at the health of all models, until it is cancelled."""
+        next_check_s = self.clock()
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.pump()
+            if self.clock() >= next_check_s:
+                next_check_s = self.clock() + CHECK_EVERY_S
+                await asyncio.gather(*map(self._check, self.models.values()), return_exceptions=True)
+
+    async def _check(self, hosted: Hosted) -> None:
+        """Ask an awake model for its health; a process that does not answer is killed, and starts again."""
+        if self.residency.tenants[hosted.plan.entry.name].state is not State.AWAKE:
+            return
+        replica = hosted.member.replica
+        before = replica.breaker.failures
+        await check_health(replica, self.fleet, Timeouts())
+        failed = replica.breaker.failures > before or not replica.breaker.closed
+        hosted.checks_failed = hosted.checks_failed + 1 if failed else 0
+        if hosted.checks_failed >= STUCK_CHECKS:
+            log.error("%s is killed: %s", hosted.plan.entry.name, replica.breaker.last_failure)
+            hosted.member.kill()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._closed = True
+        shutting_down = HttpError(503, "the server is shutting down", code="shutting-down", retry_after_s=1)
+        for hosted in self.models.values():
+            self._refuse(hosted, shutting_down)
+        await asyncio.gather(*(hosted.member.close() for hosted in self.models.values()), return_exceptions=True)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

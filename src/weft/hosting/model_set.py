@@ -1,0 +1,90 @@
+"""ModelSet: the models that one address serves, as the user's file or the cache of fetched models gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from weft.config import EngineConfig
+from weft.errors import ConfigError
+from weft.serving.ollama.names import tagged
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One model of a set.
+
+    - `names`: what requests call it, the first of them in messages.
+    - `config`: the engine's options; `words` are the flags of `weft serve` that give them and those of its answers.
+    - `keep_alive_s`: seconds that it stays awake after its last request; infinity: it must always be awake.
+    - `priority`: of the models that could make room, the one with the largest number sleeps first.
+    - `always`: it is loaded with the set. Others are loaded at their first request.
+    """
+
+    names: tuple[str, ...]
+    config: EngineConfig
+    words: tuple[str, ...] = ()
+    keep_alive_s: float = math.inf
+    priority: int = 0
+    always: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def must_be_awake(self) -> bool:
+        """True if it never sleeps to make room for another model."""
+        return math.isinf(self.keep_alive_s)
+
+
+class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
+    """The models of one address. `source` is the file that names them; `port` is the one that it gives, if any.
+
+    `warnings` are lines about what the file says in vain. With `grows`, models that are fetched later belong to it.
+    """
+
+    entries: tuple[ModelEntry, ...]
+    source: str
+    port: int | None = None
+    warnings: tuple[str, ...] = ()
+    grows: bool = False
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The model that a name means, with or without the tag `latest`."""
+        return next((entry for entry in self.entries if tagged(name) in map(tagged, entry.names)), None)
+
+
+def check_model_set(models: ModelSet) -> None:
+    """Raise ConfigError for a set without a model, for two models of one name, and for a device that is named twice."""
+    if not models.entries:
+        raise ConfigError(
+            f"{models.source} has no model; give one, as in models: [{{name: small, model: demo}}]", code="no-models"
+        )
+    seen: dict[str, int] = {}
+    for number, entry in enumerate(models.entries, 1):
+        for name in entry.names:
+            first = seen.setdefault(tagged(name), number)
+            if first != number:
+                raise ConfigError(
+                    f"{models.source}: models {first} and {number} are both called {name!r}; give each a name of its "
+                    "own",
+                    code="duplicate-model-name",
+                )
+        _check_devices(entry, models.source)
+
+
+def _check_devices(entry: ModelEntry, source: str) -> None:
+    ids = entry.config.device_ids or ()
+    twice = next((device for device in ids if ids.count(device) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{source}: device-ids of {entry.name!r} are {','.join(map(str, ids))}, with {twice} twice; name each once",
+            code="device-twice",
+        )
+
+
+def must_be_awake(entries: Sequence[ModelEntry]) -> Iterator[ModelEntry]:
+    """The models that are awake as long as the set runs."""
+    return (entry for entry in entries if entry.must_be_awake)

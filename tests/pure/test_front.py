@@ -1,0 +1,202 @@
+"""The front of several models: names, refusals and administration, over one fake server for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.pure.servers import Exchange, serving
+from tests.pure.worlds import refused
+from weft.config import EngineConfig
+from weft.gateway.config import ClientKey, UpstreamConfig
+from weft.gateway.policy import POLICIES
+from weft.gateway.replica import Replica
+from weft.hardware.cluster import parse_gpus
+from weft.hosting.app import create_app
+from weft.hosting.catalogue import Catalogue, SetFleet
+from weft.hosting.front import SetProxy
+from weft.hosting.keeper import Keeper
+from weft.hosting.model_set import ModelEntry, ModelSet
+from weft.hosting.residency import Need, Residency, State
+from weft.hosting.set_plan import ModelPlan, SetPlan
+from weft.serving.errors import HttpError
+
+ENTRIES = (
+    ModelEntry(names=("one", "uno"), config=EngineConfig(model="Qwen/Qwen3-8B")),
+    ModelEntry(names=("two",), config=EngineConfig(model="Qwen/Qwen3-4B"), keep_alive_s=60.0, always=False),
+)
+
+
+async def answer(exchange: Exchange) -> None:
+    """Say who was asked."""
+    named = (exchange.json or {}).get("model", "")
+    body = b'{"model":"%b","path":"%b"}' % (named.encode(), exchange.path.encode())
+    exchange.head("200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    exchange.writer.write(body)
+
+
+class Front:
+    """The front in this event loop."""
+
+    def __init__(self, url: str, keys: Sequence[str] = (), admin_key: str | None = None) -> None:
+        class FakeMember:
+            def __init__(self, name: str, names: Sequence[str], *, environment: dict[str, str]) -> None:
+                self.replica = Replica(UpstreamConfig(url=f"{url}/{name}", models=list(names)))
+                self.replica.draining, self.runs, self.pid, self.commands = True, False, 7, list[str]()
+                self.end = asyncio.Event()
+
+            async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
+                self.runs, self.end = True, asyncio.Event()
+
+            async def command(self, path: str) -> None:
+                self.commands.append(path)
+
+            async def ended(self) -> None:
+                await self.end.wait()
+
+            async def stop(self) -> None:
+                self.runs = False
+                self.end.set()
+
+            close = stop
+
+            def failure(self) -> HttpError:
+                return HttpError(503, "no cause", code="model-down")
+
+        fleet = SetFleet([], POLICIES["least_conn"](), asyncio.get_running_loop().time)
+        self.keeper = Keeper(Residency({"cpu": 100}), fleet, {}, create_member=FakeMember)  # type: ignore[arg-type]
+        models = ModelSet(entries=ENTRIES, source="set.yaml")
+        catalogue = fleet.catalogue = Catalogue(models, self.keeper, parse_gpus("1xH100"))
+        need = Need({"cpu": 10}, {"cpu": 1})
+        plans = [
+            ModelPlan(entry=entry, devices=("cpu",), need=need, weight_bytes=9, kv_bytes=1, wake_s=0.1)
+            for entry in ENTRIES
+        ]
+        catalogue.take_plan(SetPlan(models=tuple(plans), rooms={"cpu": 100}))
+        client_keys = [ClientKey(name=f"key {number}", key=key) for number, key in enumerate(keys)]
+        self.proxy = SetProxy(fleet, client_keys, admin_key, catalogue, self.keeper, body_bytes=2**20)
+        transport = httpx.ASGITransport(create_app(self.proxy), client=("127.0.0.1", 9))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
+
+    def state(self, name: str) -> State:
+        return self.keeper.residency.tenants[name].state
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return await self.client.post(path, json=body, headers=headers)
+
+
+@asynccontextmanager
+async def fronting(**fields: Any) -> AsyncIterator[Front]:
+    async with serving(answer) as address:
+        front = Front(str(address.url), **fields)
+        try:
+            yield front
+        finally:
+            await front.client.aclose()
+            front.proxy.close()
+            await front.keeper.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sent"),
+    [
+        ("/v1/chat/completions", {"model": "uno", "messages": []}, "uno"),
+        ("/v1/completions", {"model": "two", "prompt": "a"}, "two"),
+        ("/v1/messages", {"model": "one", "messages": []}, "one"),
+        ("/api/chat", {"model": "uno:latest", "messages": [{}]}, "uno"),
+        ("/api/embed", {"name": "two", "input": "a"}, "two"),
+        ("/tokenize", {"model": "two", "prompt": "a"}, "two"),
+    ],
+)
+async def test_a_request_goes_to_the_model_that_it_names(path: str, body: dict[str, Any], sent: str) -> None:
+    async with fronting() as front:
+        told = (await front.post(path, body)).json()
+        own = "one" if sent == "uno" else sent
+        assert told["path"] == f"/{own}{path}"
+        assert told["model"] in (sent, body.get("model", ""), "")
+        assert front.state(own) is State.AWAKE
+        assert {name for name in ("one", "two") if front.state(name) is State.AWAKE} == {own}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/completions", {"prompt": "a"}, 400, "model_missing"),
+        ("/v1/completions", {"model": "six", "prompt": "a"}, 404, "model_not_found"),
+        ("/v1/batches", {"model": "one"}, 501, "not_supported"),
+    ],
+)
+async def test_refusals(path: str, body: dict[str, Any], status: int, code: str) -> None:
+    async with fronting() as front:
+        refused(await front.post(path, body), status, code=code)
+        assert front.state("one") is State.UNLOADED, "nobody is loaded for a wrong request"
+
+
+async def test_unknown_paths_and_keep_alive() -> None:
+    async with fronting() as front:
+        refused(await front.client.get("/nowhere"), 404, code="unknown_url")
+        soon = await front.post("/api/chat", {"model": "two", "messages": [], "keep_alive": "soon"})
+        assert (soon.status_code, "'soon'" in soon.json()["error"]) == (400, True)
+        assert (await front.post("/api/pull", {"model": "two"})).status_code == 501
+        unload = await front.post("/api/generate", {"model": "two", "keep_alive": 0})
+        assert unload.json()["done_reason"] == "unload"
+        assert front.state("two") is State.UNLOADED
+
+
+async def test_lists() -> None:
+    async with fronting() as front:
+        assert [row["id"] for row in (await front.client.get("/v1/models")).json()["data"]] == ["one", "uno", "two"]
+        assert (await front.client.get("/v1/models/two")).json()["root"] == "Qwen/Qwen3-4B"
+        assert (await front.client.get("/api/ps")).json()["models"] == []
+        await front.post("/v1/completions", {"model": "two", "prompt": "a"})
+        (row,) = (await front.client.get("/api/ps")).json()["models"]
+        assert (row["name"], row["size"], row["size_vram"]) == ("two:latest", 10, 0)
+        shown = (await front.post("/api/show", {"model": "one"})).json()
+        assert shown["model_info"]["general.architecture"] == "qwen3"
+
+
+async def test_health() -> None:
+    async with fronting() as front:
+        assert (await front.client.get("/health/live")).status_code == 200
+        refused(await front.client.get("/health/ready"), 503, code="model_not_ready")
+        await front.keeper.start(["one"])
+        assert (await front.client.get("/health/ready")).status_code == 200
+        assert (await front.client.get("/health")).status_code == 200
+        front.keeper.models["one"].failures, front.keeper.models["one"].fault = 5, HttpError(503, "a cause", code="x")
+        down = refused(await front.client.get("/health"), 503, code="model_down")
+        assert "a cause" in str(down)
+        assert "one" not in {row["id"] for row in (await front.client.get("/v1/models")).json()["data"]}
+
+
+async def test_administration_from_this_machine() -> None:
+    async with fronting() as front:
+        for change, state in (("load", "awake"), ("sleep", "asleep"), ("wake", "awake"), ("unload", "unloaded")):
+            row = (await front.post(f"/admin/models/{change}", {"model": "two"})).json()
+            assert row["state"] == state
+        assert front.keeper.models["two"].member.commands == ["/sleep?level=1", "/wake_up"]  # type: ignore[attr-defined]
+        refused(await front.post("/admin/models/load", {}), 400, code="model_missing")
+        refused(await front.post("/admin/models/paint", {"model": "two"}), 404, code="unknown_url")
+        refused(await front.client.post("/sleep"), 400, code="model_missing")
+        assert (await front.client.get("/is_sleeping?model=two")).json() == {"is_sleeping": True}
+        refused(await front.client.get("/layout?model=two"), 409, code="model_not_loaded")
+        proxied = await front.client.get("/admin/models", headers={"X-Forwarded-For": "10.0.0.9"})
+        refused(proxied, 403, code="admin_key_unset")
+
+
+async def test_keys() -> None:
+    async with fronting(keys=["client"], admin_key="owner") as front:
+        body = {"model": "two", "prompt": "a"}
+        refused(await front.post("/v1/completions", body), 401, code="invalid_api_key")
+        refused(await front.client.get("/v1/models"), 401, code="invalid_api_key")
+        assert (await front.post("/v1/completions", body, Authorization="Bearer client")).status_code == 200
+        for key in ({}, {"Authorization": "Bearer client"}):
+            refused(await front.client.get("/admin/models", headers=key), 401, code="invalid_admin_key")
+        rows = await front.client.get("/admin/models", headers={"Authorization": "Bearer owner"})
+        assert [row["state"] for row in rows.json()["models"]] == ["unloaded", "awake"]
+        asks = await front.post("/api/generate", {"model": "two", "keep_alive": 0}, Authorization="Bearer client")
+        assert asks.status_code == 403, "one client must not send the model of all to sleep"

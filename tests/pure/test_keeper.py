@@ -1,0 +1,266 @@
+"""The keeper of several models, over processes that only note what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.refusals import refuses
+from weft.config import EngineConfig
+from weft.errors import PlanError
+from weft.gateway.policy import POLICIES
+from weft.hosting import keeper as keepers
+from weft.hosting.catalogue import SetFleet
+from weft.hosting.keeper import FAILURES, Keeper
+from weft.hosting.model_set import ModelEntry
+from weft.hosting.residency import TURN_S, Need, Residency, State
+from weft.hosting.set_plan import ModelPlan
+from weft.serving.errors import HttpError
+
+PATIENCE_S = 10.0
+
+
+class FakeMember:
+    """A process that starts, obeys and ends at once; `told` is what it was told."""
+
+    def __init__(self, name: str, names: Sequence[str], *, environment: dict[str, str]) -> None:
+        self.name, self.told, self.runs, self.broken = name, list[str](), False, False
+        self.replica = SimpleNamespace(name=name, draining=True, listed=None)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._ended = asyncio.Event()
+
+    async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
+        self.told.append("start")
+        await self.gate.wait()
+        if self.broken:
+            raise self.failure()
+        self.runs, self._ended = True, asyncio.Event()
+
+    async def command(self, path: str) -> None:
+        self.told.append(path)
+
+    async def ended(self) -> None:
+        await self._ended.wait()
+
+    def failure(self) -> HttpError:
+        return HttpError(503, f"{self.name!r} does not run: no cause", code="model-down")
+
+    def kill(self) -> None:
+        self.runs = False
+        self._ended.set()
+
+    async def stop(self) -> None:
+        self.told.append("stop")
+        self.kill()
+
+    async def close(self) -> None:
+        await self.stop()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def keeping(
+    monkeypatch: pytest.MonkeyPatch, room: int, **models: dict[str, Any]
+) -> AsyncIterator[tuple[Keeper, dict[str, FakeMember], Clock]]:
+    """A keeper of models that take 10 bytes awake and 1 asleep."""
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(keepers, "read_models", nothing)
+    clock = Clock()
+    fleet = SetFleet([], POLICIES["least_conn"](), clock)
+    keeper = Keeper(Residency({"cpu": room}), fleet, {}, clock, FakeMember)  # type: ignore[arg-type]
+    for name, fields in models.items():
+        entry = ModelEntry(names=(name,), config=EngineConfig(model=name), **fields)
+        need = Need({"cpu": 10}, {"cpu": 1})
+        keeper.add(ModelPlan(entry=entry, devices=("cpu",), need=need, weight_bytes=9, kv_bytes=1, wake_s=0.1))
+    ticking = asyncio.create_task(keeper.tick_forever())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield keeper, {name: hosted.member for name, hosted in keeper.models.items()}, clock  # type: ignore[misc]
+    finally:
+        ticking.cancel()
+        await keeper.close()
+
+
+async def until(check: Any) -> None:
+    while not check():
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TICK_S", "GONE_POLL_S"):
+        monkeypatch.setattr(keepers, name, 0.01)
+    monkeypatch.setattr(keepers, "CHECK_EVERY_S", 1e9)
+
+
+async def ask(keeper: Keeper, name: str, **fields: Any) -> None:
+    async with keeper.using(name, **fields):
+        pass
+
+
+async def test_a_request_loads_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, _):
+        await asyncio.gather(*(ask(keeper, "one") for _ in range(20)))
+        assert members["one"].told == ["start"]
+        assert keeper.residency.tenants["one"].running == 0
+
+
+async def test_the_one_used_before_sleeps_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}
+    async with keeping(monkeypatch, 12, **models) as (keeper, members, clock):
+        await ask(keeper, "one")
+        clock.now += 1
+        await ask(keeper, "two")
+        assert members["one"].told == ["start", "/sleep?level=1"]
+        assert members["one"].replica.draining
+        clock.now += 1
+        await ask(keeper, "one")
+        assert members["one"].told == ["start", "/sleep?level=1", "/wake_up"]
+        assert members["two"].told == ["start", "/sleep?level=1"]
+        assert keeper.residency.held("cpu") == 11
+
+
+async def test_under_load_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to both without a pause, and room for one: nobody fails, both are answered."""
+    models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}
+    async with keeping(monkeypatch, 12, **models) as (keeper, members, clock):
+        answered = {"one": 0, "two": 0}
+
+        async def client(name: str) -> None:
+            while min(answered.values()) < 30:
+                async with keeper.using(name):
+                    assert keeper.residency.tenants[name].state is State.AWAKE
+                    await asyncio.sleep(0.001)
+                    clock.now += TURN_S / 50
+                answered[name] += 1
+
+        await asyncio.gather(*(client(name) for name in ("one", "two") for _ in range(3)))
+        sleeps = members["one"].told.count("/sleep?level=1")
+        assert sleeps
+        assert sleeps <= answered["one"] / 3, "it takes turns, not each request"
+
+
+async def test_room_that_busy_models_hold_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}
+    async with keeping(monkeypatch, 12, **models) as (keeper, members, clock):
+        async with keeper.using("one"):
+            clock.now += TURN_S + 1
+            waiting = asyncio.create_task(ask(keeper, "two"))
+            await until(lambda: keeper.residency.tenants["one"].ends_turn)
+            late = asyncio.create_task(ask(keeper, "one"))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            assert not late.done(), "the turn of one ends"
+            assert "/sleep?level=1" not in members["one"].told
+        await waiting
+        await late
+        assert members["one"].told == ["start", "/sleep?level=1", "/wake_up"]
+
+
+async def test_time_awake_is_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, _, clock):
+        await ask(keeper, "one")
+        clock.now += 59
+        await asyncio.sleep(0.05)
+        assert keeper.residency.tenants["one"].state is State.AWAKE
+        clock.now += 1
+        await until(lambda: keeper.residency.tenants["one"].state is State.ASLEEP)
+        await ask(keeper, "one", keep_alive_s=0.0)
+        await until(lambda: keeper.residency.tenants["one"].state is State.ASLEEP)
+        await ask(keeper, "one", keep_alive_s=float("inf"))
+        clock.now += 1e6
+        await asyncio.sleep(0.05)
+        assert keeper.residency.tenants["one"].state is State.AWAKE
+
+
+async def test_a_model_that_must_be_awake_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={}, two={}) as (keeper, members, clock):
+        await keeper.start(["one", "two"])
+        members["one"].kill()
+        await until(lambda: keeper.models["one"].failures == 1)
+        assert keeper.residency.tenants["two"].state is State.AWAKE
+        clock.now += 60
+        await until(lambda: keeper.residency.tenants["one"].state is State.AWAKE)
+        assert members["one"].told.count("start") == 2
+        assert members["two"].told == ["start"]
+        keeper.note_answered("one")
+        assert keeper.models["one"].failures == 0
+
+
+async def test_after_failures_in_a_row_it_stays_down_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={}, two={}) as (keeper, members, clock):
+        members["one"].broken = True
+        starting = asyncio.create_task(keeper.start(["one", "two"]))
+        while not starting.done():
+            clock.now += 1
+            await asyncio.sleep(0.01)
+        assert members["one"].told.count("start") == FAILURES
+        with refuses(HttpError, "model-down", "'one'", "no cause"):
+            await ask(keeper, "one")
+        await ask(keeper, "two")
+        members["one"].broken = False
+        await keeper.wake("one")
+        await ask(keeper, "one")
+
+
+async def test_no_room_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 12, one={}, two={"keep_alive_s": 60.0}) as (keeper, _, __):
+        await ask(keeper, "one")
+        with refuses(PlanError, "no-room-for-model", "'two'", "10 bytes of cpu", "12"):
+            await ask(keeper, "two")
+        assert keeper.residency.tenants["two"].running == 0
+
+
+async def test_a_client_that_goes_and_one_that_waits_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, clock):
+        members["one"].gate.clear()
+        with refuses(HttpError, "client-gone"):
+            await ask(keeper, "one", gone=lambda: True)
+        waiting = asyncio.create_task(ask(keeper, "one", limit_s=5.0))
+        await asyncio.sleep(0.03)
+        clock.now += 6
+        with refuses(HttpError, "model-not-ready", "'one'", "5 s", "loading"):
+            await waiting
+        members["one"].gate.set()
+        await ask(keeper, "one")
+        assert keeper.residency.tenants["one"].running == 0
+
+
+async def test_commands_of_an_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={}) as (keeper, members, _):
+        await keeper.wake("one")
+        async with keeper.using("one"):
+            with refuses(HttpError, "model-busy", "'one'", "awake", "1"):
+                await keeper.put_down("one", unload=False, limit_s=-1.0)
+            sleeping = asyncio.create_task(keeper.put_down("one", unload=False))
+            await asyncio.sleep(0.05)
+            late = asyncio.create_task(ask(keeper, "one"))
+            await asyncio.sleep(0.05)
+            assert not sleeping.done()
+            assert not late.done()
+        await sleeping
+        await late
+        assert members["one"].told == ["start", "/sleep?level=1", "/wake_up"]
+        del members["one"].told[1:]
+        await keeper.put_down("one", unload=False)
+        await keeper.put_down("one", unload=False)
+        assert keeper.residency.tenants["one"].state is State.ASLEEP
+        await keeper.put_down("one", unload=True)
+        assert keeper.residency.tenants["one"].state is State.UNLOADED
+        assert members["one"].told == ["start", "/sleep?level=1", "stop"]
+        assert keeper.models["one"].failures == 0
