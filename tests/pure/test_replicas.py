@@ -30,6 +30,7 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.core.token_ids import TokenIds
 from weft.errors import Cause, ConfigError, EngineError, QueueFullError, RequestError
+from weft.executors.liveness import Alive
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
@@ -54,14 +55,16 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
-        self.calling = False
+        self.calling, self.alive_sign, self.silent_s = False, Alive(), 0.0
         self.gate = asyncio.Event()  # commands wait for it
         self.gate.set()
         self.refusal: RequestError | None = None
         self._death = asyncio.Event()
 
     @classmethod
-    async def start(cls, plan: Plan, config: EngineConfig, worker: str, others: object = None) -> FakeEngine:
+    async def start(
+        cls, plan: Plan, config: EngineConfig, worker: str, others: object = None, stall_s: float | None = None
+    ) -> FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:
             FakeEngine.broken_starts -= 1
@@ -456,7 +459,7 @@ async def test_a_death_right_after_the_start_and_an_engine_that_does_not_close(m
         first, second = FakeEngine.started
         start, close = FakeEngine.start, FakeEngine.close
 
-        async def dies(plan: Plan, config: EngineConfig, worker: str) -> FakeEngine:
+        async def dies(plan: Plan, config: EngineConfig, worker: str, **_: object) -> FakeEngine:
             monkeypatch.setattr(FakeEngine, "start", start)
             made = await start(plan, config, worker)
             made.fail()

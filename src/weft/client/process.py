@@ -36,6 +36,7 @@ from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
 from weft.executors.launch import Parent
+from weft.executors.processes import ProcessExecutor
 from weft.hardware import malloc
 from weft.plan.memory import fit_length
 from weft.structured.compiler import GrammarCompiler
@@ -120,7 +121,9 @@ def main(descriptor: int) -> None:
     phase = "start"
     try:
         # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
-        executor = create_executor(start.config.executor or "processes", start.worker, start.others)
+        executor = create_executor(start.config.executor or "processes", start.worker, start.others, start.stall_s)
+        if isinstance(executor, ProcessExecutor):
+            parent.sign = lambda: executor.state
         parent.before_exit = executor.close
         ready = executor.start(start.plan)
         phase = "allocate"

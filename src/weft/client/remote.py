@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from itertools import count
 from types import TracebackType
@@ -32,6 +33,7 @@ from weft.executors.base import Ready
 from weft.executors.causes import cause_of
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
+from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence
 from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
@@ -39,6 +41,7 @@ from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
+SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
 
 
 class OutputSink(Protocol):
@@ -68,6 +71,7 @@ class AsyncEngine:
 
     `plan` is the executed plan, with the served length. `ready` is what the ranks reported. `stats` are the core's as
     of its last message. `failure` is the error that ended the engine; it stays None if the engine is closed.
+    `alive_sign` is what the core has last said of its ranks.
     """
 
     plan: Plan
@@ -86,16 +90,25 @@ class AsyncEngine:
         self._died: asyncio.Future[None] = loop.create_future()
         self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
         self._connection = CoreConnection(self)
+        self._silence = Silence(self._child.process.pid)
+        self.alive_sign = Alive()
+        self._watch_task: asyncio.Task[None] | None = None
         self._exit_task: asyncio.Task[None] | None = None  # held here, or it could be garbage-collected
 
     @classmethod
     async def start(
-        cls, plan: Plan, config: EngineConfig, worker: str = WORKER, others: OtherNodes | RayNodes | None = None
+        cls,
+        plan: Plan,
+        config: EngineConfig,
+        worker: str = WORKER,
+        others: OtherNodes | RayNodes | None = None,
+        stall_s: float | None = None,
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
-        core inherits their connections, which are closed here. It may be cancelled.
+        core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for so
+        many seconds has failed, and so has the engine if a step does not finish. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         try:
@@ -105,7 +118,9 @@ class AsyncEngine:
                 os.close(descriptor)
         try:
             await engine._connection.connect(engine._child)
-            engine._connection.send(StartCore(plan, config, worker, others))
+            engine._connection.send(StartCore(plan, config, worker, others, stall_s))
+            if stall_s is not None:
+                engine._watch_task = asyncio.create_task(engine._watch_core(stall_s))
             started = await engine._started
         except BaseException:  # after a cancellation by Ctrl-C, too, no process may be left behind
             await engine.close()
@@ -137,6 +152,11 @@ class AsyncEngine:
     def replica_stats(self) -> list[Stats]:
         """The stats of each engine: of this one."""
         return [self.stats]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the core, or one of its ranks, has shown no sign of life."""
+        return max(self._silence.seconds, self.alive_sign.silent_s)
 
     async def died(self) -> None:
         """Wait until the engine fails. Closing it is no failure."""
@@ -200,13 +220,17 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the core and its ranks, and wait until they are gone. May be called twice."""
         self.abandon()
+        if self._watch_task:
+            self._watch_task.cancel()
         if not self._started.cancel() and not self._started.cancelled():
             self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
         self._connection.close()
+        # A core that shows no sign of life will not end by itself. Its ranks end with it.
+        exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S
         try:
-            await asyncio.to_thread(end_children, [self._child], FAMILY_EXIT_S)
+            await asyncio.to_thread(end_children, [self._child], exit_s)
         except RuntimeError:  # the interpreter exits, and starts no more threads
-            end_children([self._child], FAMILY_EXIT_S)
+            end_children([self._child], exit_s)
         await self._connection.closed()
         self._child.close()
 
@@ -218,7 +242,10 @@ class AsyncEngine:
 
     def handle_message(self, message: FromCore) -> None:
         """Handle a message from the core."""
+        self._silence.hear()
         match message:
+            case Alive():
+                self.alive_sign = message
             case StepOutputs(outputs, stats):
                 self.stats = stats
                 for output in outputs:
@@ -263,6 +290,15 @@ class AsyncEngine:
             self._started.set_exception(EngineError(cause))
         self._fail_callers(cause)
         self._died.set_result(None)
+
+    async def _watch_core(self, limit_s: float) -> None:
+        """Send heartbeats, and fail once the core has shown no sign of life for `limit_s` seconds."""
+        while self.alive:
+            self._connection.send(Heartbeat())
+            await asyncio.sleep(BEAT_S)
+            self._silence.tick(time.monotonic())
+            if self._silence.seconds >= limit_s:
+                self.fail(self._silence.reason.of(CORE, "step" if self._started.done() else "start"))
 
     async def _fail_by_exit(self, error: Exception | None) -> None:
         reason = await asyncio.to_thread(self._child.describe_exit)

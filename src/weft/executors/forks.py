@@ -28,6 +28,7 @@ from weft.executors.fork_server import (
     FromServer,
     ServerReady,
 )
+from weft.executors.liveness import read_times
 
 # With one of these, OpenMP binds the very process that loads it to a core.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
@@ -35,6 +36,7 @@ BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PRO
 UNREAD_VARIABLES = ("PYTEST_CURRENT_TEST",)
 MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
 END_S = 1.0  # seconds for a server to end by itself
+POLL_S, STOPPED_S = 0.5, 2.0  # a server that has been stopped (SIGSTOP) for that long is given up
 
 # Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
 # the end of the stream.
@@ -189,6 +191,14 @@ class Server:
             self._statuses[message.pid] = message.returncode
 
     def _receive_any(self) -> tuple[FromServer, list[int]]:
+        """Wait for a message. Raises ForkError for a server that has ended, or that has been stopped for STOPPED_S."""
+        stopped_s = 0.0
+        while not wait_readable(self._socket.fileno(), time.monotonic() + POLL_S):
+            times = read_times(self.process.pid)
+            stopped_s = stopped_s + POLL_S if times and times.stopped else 0.0
+            if stopped_s >= STOPPED_S:
+                self.process.kill()
+                raise ForkError("the server is stopped")
         data, files, _, _ = socket.recv_fds(self._socket, MAX_REQUEST, 1)
         if not data:
             raise ForkError("the server has ended")

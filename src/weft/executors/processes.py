@@ -9,9 +9,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 
 from weft.errors import Cause, EngineError
+from weft.executors.liveness import Alive
 from weft.executors.messages import Launch, Listening, ToRank
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, RankProcesses, rank_environment
+from weft.executors.rank_watch import RankWatch
 from weft.executors.ranks import RankExecutor
 from weft.plan.plan import Plan
 from weft.plan.wiring import File, Network, Rendezvous, Tcp, Wiring
@@ -23,16 +25,31 @@ class ProcessExecutor(RankExecutor):
     """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class".
 
     With `network`, ranks share no file: they find each other over TCP, and exchange tensors through sockets only, as
-    ranks on several machines do.
+    ranks on several machines do. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, and
+    so has the engine if no step finishes for as long.
     """
 
-    def __init__(self, worker: str = WORKER, *, network: bool = False) -> None:
+    def __init__(self, worker: str = WORKER, *, network: bool = False, stall_s: float | None = None) -> None:
         super().__init__(worker)
         self._network = network
         self._processes = RankProcesses(self._take_message, self._lose_rank)
+        self._watch: RankWatch | None = None
+        if stall_s is not None:
+            self._watch = RankWatch(self._processes, stall_s, self._oldest_step, self._lose_rank)
         self._folder: str | None = None
 
+    @property
+    def state(self) -> Alive:
+        """Signs of life of the ranks together."""
+        return self._watch.state if self._watch else Alive()
+
+    def _oldest_step(self) -> object | None:
+        with self._lock:
+            return self._pending[0] if self._pending else None
+
     def _launch(self, plan: Plan) -> None:
+        if self._watch:
+            self._watch.start()
         if plan.on_cpu:  # forks that use a GPU are not tried yet
             self._processes.prepare_forks(self._environment(plan, 0), len(plan.ranks_of(0)))
         if self._network:
@@ -96,6 +113,8 @@ class ProcessExecutor(RankExecutor):
         self._processes.kill()
 
     def _end(self) -> None:
+        if self._watch:
+            self._watch.stop()
         self._processes.end()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
