@@ -63,7 +63,7 @@ class FakeEngine:
 
     @classmethod
     async def start(
-        cls, plan: Plan, config: EngineConfig, worker: str, others: object = None, stall_s: float | None = None
+        cls, plan: Plan, config: EngineConfig, worker: str, others: object = None, **_: object
     ) -> FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:

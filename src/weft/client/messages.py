@@ -15,11 +15,18 @@ from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 
+class InheritedServer(msgspec.Struct, frozen=True):
+    """A fork server that the client has started: the descriptor of its socket, which the core inherits, and its pid."""
+
+    descriptor: int
+    pid: int
+
+
 class StartCore(msgspec.Struct, frozen=True, tag=True):
     """The first frame: the plan to run, and the class that each rank runs, as "module:Class".
 
     `others` are nodes that have joined; this process has inherited their connections. `stall_s` is the limit after
-    which a rank that shows no sign of life, or a step that does not finish, is a failure.
+    which a rank that shows no sign of life, or a step that does not finish, is a failure. `forks` forks the ranks.
     """
 
     plan: Plan
@@ -27,6 +34,7 @@ class StartCore(msgspec.Struct, frozen=True, tag=True):
     worker: str
     others: OtherNodes | RayNodes | None = None
     stall_s: float | None = None
+    forks: InheritedServer | None = None
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):

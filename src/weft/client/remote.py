@@ -19,6 +19,7 @@ from weft.client.messages import (
     CoreFailed,
     CoreStarted,
     FromCore,
+    InheritedServer,
     RequestRefused,
     StartCore,
     StepOutputs,
@@ -31,6 +32,7 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
 from weft.executors.causes import cause_of
+from weft.executors.forks import Server
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
 from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence
@@ -103,22 +105,26 @@ class AsyncEngine:
         worker: str = WORKER,
         others: OtherNodes | RayNodes | None = None,
         stall_s: float | None = None,
+        forks: Server | None = None,
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for so
-        many seconds has failed, and so has the engine if a step does not finish. It may be cancelled.
+        many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it outlives
+        the core. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
+        inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
+        files = [*descriptors, inherited.descriptor] if inherited else descriptors
         try:
-            engine = cls(plan.max_running + config.max_num_queued_reqs, descriptors)
+            engine = cls(plan.max_running + config.max_num_queued_reqs, files)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         try:
             await engine._connection.connect(engine._child)
-            engine._connection.send(StartCore(plan, config, worker, others, stall_s))
+            engine._connection.send(StartCore(plan, config, worker, others, stall_s, inherited))
             if stall_s is not None:
                 engine._watch_task = asyncio.create_task(engine._watch_core(stall_s))
             started = await engine._started

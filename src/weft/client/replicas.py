@@ -21,6 +21,8 @@ from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.request import Request, Stats, sum_stats
 from weft.errors import CORE, Cause, EngineError
+from weft.executors.forks import Server
+from weft.executors.processes import start_server
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
@@ -61,6 +63,7 @@ class ReplicaSet:
         self._requests = HandOver(self._replicas, router, self.capacity, moves)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
+        self._forks: Server | None = None
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins
         self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
@@ -92,9 +95,23 @@ class ReplicaSet:
     async def _launch(self, replica: Replica) -> AsyncEngine:
         """Start an engine with the plan of a replica, or with a new one for the nodes that are there now."""
         if self._nodes is None:
-            return await AsyncEngine.start(replica.plan, self._config, self._worker, stall_s=self._stall_s)
+            forks = self._prepare_forks(replica.plan)
+            return await AsyncEngine.start(
+                replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks
+            )
         replica.plan, others = await self._nodes.take(replica.number)
-        return await AsyncEngine.start(replica.plan, self._config, self._worker, others, self._stall_s)
+        return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
+
+    def _prepare_forks(self, plan: Plan) -> Server | None:
+        """Return a server that forks the ranks of the only engine, and outlives it: torch is imported once."""
+        kind = self._config.executor or "processes"
+        if len(self._replicas) > 1 or self._stall_s is None or not plan.on_cpu or kind != "processes":
+            return None
+        if self._forks is None or not self._forks.alive:
+            if self._forks is not None:
+                self._forks.end()
+            self._forks = start_server(plan)
+        return self._forks
 
     async def _join(self, replica: Replica, engine: AsyncEngine) -> None:
         """Give a replica its new engine, once this has followed all commands and while none runs."""
@@ -255,6 +272,8 @@ class ReplicaSet:
             await asyncio.to_thread(self._nodes.close)
         await self._keeper.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
+        if self._forks is not None:
+            await asyncio.to_thread(self._forks.end)
 
 
 def _left_behind(refusal: BaseException) -> Cause:

@@ -165,7 +165,8 @@ def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def _python_path() -> str:
     """PYTHONPATH with which the child imports this very package, and whatever else the user has set."""
     home, users = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    return users if home == sysconfig.get_path("purelib") else os.pathsep.join(filter(None, (home, users)))
+    known = home in (sysconfig.get_path("purelib"), users.split(os.pathsep)[0])
+    return users if known else os.pathsep.join(filter(None, (home, users)))
 
 
 class Parent(Generic[M]):

@@ -11,7 +11,8 @@ from weft.executors.beats import STACKS_S
 from weft.executors.liveness import BEAT_S, Alive, Heartbeat
 from weft.executors.rank_processes import RankProcesses
 
-COMPUTING_SHARE = 0.2  # of a core: a rank that uses that much may be in a step that takes its time
+# Of a core: a rank that uses that much computes, if little in the company of other programs. One that waits uses none.
+COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
 
 
