@@ -178,7 +178,7 @@ class Injector:
 
     def _inject(self, fault: Fault) -> Result:
         """Bring the server into the phase, inject the fault, and wait until the server answers again."""
-        before = {member.pid for member in self._members("rank")}
+        before = {member.pid for victim in ("rank", "core") for member in self._members(victim)}
         busy = self._enter(fault.phase, before)
         offset = self._log.stat().st_size
         members = self._wait_for_victims(fault, before)
@@ -205,7 +205,7 @@ class Injector:
         if phase == LOADING:
             with contextlib.suppress(psutil.Error):
                 self._members("rank")[0].kill()
-            until(lambda: not before & {member.pid for member in self._members("rank")}, UP_S)
+            until(lambda: not before & {member.pid for member in self._family}, UP_S)
             return None
         self._number += 1
         first = self._random.randrange(10, 200)
@@ -228,13 +228,14 @@ class Injector:
 
     def _wait_for_victims(self, fault: Fault, before: set[int]) -> list[psutil.Process]:
         """The processes of the fault's kind; while loading, new ones, some time after they have started."""
-        if fault.phase != LOADING:
+        if fault.phase != LOADING or fault.victim == "http":
             return self._members(fault.victim)
 
         def fresh() -> list[psutil.Process]:
             return [member for member in self._members(fault.victim) if member.pid not in before]
 
-        count = len(before) if fault.victim == "rank" else 1
+        # Of two ranks and a core that were there.
+        count = len(before) - 1 if fault.victim == "rank" else 1
         until(lambda: len(fresh()) >= count, UP_S)
         time.sleep(self._random.uniform(0.0, 0.2))
         return fresh()
