@@ -87,6 +87,7 @@ def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.
     streamed = Asked(server.url, stream=True, tokens=480)
     assert streamed.begun.wait(30)
     whole = Asked(server.url, stream=False, tokens=480)
+    eventually(lambda: httpx.get(f"{server.url}/load", timeout=30).json()["server_load"] == 2)
     members(server, module)[-1].send_signal(blow)
     eventually(lambda: health(server).status_code == 503 and bool(re.search(cause, health(server).text)))
     errors = [streamed.told(), whole.told()]

@@ -30,7 +30,6 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request, Stats
 from weft.core.token_ids import TokenIds
 from weft.errors import Cause, ConfigError, EngineError, QueueFullError, RequestError
-from weft.executors.liveness import Alive
 from weft.plan.plan import Plan
 from weft.planner.replicas import ReplicaPlan
 
@@ -55,7 +54,7 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
-        self.calling, self.alive_sign, self.silent_s = False, Alive(), 0.0
+        self.calling, self.computes, self.silent_s = False, False, 0.0
         self.gate = asyncio.Event()  # commands wait for it
         self.gate.set()
         self.refusal: RequestError | None = None
@@ -289,6 +288,52 @@ async def test_all_ends_after_too_many_failed_starts() -> None:
         assert not engine.alive and engine.failure
         with refuses(EngineError, "process-killed"):
             engine.submit([ask("1")])
+
+
+async def test_a_single_engine_starts_again_without_the_requests_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "start_server", lambda plan: None)
+    engine = await start_engine([ReplicaPlan(PLAN, host())], EngineConfig(model="m"), stall_s=60.0)
+    assert isinstance(engine, ReplicaSet)
+    try:
+        had = engine.submit([ask("0")])
+        FakeEngine.started[0].fail()
+        assert "the engine starts again" in engine.outage
+        came = engine.submit([ask("1", first=5)])
+        failed, answered = await stepped(had, came)
+        assert isinstance(failed, EngineError) and failed.code == "process-killed"
+        assert answered == {"1": [6, 7, 8, 9]} and not engine.outage
+    finally:
+        await engine.close()
+
+
+async def test_restarts_in_vain_come_to_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """An answered request begins a new row."""
+    async with running(1) as engine:
+        for row in range(2):
+            for restart in range(GIVE_UP):
+                FakeEngine.started[-1].fail()
+                await until(lambda: engine.outage == "")
+                assert len(FakeEngine.started) == 2 + row * GIVE_UP + restart
+            if not row:
+                assert await stepped(engine.submit([ask("0")])) == [{"0": [2, 3, 4, 5]}]
+        with caplog.at_level(logging.ERROR, "weft"):
+            FakeEngine.started[-1].fail()
+            async with asyncio.timeout(WAIT_S):
+                await engine.died()
+        assert engine.failure and engine.failure.code == "process-killed" and engine.outage == str(engine.failure)
+        assert len(FakeEngine.started) == 1 + 2 * GIVE_UP
+        assert f"{GIVE_UP} restarts in a row" in caplog.text
+
+
+async def test_pauses_grow_until_a_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(replica, "LONGEST_PAUSE_S", 4.0)
+    one = replica.Replica(ReplicaPlan(PLAN, host()), 0, 0)
+    one.started_s = 100.0
+    assert [one.next_pause_s(101.0) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 4.0]
+    one.note_answer()
+    assert one.next_pause_s(101.0) == 0.0 < one.next_pause_s(101.0)
+    assert one.next_pause_s(100.0 + replica.LIVED_S + 1) == 0.0
 
 
 class FakeNodes:

@@ -164,6 +164,11 @@ class AsyncEngine:
         """Seconds for which the core, or one of its ranks, has shown no sign of life."""
         return max(self._silence.seconds, self.alive_sign.silent_s)
 
+    @property
+    def computes(self) -> bool:
+        """True while the core sees its ranks compute a step."""
+        return self.alive_sign.computes
+
     async def died(self) -> None:
         """Wait until the engine fails. Closing it is no failure."""
         await asyncio.shield(self._died)

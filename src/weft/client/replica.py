@@ -77,7 +77,7 @@ class Replica:
     def stalled_s(self, now: float) -> float:
         """Seconds without a finished step, 0 for a replica that has nothing to do or executes a command."""
         engine = self.engine
-        if engine is None or not self.open or engine.calling or engine.stats.sleep_level or engine.alive_sign.computes:
+        if engine is None or not self.open or engine.calling or engine.stats.sleep_level or engine.computes:
             self.moved_s = now
             return 0.0
         if engine.stats.steps != self._steps:

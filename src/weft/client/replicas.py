@@ -179,6 +179,11 @@ class ReplicaSet:
         return max((replica.engine.silent_s for replica in self._replicas if replica.engine), default=0.0)
 
     @property
+    def computes(self) -> bool:
+        """True while the core of an engine sees its ranks compute a step."""
+        return any(replica.engine is not None and replica.engine.computes for replica in self._replicas)
+
+    @property
     def alive(self) -> bool:
         return self._requests.ended is None
 

@@ -84,6 +84,11 @@ class Engine(Protocol):
         """Seconds for which a process of an engine has shown no sign of life."""
         ...
 
+    @property
+    def computes(self) -> bool:
+        """True while ranks are seen to compute a step; False if they do not, or if nobody watches them."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         """Submit requests and return their outputs as they arrive. Closing the generator aborts unfinished requests.
 
@@ -347,6 +352,8 @@ class Service:
         """The reason why the engine is unhealthy, or None."""
         if outage := self.engine.outage:
             return outage
+        if self.engine.computes:
+            self._progress.begin()  # a step that takes its time, as of a long prompt on a slow CPU
         busy = self.streams and not self.engine.stats.sleep_level
         stalled_s = self._progress.stalled_s(self.engine.stats.steps) if busy else 0.0
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
