@@ -30,7 +30,7 @@ from scripts.soaking.processes import weft_process
 REQUESTS_PER_MINUTE = 10_000 / 30
 SAMPLE_S = 5.0
 FLAT_MB = 20.0
-UP_S = 60.0  # for the server to serve again
+UP_S = 180.0  # for the server to serve again
 VICTIMS = {"rank": "weft.worker", "core": "weft.client.process"}
 BLOWS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

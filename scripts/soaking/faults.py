@@ -35,7 +35,7 @@ from scripts.soaking.processes import MODEL, ROOT, free_port
 from scripts.soaking.stolen import shut_down_sockets
 
 AGAIN_S, RIGHT, GONE_S = 10.0, 0.95, 5.0
-UP_S = 60.0
+UP_S = 180.0
 MODULES = {"rank": "weft.worker", "core": "weft.client.process", "fork server": "weft.executors.fork_server"}
 EXCEPTION_SIGNAL = signal.SIGUSR2
 # Imported by every process of the server.
@@ -210,7 +210,8 @@ class Injector:
         self._number += 1
         first = self._random.randrange(10, 200)
         prompt = [first + (at * self._number) % 1000 for at in range(1500 if phase == "prefill" else 20)]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        tokens = 4 if phase == "prefill" else 100
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
         begun = threading.Event()
         thread = threading.Thread(target=self._stream, args=(body, begun), daemon=True)
         thread.start()

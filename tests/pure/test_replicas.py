@@ -54,7 +54,7 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
-        self.calling, self.computes, self.silent_s = False, False, 0.0
+        self.calling, self.computes, self.silent_s, self.watched = False, False, 0.0, True
         self.gate = asyncio.Event()  # commands wait for it
         self.gate.set()
         self.refusal: RequestError | None = None
@@ -596,6 +596,7 @@ async def test_waiting_requests_move_to_an_engine_that_is_back() -> None:
 
 async def test_an_engine_that_stalls_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STALL_POLL_S", 0.0)
+    monkeypatch.setattr(restarts, "CORE_STALL_S", 0.0)
     async with running(1, 1, stall_s=0.05) as engine:
         stream = engine.submit([ask("0")])
         hanging = next(one for one in FakeEngine.started if one.requests)

@@ -94,6 +94,7 @@ class AsyncEngine:
         self._connection = CoreConnection(self)
         self._silence = Silence(self._child.process.pid)
         self.alive_sign = Alive()
+        self.watched = False  # the core watches the ranks, which are processes of this machine
         self._watch_task: asyncio.Task[None] | None = None
         self._exit_task: asyncio.Task[None] | None = None  # held here, or it could be garbage-collected
 
@@ -127,6 +128,7 @@ class AsyncEngine:
             engine._connection.send(StartCore(plan, config, worker, others, stall_s, inherited))
             if stall_s is not None:
                 engine._watch_task = asyncio.create_task(engine._watch_core(stall_s))
+                engine.watched = others is None and config.executor in (None, "processes")
             started = await engine._started
         except BaseException:  # after a cancellation by Ctrl-C, too, no process may be left behind
             await engine.close()

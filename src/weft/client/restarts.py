@@ -14,6 +14,7 @@ from weft.client.replica import HEALTHY_S, Replica
 from weft.client.routing import Router
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.causes import cause_of
+from weft.executors.rank_watch import LONG_STEP
 from weft.executors.ranks import CLOSED
 
 log = logging.getLogger("weft")
@@ -179,9 +180,14 @@ class EngineKeeper:
             await asyncio.sleep(STALL_POLL_S)
             now = time.monotonic()
             for replica in self._replicas:
-                if replica.engine is not None and replica.stalled_s(now) > stall_s + CORE_STALL_S:
+                if replica.engine is not None and replica.stalled_s(now) > step_limit_s(replica.engine, stall_s):
                     text = f"no step has finished for {stall_s:g} s while requests run"
                     replica.engine.fail(Cause(rank=CORE, phase="step", code="replica-stalled", cause=text))
+
+
+def step_limit_s(engine: AsyncEngine, stall_s: float) -> float:
+    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt."""
+    return stall_s + CORE_STALL_S if engine.watched or not engine.plan.on_cpu else LONG_STEP * stall_s
 
 
 def _too_short(length: int, shortest: int) -> EngineError:
