@@ -134,7 +134,7 @@ class Soak:
         while True:
             await asyncio.sleep(SAMPLE_S)
             family = self._server.family
-            sizes = await asyncio.to_thread(lambda: [pss_mb(member.pid) for member in family])
+            sizes = await asyncio.to_thread(list, map(pss_mb, [member.pid for member in family]))
             if await self._is_up() and all(sizes):
                 self._memory.append((time.monotonic() - self._began_s, sum(sizes), sizes[0]))
 
@@ -193,11 +193,13 @@ class Soak:
         return max(1, len(self._memory) // 60)
 
     async def _held(self) -> dict[str, float]:
-        """What the server says that requests hold."""
+        """Figures of the server on what requests hold."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         async with httpx.AsyncClient(timeout=30.0) as client:
             page = (await client.get(f"{self._server.url}/metrics")).text.splitlines()
-        return {name: sum(float(row.rpartition(" ")[2]) for row in page if row.startswith(f"{name}{{")) for name in names}
+        return {
+            name: sum(float(row.rpartition(" ")[2]) for row in page if row.startswith(f"{name}{{")) for name in names
+        }
 
 
 def say(text: str) -> None:

@@ -1,11 +1,11 @@
 """Injected faults: `python -m scripts.soaking.faults --faults 200`, on one server of the demo. One JSON object.
 
-Each fault is drawn at random: a kind, a process and a phase. Kinds: kill, stop (SIGSTOP), memory (a limit on the address
-space), disk (a limit of 0 on the size of files, as a full disk that everything is written to), socket (the connection
-to the parent is shut down), exception (raised in the main thread, as a kernel's). Processes: the ranks, the core, the
-fork server and the one that serves HTTP, which this program starts again as a supervisor does. Phases: loading, prefill,
-decode, idle. Goals: the last error in the log names the process, the phase and the cause in 95 % of the faults; the
-server serves again within 10 s; nothing is left.
+Each fault is drawn at random: a kind, a process and a phase. Kinds: kill, stop (SIGSTOP), memory (a limit on the
+address space), disk (a limit of 0 on the size of files, as a full disk that everything is written to), socket (the
+connection to the parent is shut down), exception (raised in the main thread, as a kernel's). Processes: the ranks, the
+core, the fork server and the one that serves HTTP, which this program starts again as a supervisor does. Phases:
+loading, prefill, decode, idle. Goals: the last error in the log names the process, the phase and the cause in 95 % of
+the faults; the server serves again within 10 s; nothing is left.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ WORDS = {
     "socket": r"connection .*closed",
     "exception": r"injected into a kernel",
 }
-FAILURE = re.compile(r"ERROR .*(?:starts again|does not start): (rank \d+|the engine core) failed during ([\w-]+): (.*)")
+FAILURE = re.compile(
+    r"ERROR .*(?:starts again|does not start): (rank \d+|the engine core) failed during ([\w-]+): (.*)"
+)
 
 
 class Fault(NamedTuple):
@@ -132,11 +134,11 @@ class Injector:
     def _start(self) -> None:
         paths = (str(self._folder), str(ROOT / "src"), str(ROOT))
         flags = self._given.flags or ["-tp", "2", "--max-model-len", "2048"]
-        words = ["--port", str(self._port), "--served-model-name", MODEL, *flags]
+        words = [self._given.model, "--port", str(self._port), "--served-model-name", MODEL, *flags]
+        words += ["--progress-timeout", f"{self._given.timeout:g}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "weft", "serve", self._given.model, *words]
-                + ["--progress-timeout", f"{self._given.timeout:g}"],
+                [sys.executable, "-m", "weft", "serve", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -221,10 +223,10 @@ class Injector:
         return thread
 
     def _stream(self, body: dict[str, Any], begun: threading.Event) -> None:
-        with contextlib.suppress(httpx.HTTPError):
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=UP_S) as answer:
-                for _ in answer.iter_bytes():
-                    begun.set()
+        url = f"{self._url}/v1/completions"
+        with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=UP_S) as answer:
+            for _ in answer.iter_bytes():
+                begun.set()
         begun.set()
 
     def _wait_for_victims(self, fault: Fault, before: set[int]) -> list[psutil.Process]:

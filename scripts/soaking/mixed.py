@@ -113,7 +113,9 @@ async def ask(client: httpx.AsyncClient, kind: Kind) -> Verdict:
     except httpx.RemoteProtocolError as error:
         # A stream that has told its error ends without the mark of a whole body.
         verdict = judge_stream(kind, received)
-        return verdict if verdict.outcome == RETRYABLE else Verdict(LOST, why=f"{kind.name}: {error}: {received[-200:]!r}")
+        return (
+            verdict if verdict.outcome == RETRYABLE else Verdict(LOST, why=f"{kind.name}: {error}: {received[-200:]!r}")
+        )
     except httpx.HTTPError as error:
         return Verdict(LOST, why=f"{kind.name}: {type(error).__name__}: {error}: {received[-200:]!r}")
     return judge(kind, answer.status_code, answer.headers, received)
@@ -161,7 +163,7 @@ def judge_stream(kind: Kind, received: bytes) -> Verdict:
 
 
 def _mark_of(event: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether an event ends an answer, and whether it ends it with an error. OpenAI's [DONE] is no event."""
+    """Return if an event ends an answer, and if it ends one with an error. OpenAI's [DONE] is no event."""
     name = event.get("type", "")
     ended = name in ("response.completed", "response.incomplete", "message_stop") or event.get("done") is True
     # A response that fails has two events: its own state, and the error.

@@ -200,7 +200,7 @@ def test_a_server_that_must_not_fork_does_not(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environment: dict[str, str]) -> None:
-    """What it had to say to the one before, which did not listen, is dropped."""
+    """Its words to the one before, which did not listen, are dropped."""
     pool = ServerPool()
     pool.adopt(os.dup(own.descriptor), own.pid)
     first = pool.acquire(environment, 1)
@@ -219,7 +219,9 @@ def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environ
     assert own.alive, "it is its starter's to end"
 
 
-def test_a_stopped_server_is_given_up(own: Server, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_is_given_up(
+    own: Server, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forks, "STOPPED_S", 0.5)
     own.process.send_signal(signal.SIGSTOP)
     process, facts, _ = run("exit", environment, own)

@@ -70,8 +70,9 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `capacity` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the error after which none is taken, `last_death` the last failure of an
-    engine or of a start. `busy` is set while there are requests.
+    `capacity` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the
+    error after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there
+    are requests.
     """
 
     def __init__(self, replicas: Sequence[Replica], router: Router, capacity: int, moves: int = MOVES) -> None:

@@ -111,9 +111,9 @@ class AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
-        core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for so
-        many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it outlives
-        the core. It may be cancelled.
+        core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
+        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it
+        outlives the core. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
@@ -261,12 +261,7 @@ class AsyncEngine:
                 self.alive_sign = message
             case StepOutputs(outputs, stats):
                 self.stats = stats
-                for output in outputs:
-                    id = output.id  # the sink may give the output its caller's id
-                    if stream := self._streams.get(id):
-                        stream.put(output)
-                        if output.finish_reason is not None:
-                            self._streams.pop(id).close_request(id)
+                self._pass_on(outputs)
             case RequestRefused(id, text, code, full, param):
                 if stream := self._streams.get(id):
                     stream.put(QueueFullError(text, code=code) if full else RequestError(text, param=param, code=code))
@@ -276,6 +271,15 @@ class AsyncEngine:
                 self._started.set_result(message)
             case CoreFailed(cause):
                 self.fail(cause)
+
+    def _pass_on(self, outputs: Iterable[Output]) -> None:
+        """Give each output to the sink of its request."""
+        for output in outputs:
+            id = output.id  # the sink may give the output its caller's id
+            if stream := self._streams.get(id):
+                stream.put(output)
+                if output.finish_reason is not None:
+                    self._streams.pop(id).close_request(id)
 
     def _answer_call(self, message: CallDone | CallRefused) -> None:
         """Pass the result of a command to its caller, who may be gone."""

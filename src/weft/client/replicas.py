@@ -38,8 +38,8 @@ class ReplicaSet:
 
     A request goes to the replica that will have done its work the soonest (`client.routing`). If an engine dies, it is
     started again (`client.restarts`), and its requests go to the others: from their beginning, or behind the tokens
-    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one. With a single
-    engine on this machine, those that it had fail.
+    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one. With a
+    single engine on this machine, those that it had fail.
 
     `plan` is that of the replica that serves the shortest requests. `failure` is the error after which no engine is
     started again: every replica has started too often in a row without an answered request.
@@ -96,9 +96,7 @@ class ReplicaSet:
         """Start an engine with the plan of a replica, or with a new one for the nodes that are there now."""
         if self._nodes is None:
             forks = self._prepare_forks(replica.plan)
-            return await AsyncEngine.start(
-                replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks
-            )
+            return await AsyncEngine.start(replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks)
         replica.plan, others = await self._nodes.take(replica.number)
         return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
 

@@ -38,8 +38,8 @@ class ServeOptions(Options):
     progress_timeout: float = option(
         30.0,
         metavar="S",
-        help="/health fails if requests run but no step has finished for this many seconds; an engine starts again whose "
-        "steps do not finish for as long, or one of whose processes shows no sign of life",
+        help="/health fails if requests run but no step has finished for this many seconds; an engine starts again "
+        "whose steps do not finish for as long, or one of whose processes shows no sign of life",
     )
     disable_log_stats: bool = option(False, help="do not log statistics every ten seconds")
     enable_request_id_headers: bool = option(False, help="send the header X-Request-Id with every answer")
