@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from scripts.soaking.processes import MODEL, ROOT, free_port
-from scripts.soaking.stolen import shut_down_sockets
+from scripts.soaking.stolen import shut_down_socket
 
 AGAIN_S, RIGHT, GONE_S = 10.0, 0.95, 5.0
 UP_S = 180.0
@@ -88,6 +88,7 @@ class Result(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts.soaking.faults", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--faults", type=int, default=200, metavar="N")
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no fault after that time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="--progress-timeout of the server")
@@ -116,8 +117,11 @@ class Injector:
         try:
             until(self._answers, UP_S)
             descriptors = self._first.num_fds()
-            results = []
+            results: list[Result] = []
+            latest_s = time.monotonic() + (self._given.minutes * 60 if self._given.minutes else float("inf"))
             for number in range(self._given.faults):
+                if time.monotonic() > latest_s:
+                    break
                 result = self._inject(self._draw())
                 results.append(result)
                 say(f"{number}: {result}")
@@ -332,7 +336,7 @@ class Injector:
 
 def strike(kind: str, victim: psutil.Process) -> None:
     """Inject a fault into a process."""
-    with contextlib.suppress(psutil.Error, ProcessLookupError):
+    with contextlib.suppress(psutil.Error, OSError, IndexError):  # it has just ended
         match kind:
             case "kill":
                 victim.kill()
@@ -343,7 +347,7 @@ def strike(kind: str, victim: psutil.Process) -> None:
             case "disk":
                 resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             case "socket":
-                shut_down_sockets(victim.pid)
+                shut_down_socket(victim.pid, int(victim.cmdline()[-2]))  # FD LIFELINE
             case _:
                 victim.send_signal(EXCEPTION_SIGNAL)
 
@@ -351,7 +355,7 @@ def strike(kind: str, victim: psutil.Process) -> None:
 def release(kind: str, victim: psutil.Process) -> None:
     """Undo what a fault without effect has done to a process."""
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with contextlib.suppress(psutil.Error, ProcessLookupError):
+    with contextlib.suppress(psutil.Error, OSError, IndexError):  # it has just ended
         match kind:
             case "stop":
                 victim.resume()
