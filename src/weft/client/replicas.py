@@ -22,6 +22,7 @@ from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWe
 from weft.core.request import Request, Stats, sum_stats
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.forks import Server
+from weft.executors.liveness import SHORTEST_S
 from weft.executors.processes import start_server
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
@@ -84,7 +85,7 @@ class ReplicaSet:
         `nodes` hold the ranks, if these are not all on this machine.
         """
         replicas = cls(planned, config, worker, nodes)
-        replicas._stall_s = stall_s
+        replicas._stall_s = None if stall_s is None else max(stall_s, SHORTEST_S)
         try:
             await replicas._keeper.start(stall_s)
         except BaseException:

@@ -10,6 +10,7 @@ import msgspec
 from weft.executors.causes import ExitReason
 
 BEAT_S = 0.5  # seconds between two heartbeats
+SHORTEST_S = 1.0  # of silence after which a process may count as dead
 STATE_FIELD, USER_TIME_FIELD = 0, 11  # of /proc/PID/stat behind the command's name
 
 
