@@ -336,7 +336,7 @@ class Injector:
 
 def strike(kind: str, victim: psutil.Process) -> None:
     """Inject a fault into a process."""
-    with contextlib.suppress(psutil.Error, OSError, IndexError):  # it has just ended
+    with contextlib.suppress(psutil.Error, OSError, StopIteration):  # it has just ended
         match kind:
             case "kill":
                 victim.kill()
@@ -347,7 +347,7 @@ def strike(kind: str, victim: psutil.Process) -> None:
             case "disk":
                 resource.prlimit(victim.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
             case "socket":
-                shut_down_socket(victim.pid, int(victim.cmdline()[-2]))  # FD LIFELINE
+                shut_down_socket(victim.pid, next(int(word) for word in victim.cmdline() if word.isdigit()))
             case _:
                 victim.send_signal(EXCEPTION_SIGNAL)
 
@@ -355,7 +355,7 @@ def strike(kind: str, victim: psutil.Process) -> None:
 def release(kind: str, victim: psutil.Process) -> None:
     """Undo what a fault without effect has done to a process."""
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with contextlib.suppress(psutil.Error, OSError, IndexError):  # it has just ended
+    with contextlib.suppress(psutil.Error, OSError, StopIteration):  # it has just ended
         match kind:
             case "stop":
                 victim.resume()
