@@ -30,6 +30,7 @@ from scripts.soaking.processes import weft_process
 REQUESTS_PER_MINUTE = 10_000 / 30
 SAMPLE_S = 5.0
 FLAT_MB = 20.0
+LATE_S = 5.0  # for the last requests
 UP_S = 180.0  # for the server to serve again
 VICTIMS = {"rank": "weft.worker", "core": "weft.client.process"}
 BLOWS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -92,9 +93,9 @@ class Soak:
             await self._server.end()
 
     async def _load(self) -> None:
-        """Send the requests, spread evenly over the time; those that find no room wait for it."""
+        """Send the requests, spread evenly over the time. Those that find no room until its end are not sent."""
         given = self._given
-        count = given.requests or round(REQUESTS_PER_MINUTE * given.minutes)
+        count = self._wanted
         room, pause_s = asyncio.Semaphore(given.concurrency), given.minutes * 60 / count
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
         async with (
@@ -104,7 +105,14 @@ class Soak:
             for number in range(count):
                 await asyncio.sleep(self._began_s + number * pause_s - time.monotonic())
                 await room.acquire()
+                if time.monotonic() > self._began_s + given.minutes * 60 + LATE_S:
+                    break
                 group.create_task(self._ask(client, room))
+
+    @property
+    def _wanted(self) -> int:
+        """Number of requests that are sent if the machine keeps up."""
+        return int(self._given.requests or round(REQUESTS_PER_MINUTE * self._given.minutes))
 
     async def _ask(self, client: httpx.AsyncClient, room: asyncio.Semaphore) -> None:
         try:
@@ -169,6 +177,7 @@ class Soak:
         }
         return {
             "requests": len(self._verdicts),
+            "requests_wanted": self._wanted,
             "outcomes": dict(sorted(outcomes.items())),
             "errors": dict(sorted(errors.items())),
             "lost": outcomes[LOST],
