@@ -61,7 +61,7 @@ WORDS = {
     "stop": r"stopped \(SIGSTOP\)",
     "memory": r"memory|bad_alloc",
     "disk": r"File too large|EFBIG|No space left",
-    "socket": r"connection .*closed",
+    "socket": r"connection .*closed|closed its connection",
     "exception": r"injected into a kernel",
 }
 FAILURE = re.compile(
@@ -109,6 +109,7 @@ class Injector:
         self._url = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
+        self._known: set[psutil.Process] = set()
 
     def run(self) -> dict[str, Any]:
         """Inject all faults. Returns the report."""
@@ -166,9 +167,11 @@ class Injector:
 
     @property
     def _family(self) -> list[psutil.Process]:
+        """The server's processes, with ranks whose fork server has been killed."""
         with contextlib.suppress(psutil.Error):
-            return [self._first, *self._first.children(recursive=True)]
-        return []
+            self._known |= {self._first, *self._first.children(recursive=True)}
+        self._known = set(filter(lives, self._known))
+        return sorted(self._known, key=lambda member: member.pid)
 
     def _members(self, victim: str) -> list[psutil.Process]:
         """The processes of a kind, ranks in their order."""
