@@ -104,7 +104,8 @@ class Injector:
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given, self._folder, self._random = given, folder, Random(given.seed)
         (folder / "sitecustomize.py").write_text(RAISER)
-        self._log = folder / "server.log"
+        self._log, self._temporary = folder / "server.log", folder / "temporary"
+        self._temporary.mkdir()
         self._port = free_port()
         self._url = f"http://127.0.0.1:{self._port}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -113,7 +114,6 @@ class Injector:
 
     def run(self) -> dict[str, Any]:
         """Inject all faults. Returns the report."""
-        files = shared_files()
         self._start()
         try:
             until(self._answers, UP_S)
@@ -134,7 +134,7 @@ class Injector:
             family = self._family
             self._stop()
         left = [member for member in family if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
-        return self._report(results, [*map(str, left), *(shared_files() - files)], grown)
+        return self._report(results, [*map(str, left), *map(str, self._temporary.iterdir())], grown)
 
     def _start(self) -> None:
         paths = (str(self._folder), str(ROOT / "src"), str(ROOT))
@@ -148,7 +148,12 @@ class Injector:
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self._temporary),
+                },
             )
 
     def _stop(self) -> None:
@@ -295,7 +300,9 @@ class Injector:
             log.seek(offset)
             found = FAILURE.findall(log.read().decode(errors="replace"))
         if not found:
-            return (None if fault.victim == "fork server" or fault.kind in ("memory", "disk") else False), ""
+            return (
+                None if fault.victim == "fork server" or fault.kind in ("memory", "disk", "exception") else False
+            ), ""
         who, phase, cause = found[-1]
         is_loading = phase not in ("step", "shutdown")
         right = who == name and bool(re.search(WORDS[fault.kind], cause))
@@ -385,12 +392,6 @@ def lives(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def shared_files() -> set[str]:
-    """Files in shared memory and sockets that a server may have left."""
-    folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-    return {str(path) for folder in folders if folder.is_dir() for path in folder.glob("weft*")}
 
 
 def until(check: Callable[[], bool], limit_s: float) -> None:
