@@ -29,6 +29,9 @@ from scripts.soaking.processes import weft_process
 
 REQUESTS_PER_MINUTE = 10_000 / 30
 SAMPLE_S = 5.0
+# With a cache that is soon full: the memory of one that fills is no leak.
+FLAGS = ["-tp", "2", "--max-model-len", "2048", "--kv-cache-memory-bytes", "64M"]
+MINUTE = 12  # samples
 FLAT_MB = 20.0
 LATE_S = 5.0  # for the last requests
 UP_S = 180.0  # for the server to serve again
@@ -61,7 +64,7 @@ class Soak:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self._given, self._log = arguments, folder / "server.log"
         self._random = Random(arguments.seed)
-        flags = ["--progress-timeout", f"{arguments.timeout:g}", *(arguments.flags or ["-tp", "2"])]
+        flags = ["--progress-timeout", f"{arguments.timeout:g}", *(arguments.flags or FLAGS)]
         self._server = weft_process("server", arguments.model, flags, folder)
         self._verdicts: list[Verdict] = []
         self._faults: Counter[str] = Counter()
@@ -232,8 +235,9 @@ def pss_mb(pid: int) -> float:
 
 
 def _spread(sizes: list[float]) -> float:
-    """Half of the way from the smallest to the largest."""
-    return round((max(sizes) - min(sizes)) / 2, 1) if sizes else 0.0
+    """Half of the way from the smallest to the largest median of a minute."""
+    medians = [median(sizes[at : at + MINUTE]) for at in range(0, len(sizes), MINUTE)]
+    return round((max(medians) - min(medians)) / 2, 1) if medians else 0.0
 
 
 if __name__ == "__main__":
