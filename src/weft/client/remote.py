@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from types import TracebackType
 from typing import NoReturn, Protocol, cast
@@ -35,7 +36,7 @@ from weft.executors.causes import cause_of
 from weft.executors.forks import Server
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
-from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence
+from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence, idle_beat_s
 from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
@@ -95,6 +96,7 @@ class AsyncEngine:
         self._silence = Silence(self._child.process.pid)
         self.alive_sign = Alive()
         self.watched = False  # the core watches the ranks, which are processes of this machine
+        self._work_came = asyncio.Event()
         self._watch_task: asyncio.Task[None] | None = None
         self._exit_task: asyncio.Task[None] | None = None  # held here, or it could be garbage-collected
 
@@ -199,6 +201,7 @@ class AsyncEngine:
         # Sent first: requests that cannot be sent must not count as open for ever.
         self._connection.send(AddRequests(list(requests)))
         self._streams.update((request.id, sink) for request in requests)
+        self._work_came.set()
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs. Unknown ids are ignored."""
@@ -310,10 +313,16 @@ class AsyncEngine:
 
     async def _watch_core(self, limit_s: float) -> None:
         """Send heartbeats, and fail once the core has shown no sign of life for `limit_s` seconds."""
+        idle_s = idle_beat_s(limit_s)
         while self.alive:
             self._connection.send(Heartbeat())
-            await asyncio.sleep(BEAT_S)
-            self._silence.tick(time.monotonic())
+            self._work_came.clear()
+            if self._streams or not self._started.done():
+                await asyncio.sleep(BEAT_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._work_came.wait(), idle_s)
+            self._silence.tick(time.monotonic(), idle_s)
             if self._silence.seconds >= limit_s:
                 self.fail(self._silence.reason.of(CORE, "step" if self._started.done() else "start"))
 

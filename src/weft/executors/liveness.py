@@ -9,7 +9,8 @@ import msgspec
 
 from weft.executors.causes import ExitReason
 
-BEAT_S = 0.5  # seconds between two heartbeats
+BEAT_S = 0.5  # seconds between two heartbeats while requests run
+IDLE_BEATS = 10  # heartbeats within the limit while none runs: an idle engine is to sleep
 SHORTEST_S = 1.0  # of silence after which a process may count as dead
 STATE_FIELD, USER_TIME_FIELD = 0, 11  # of /proc/PID/stat behind the command's name
 
@@ -51,6 +52,11 @@ def read_times(pid: int) -> ProcessTimes | None:
         return None
 
 
+def idle_beat_s(limit_s: float) -> float:
+    """Seconds between two heartbeats while no request runs."""
+    return max(BEAT_S, limit_s / IDLE_BEATS)
+
+
 class Silence:
     """Seconds for which a process has answered no heartbeat and used no CPU time.
 
@@ -70,16 +76,17 @@ class Silence:
         """Note an answer."""
         self._heard, self.seconds = True, 0.0
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, beat_s: float = BEAT_S) -> None:
         """Note that a heartbeat has passed, at the monotonic time `now`.
 
-        A gap between two ticks counts as two heartbeats at most: this process has been stopped itself.
+        `beat_s` is the longest time between two heartbeats. A gap counts as two of these at most: this process has been
+        stopped itself.
         """
         passed = 0.0 if self._ticked_s is None else now - self._ticked_s
         before, self.times = self.times, read_times(self._pid)
         used_s = self.times.cpu_s - before.cpu_s if before and self.times else 0.0
         self.cpu_share = used_s / passed if passed else 0.0
-        self.seconds = 0.0 if self._heard or used_s > 0 else self.seconds + min(passed, 2 * BEAT_S)
+        self.seconds = 0.0 if self._heard or used_s > 0 else self.seconds + min(passed, 2 * beat_s)
         self._heard, self._ticked_s = False, now
 
     @property

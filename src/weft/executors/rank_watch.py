@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.errors import CORE, Cause
 from weft.executors.beats import STACKS_S
-from weft.executors.liveness import BEAT_S, Alive, Heartbeat
+from weft.executors.liveness import BEAT_S, Alive, Heartbeat, idle_beat_s
 from weft.executors.rank_processes import RankProcesses
 
 # Of a core: a rank that uses that much computes, if little in the company of other programs. One that waits uses none.
@@ -35,7 +35,8 @@ class RankWatch:
         self._oldest_step, self._fail = oldest_step, fail
         self._step: object | None = None
         self._began_s = self._computed_s = 0.0  # when the oldest step was first seen; when ranks were seen to compute
-        self._stopped = threading.Event()
+        self._idle_s = idle_beat_s(limit_s)
+        self._asked, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-rank-watch", daemon=True)
 
     def start(self) -> None:
@@ -44,22 +45,28 @@ class RankWatch:
     def stop(self) -> None:
         """End the thread. May be called twice, and before `start`."""
         self._stopped.set()
+        self._asked.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     @property
     def state(self) -> Alive:
-        """The longest silence of a rank, and whether ranks compute a step."""
+        """The longest silence of a rank, and whether ranks compute a step. Whoever asks has heartbeats sent to them."""
+        self._asked.set()
         silent_s = max((silence.seconds for silence in list(self._processes.silences.values())), default=0.0)
         computes = self._step is not None and time.monotonic() - self._computed_s < 3 * BEAT_S
         return Alive(silent_s=silent_s, computes=computes)
 
     def _run(self) -> None:
-        while not self._stopped.wait(BEAT_S):
+        while True:
+            self._asked.wait(self._idle_s)
+            self._asked.clear()
+            if self._stopped.is_set():
+                return
             now = time.monotonic()
             self._processes.offer(Heartbeat())
             for silence in list(self._processes.silences.values()):
-                silence.tick(now)
+                silence.tick(now, self._idle_s)
             cause = self._silent_rank() or self._stuck_step(now)
             if cause is not None:
                 self._fail(cause)
