@@ -49,8 +49,11 @@ class Rates:
                 if most:
                     self._items[name, unit] = RateLimitItemPerMinute(most)
 
-    def enter(self, name: str | None, tokens: int) -> None:
-        """Count a request whose prompt has about `tokens` tokens. Raises HttpError 429 if a limit forbids it."""
+    def enter(self, name: str | None, tokens: int) -> bool:
+        """Count a request whose prompt has about `tokens` tokens. Return True if its end must be told to `leave`.
+
+        Raises HttpError 429 if a limit forbids it.
+        """
         key = self._keys.get(name or "")
         if key is not None:
             self._test_all(key, tokens)
@@ -60,6 +63,7 @@ class Rates:
             for unit, cost in _costs(tokens):
                 self._hit(key.name, unit, cost)
             self._running[key.name] += 1
+        return key is not None or self._shares is not None
 
     def _test_all(self, key: ClientKey, tokens: int) -> None:
         """Raise HttpError 429 if a limit forbids a request. One that is forbidden must not count for another limit."""
@@ -73,6 +77,10 @@ class Rates:
             )
         for unit, cost in _costs(tokens):
             self._test(name, unit, cost)
+
+    def limits(self, name: str | None) -> bool:
+        """Return True if a key has one of the limits."""
+        return (name or "") in self._keys
 
     def counts_tokens(self, name: str | None) -> bool:
         """Return True if a key has a limit of tokens."""
