@@ -75,7 +75,7 @@ class ServerProcess:
         """SIGTERM, and SIGKILL after END_S."""
         if self._process is None or self._process.returncode is not None:
             return
-        family = self._family()
+        family = self.family
         self._process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), END_S)
@@ -86,7 +86,7 @@ class ServerProcess:
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the process and all that it has started."""
-        for process in self._family():
+        for process in self.family:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
@@ -105,7 +105,9 @@ class ServerProcess:
             await self.stop(TICK_S)
             await asyncio.sleep(TICK_S)
 
-    def _family(self) -> list[psutil.Process]:
+    @property
+    def family(self) -> list[psutil.Process]:
+        """The server's first process, and those that it has started; none once it has ended."""
         if self._process is None or self._process.returncode is not None:
             return []
         with contextlib.suppress(psutil.Error):

@@ -20,7 +20,15 @@ from tests.cpu.families import family
 from weft import LLM, SamplingParams
 from weft.executors import forks
 from weft.executors.fork_server import find_problem
-from weft.executors.forks import ChildProcess, ForkedProcess, ForkError, Server, ServerPool, start_process
+from weft.executors.forks import (
+    AdoptedServer,
+    ChildProcess,
+    ForkedProcess,
+    ForkError,
+    Server,
+    ServerPool,
+    start_process,
+)
 
 WAIT_S = 60
 DEEDS = ("exit", "raise", "abort", "wait")
@@ -189,6 +197,37 @@ def test_a_server_that_must_not_fork_does_not(monkeypatch: pytest.MonkeyPatch) -
     assert "thread" in find_problem()
     release.set()
     thread.join()
+
+
+def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environment: dict[str, str]) -> None:
+    """Its words to the one before, which did not listen, are dropped."""
+    pool = ServerPool()
+    pool.adopt(os.dup(own.descriptor), own.pid)
+    first = pool.acquire(environment, 1)
+    assert first
+    left = run("exit", environment, first)[0]
+    pool.release(first)
+    os.kill(own.pid, signal.SIGSTOP)  # while a second one greets it
+    second = AdoptedServer(os.dup(own.descriptor), own.pid)
+    os.kill(own.pid, signal.SIGCONT)
+    process, facts, _ = run("exit", environment, second)
+    end(process)
+    assert facts["parent"] == own.pid and process.returncode == 7
+    end(left)
+    second.end()
+    first.end()
+    assert own.alive, "it is its starter's to end"
+
+
+def test_a_stopped_server_is_given_up(
+    own: Server, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "STOPPED_S", 0.5)
+    own.process.send_signal(signal.SIGSTOP)
+    process, facts, _ = run("exit", environment, own)
+    end(process)
+    assert facts["parent"] == os.getpid()
+    own.process.wait(WAIT_S)
 
 
 def test_engines_share_a_server(environment: dict[str, str]) -> None:

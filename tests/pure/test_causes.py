@@ -76,7 +76,7 @@ Thread 0x00007fd6729d0b80 (most recent call first):
 
 EXITS: list[tuple[int | None, str, str]] = [
     (1, TRACE, "process-ended"),
-    (0, "", "process-ended"),
+    (0, "", "connection-closed"),
     (-11, FATAL, "process-killed"),
     (-9, "some progress", "process-killed"),
     (-200, "", "process-killed"),

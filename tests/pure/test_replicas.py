@@ -54,14 +54,16 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
-        self.calling = False
+        self.calling, self.computes, self.silent_s, self.watched = False, False, 0.0, True
         self.gate = asyncio.Event()  # commands wait for it
         self.gate.set()
         self.refusal: RequestError | None = None
         self._death = asyncio.Event()
 
     @classmethod
-    async def start(cls, plan: Plan, config: EngineConfig, worker: str, others: object = None) -> FakeEngine:
+    async def start(
+        cls, plan: Plan, config: EngineConfig, worker: str, others: object = None, **_: object
+    ) -> FakeEngine:
         await asyncio.sleep(0)
         if cls.broken_starts:
             FakeEngine.broken_starts -= 1
@@ -288,6 +290,52 @@ async def test_all_ends_after_too_many_failed_starts() -> None:
             engine.submit([ask("1")])
 
 
+async def test_a_single_engine_starts_again_without_the_requests_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "start_server", lambda plan: None)
+    engine = await start_engine([ReplicaPlan(PLAN, host())], EngineConfig(model="m"), stall_s=60.0)
+    assert isinstance(engine, ReplicaSet)
+    try:
+        had = engine.submit([ask("0")])
+        FakeEngine.started[0].fail()
+        assert "the engine starts again" in engine.outage
+        came = engine.submit([ask("1", first=5)])
+        failed, answered = await stepped(had, came)
+        assert isinstance(failed, EngineError) and failed.code == "process-killed"
+        assert answered == {"1": [6, 7, 8, 9]} and not engine.outage
+    finally:
+        await engine.close()
+
+
+async def test_restarts_in_vain_come_to_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    """An answered request begins a new row."""
+    async with running(1) as engine:
+        for row in range(2):
+            for restart in range(GIVE_UP):
+                FakeEngine.started[-1].fail()
+                await until(lambda: engine.outage == "")
+                assert len(FakeEngine.started) == 2 + row * GIVE_UP + restart
+            if not row:
+                assert await stepped(engine.submit([ask("0")])) == [{"0": [2, 3, 4, 5]}]
+        with caplog.at_level(logging.ERROR, "weft"):
+            FakeEngine.started[-1].fail()
+            async with asyncio.timeout(WAIT_S):
+                await engine.died()
+        assert engine.failure and engine.failure.code == "process-killed" and engine.outage == str(engine.failure)
+        assert len(FakeEngine.started) == 1 + 2 * GIVE_UP
+        assert f"{GIVE_UP} restarts in a row" in caplog.text
+
+
+async def test_pauses_grow_until_a_request_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(replica, "LONGEST_PAUSE_S", 4.0)
+    one = replica.Replica(ReplicaPlan(PLAN, host()), 0, 0)
+    one.started_s = 100.0
+    assert [one.next_pause_s(101.0) for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 4.0]
+    one.note_answer()
+    assert one.next_pause_s(101.0) == 0.0 < one.next_pause_s(101.0)
+    assert one.next_pause_s(100.0 + replica.LIVED_S + 1) == 0.0
+
+
 class FakeNodes:
     """Nodes that are missing for some time whenever an engine starts again."""
 
@@ -456,7 +504,7 @@ async def test_a_death_right_after_the_start_and_an_engine_that_does_not_close(m
         first, second = FakeEngine.started
         start, close = FakeEngine.start, FakeEngine.close
 
-        async def dies(plan: Plan, config: EngineConfig, worker: str) -> FakeEngine:
+        async def dies(plan: Plan, config: EngineConfig, worker: str, **_: object) -> FakeEngine:
             monkeypatch.setattr(FakeEngine, "start", start)
             made = await start(plan, config, worker)
             made.fail()
@@ -548,6 +596,7 @@ async def test_waiting_requests_move_to_an_engine_that_is_back() -> None:
 
 async def test_an_engine_that_stalls_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "STALL_POLL_S", 0.0)
+    monkeypatch.setattr(restarts, "CORE_STALL_S", 0.0)
     async with running(1, 1, stall_s=0.05) as engine:
         stream = engine.submit([ask("0")])
         hanging = next(one for one in FakeEngine.started if one.requests)

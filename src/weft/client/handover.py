@@ -54,6 +54,8 @@ class RoutedRequest:
             self.tokens += item.tokens
             item.id = self.request.id
             item.replica = self.replica.number if self.replica else 0
+            if self.replica is not None and item.finish_reason is not None:
+                self.replica.note_answer()
         self.sink.put(item)
 
     def close_request(self, id: str) -> None:
@@ -68,12 +70,13 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `capacity` limits their number. `ended` is the error after which none is taken, `last_death` the last failure of an
-    engine or of a start. `busy` is set while there are requests.
+    `capacity` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the
+    error after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there
+    are requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, replicas: Sequence[Replica], router: Router, capacity: int, moves: int = MOVES) -> None:
+        self.capacity, self._moves = capacity, moves
         self.ended: EngineError | None = None
         self.last_death: EngineError | None = None
         self.busy = asyncio.Event()
@@ -131,7 +134,7 @@ class HandOver:
         self._leave(routed)
         routed.losses += 1
         self.last_death = error
-        if self.ended is None and routed.losses <= MOVES:
+        if self.ended is None and routed.losses <= self._moves:
             self._place_again([routed])
         else:
             self._fail_request(routed, error)

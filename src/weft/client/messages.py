@@ -9,21 +9,32 @@ from weft.core.commands import Command, Replies, ResetPrefixCache
 from weft.core.request import Output, Request, Stats
 from weft.errors import Cause
 from weft.executors.base import Ready
+from weft.executors.liveness import Alive, Heartbeat
 from weft.executors.node_messages import OtherNodes
 from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 
+class InheritedServer(msgspec.Struct, frozen=True):
+    """A fork server that the client has started: the descriptor of its socket, which the core inherits, and its pid."""
+
+    descriptor: int
+    pid: int
+
+
 class StartCore(msgspec.Struct, frozen=True, tag=True):
     """The first frame: the plan to run, and the class that each rank runs, as "module:Class".
 
-    `others` are nodes that have joined; this process has inherited their connections.
+    `others` are nodes that have joined; this process has inherited their connections. `stall_s` is the limit after
+    which a rank that shows no sign of life, or a step that does not finish, is a failure. `forks` forks the ranks.
     """
 
     plan: Plan
     config: EngineConfig
     worker: str
     others: OtherNodes | RayNodes | None = None
+    stall_s: float | None = None
+    forks: InheritedServer | None = None
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +52,7 @@ class CallRanks(msgspec.Struct, frozen=True, tag=True):
     command: Command | ResetPrefixCache
 
 
-ToCore = StartCore | AddRequests | AbortRequests | CallRanks
+ToCore = StartCore | AddRequests | AbortRequests | CallRanks | Heartbeat
 
 
 class CoreStarted(msgspec.Struct, frozen=True, tag=True):
@@ -94,4 +105,4 @@ class CoreFailed(msgspec.Struct, frozen=True, tag=True):
     cause: Cause
 
 
-FromCore = CoreStarted | RequestRefused | StepOutputs | CallDone | CallRefused | CoreFailed
+FromCore = CoreStarted | RequestRefused | StepOutputs | CallDone | CallRefused | CoreFailed | Alive

@@ -35,7 +35,9 @@ from weft.core.request import Output, Request
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError
 from weft.executors import create_executor
 from weft.executors.causes import cause_of
+from weft.executors.forks import pool
 from weft.executors.launch import Parent
+from weft.executors.processes import ProcessExecutor
 from weft.hardware import malloc
 from weft.plan.memory import fit_length
 from weft.structured.compiler import GrammarCompiler
@@ -118,9 +120,13 @@ def main(descriptor: int) -> None:
     start = parent.inbox.get()
     assert isinstance(start, StartCore)
     phase = "start"
+    if start.forks:
+        pool.adopt(start.forks.descriptor, start.forks.pid)
     try:
         # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
-        executor = create_executor(start.config.executor or "processes", start.worker, start.others)
+        executor = create_executor(start.config.executor or "processes", start.worker, start.others, start.stall_s)
+        if isinstance(executor, ProcessExecutor):
+            parent.sign = lambda: executor.state
         parent.before_exit = executor.close
         ready = executor.start(start.plan)
         phase = "allocate"

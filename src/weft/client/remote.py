@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import suppress
 from itertools import count
 from types import TracebackType
 from typing import NoReturn, Protocol, cast
@@ -18,6 +20,7 @@ from weft.client.messages import (
     CoreFailed,
     CoreStarted,
     FromCore,
+    InheritedServer,
     RequestRefused,
     StartCore,
     StepOutputs,
@@ -30,8 +33,10 @@ from weft.core.request import Output, Request, Stats
 from weft.errors import CORE, Cause, EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.base import Ready
 from weft.executors.causes import cause_of
+from weft.executors.forks import Server
 from weft.executors.framing import FrameDecoder, encode_frame
 from weft.executors.launch import FAMILY_EXIT_S, Child, end_children
+from weft.executors.liveness import BEAT_S, Alive, Heartbeat, Silence, idle_beat_s
 from weft.executors.node_messages import OtherNodes
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
@@ -39,6 +44,7 @@ from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
+SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
 
 
 class OutputSink(Protocol):
@@ -68,6 +74,7 @@ class AsyncEngine:
 
     `plan` is the executed plan, with the served length. `ready` is what the ranks reported. `stats` are the core's as
     of its last message. `failure` is the error that ended the engine; it stays None if the engine is closed.
+    `alive_sign` is what the core has last said of its ranks.
     """
 
     plan: Plan
@@ -86,26 +93,44 @@ class AsyncEngine:
         self._died: asyncio.Future[None] = loop.create_future()
         self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
         self._connection = CoreConnection(self)
+        self._silence = Silence(self._child.process.pid)
+        self.alive_sign = Alive()
+        self.watched = False  # the core watches the ranks, which are processes of this machine
+        self._work_came = asyncio.Event()
+        self._watch_task: asyncio.Task[None] | None = None
         self._exit_task: asyncio.Task[None] | None = None  # held here, or it could be garbage-collected
 
     @classmethod
     async def start(
-        cls, plan: Plan, config: EngineConfig, worker: str = WORKER, others: OtherNodes | RayNodes | None = None
+        cls,
+        plan: Plan,
+        config: EngineConfig,
+        worker: str = WORKER,
+        others: OtherNodes | RayNodes | None = None,
+        stall_s: float | None = None,
+        forks: Server | None = None,
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
-        core inherits their connections, which are closed here. It may be cancelled.
+        core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
+        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it
+        outlives the core. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
+        inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
+        files = [*descriptors, inherited.descriptor] if inherited else descriptors
         try:
-            engine = cls(plan.max_running + config.max_num_queued_reqs, descriptors)
+            engine = cls(plan.max_running + config.max_num_queued_reqs, files)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         try:
             await engine._connection.connect(engine._child)
-            engine._connection.send(StartCore(plan, config, worker, others))
+            engine._connection.send(StartCore(plan, config, worker, others, stall_s, inherited))
+            if stall_s is not None:
+                engine._watch_task = asyncio.create_task(engine._watch_core(stall_s))
+                engine.watched = others is None and config.executor in (None, "processes")
             started = await engine._started
         except BaseException:  # after a cancellation by Ctrl-C, too, no process may be left behind
             await engine.close()
@@ -138,6 +163,16 @@ class AsyncEngine:
         """The stats of each engine: of this one."""
         return [self.stats]
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the core, or one of its ranks, has shown no sign of life."""
+        return max(self._silence.seconds, self.alive_sign.silent_s)
+
+    @property
+    def computes(self) -> bool:
+        """True while the core sees its ranks compute a step."""
+        return self.alive_sign.computes
+
     async def died(self) -> None:
         """Wait until the engine fails. Closing it is no failure."""
         await asyncio.shield(self._died)
@@ -166,6 +201,7 @@ class AsyncEngine:
         # Sent first: requests that cannot be sent must not count as open for ever.
         self._connection.send(AddRequests(list(requests)))
         self._streams.update((request.id, sink) for request in requests)
+        self._work_came.set()
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs. Unknown ids are ignored."""
@@ -200,13 +236,17 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the core and its ranks, and wait until they are gone. May be called twice."""
         self.abandon()
+        if self._watch_task:
+            self._watch_task.cancel()
         if not self._started.cancel() and not self._started.cancelled():
             self._started.exception()  # retrieved, or asyncio warns if nobody has waited for it
         self._connection.close()
+        # A core that shows no sign of life will not end by itself. Its ranks end with it.
+        exit_s = 0.0 if self._silence.seconds > SILENT_S else FAMILY_EXIT_S
         try:
-            await asyncio.to_thread(end_children, [self._child], FAMILY_EXIT_S)
+            await asyncio.to_thread(end_children, [self._child], exit_s)
         except RuntimeError:  # the interpreter exits, and starts no more threads
-            end_children([self._child], FAMILY_EXIT_S)
+            end_children([self._child], exit_s)
         await self._connection.closed()
         self._child.close()
 
@@ -218,15 +258,13 @@ class AsyncEngine:
 
     def handle_message(self, message: FromCore) -> None:
         """Handle a message from the core."""
+        self._silence.hear()
         match message:
+            case Alive():
+                self.alive_sign = message
             case StepOutputs(outputs, stats):
                 self.stats = stats
-                for output in outputs:
-                    id = output.id  # the sink may give the output its caller's id
-                    if stream := self._streams.get(id):
-                        stream.put(output)
-                        if output.finish_reason is not None:
-                            self._streams.pop(id).close_request(id)
+                self._pass_on(outputs)
             case RequestRefused(id, text, code, full, param):
                 if stream := self._streams.get(id):
                     stream.put(QueueFullError(text, code=code) if full else RequestError(text, param=param, code=code))
@@ -236,6 +274,15 @@ class AsyncEngine:
                 self._started.set_result(message)
             case CoreFailed(cause):
                 self.fail(cause)
+
+    def _pass_on(self, outputs: Iterable[Output]) -> None:
+        """Give each output to the sink of its request."""
+        for output in outputs:
+            id = output.id  # the sink may give the output its caller's id
+            if stream := self._streams.get(id):
+                stream.put(output)
+                if output.finish_reason is not None:
+                    self._streams.pop(id).close_request(id)
 
     def _answer_call(self, message: CallDone | CallRefused) -> None:
         """Pass the result of a command to its caller, who may be gone."""
@@ -263,6 +310,21 @@ class AsyncEngine:
             self._started.set_exception(EngineError(cause))
         self._fail_callers(cause)
         self._died.set_result(None)
+
+    async def _watch_core(self, limit_s: float) -> None:
+        """Send heartbeats, and fail once the core has shown no sign of life for `limit_s` seconds."""
+        idle_s = idle_beat_s(limit_s)
+        while self.alive:
+            self._connection.send(Heartbeat())
+            self._work_came.clear()
+            if self._streams or not self._started.done():
+                await asyncio.sleep(BEAT_S)
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._work_came.wait(), idle_s)
+            self._silence.tick(time.monotonic(), idle_s)
+            if self._silence.seconds >= limit_s:
+                self.fail(self._silence.reason.of(CORE, "step" if self._started.done() else "start"))
 
     async def _fail_by_exit(self, error: Exception | None) -> None:
         reason = await asyncio.to_thread(self._child.describe_exit)

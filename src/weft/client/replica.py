@@ -8,7 +8,8 @@ from weft.core.request import Stats, counters_only, sum_stats
 from weft.planner.replicas import ReplicaPlan
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0  # before a start that follows a failed one
-LIVED_S = 60.0  # an engine that has run that long starts again without a pause
+LIVED_S = 60.0  # an engine that has run that long starts again without a pause,
+HEALTHY_S = 600.0  # and after that time its end is no part of a row of failures
 
 
 class Replica:
@@ -23,7 +24,7 @@ class Replica:
         self._first_rank = first_rank
         self.open = 0
         self.load = 0
-        self.failed_starts = 0
+        self.vain_restarts = 0  # in a row, between which no request was answered
         self.started_s = 0.0
         self.moved_s = 0.0  # when a step has last been seen to finish, or the first request came
         self._steps = 0
@@ -33,6 +34,10 @@ class Replica:
     @property
     def name(self) -> str:
         return f"replica {self.number}"
+
+    def note_answer(self) -> None:
+        """Note that a request has been answered: the next failure is the first of a row."""
+        self.vain_restarts, self._pause_s = 0, 0.0
 
     @property
     def alive(self) -> bool:
@@ -58,17 +63,21 @@ class Replica:
         return engine
 
     def next_pause_s(self, now: float) -> float:
-        """Seconds to wait before the next start: none after an engine that has lived long."""
-        if now - self.started_s > LIVED_S and not self.failed_starts:
+        """Seconds to wait before the next start: none after an engine that has lived long, or has answered."""
+        if self.lived_s(now) > LIVED_S:
             self._pause_s = 0.0
             return 0.0
         pause, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
         return pause
 
+    def lived_s(self, now: float) -> float:
+        """Seconds since the last engine started; 0 if a start has been tried since."""
+        return now - self.started_s if self.started_s else 0.0
+
     def stalled_s(self, now: float) -> float:
         """Seconds without a finished step, 0 for a replica that has nothing to do or executes a command."""
         engine = self.engine
-        if engine is None or not self.open or engine.calling or engine.stats.sleep_level:
+        if engine is None or not self.open or engine.calling or engine.stats.sleep_level or engine.computes:
             self.moved_s = now
             return 0.0
         if engine.stats.steps != self._steps:

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from msgspec.structs import replace
 
 from weft.client.engine_nodes import EngineNodes
-from weft.client.handover import HandOver
+from weft.client.handover import MOVES, HandOver
 from weft.client.remote import AsyncEngine, OutputSink, OutputStream
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
@@ -21,6 +21,9 @@ from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
 from weft.core.request import Request, Stats, sum_stats
 from weft.errors import CORE, Cause, EngineError
+from weft.executors.forks import Server
+from weft.executors.liveness import SHORTEST_S
+from weft.executors.processes import start_server
 from weft.executors.rank import WORKER
 from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
@@ -36,10 +39,11 @@ class ReplicaSet:
 
     A request goes to the replica that will have done its work the soonest (`client.routing`). If an engine dies, it is
     started again (`client.restarts`), and its requests go to the others: from their beginning, or behind the tokens
-    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one.
+    that they have, so that no caller notices (`client.handover`). If no engine runs, requests wait for one. With a
+    single engine on this machine, those that it had fail.
 
     `plan` is that of the replica that serves the shortest requests. `failure` is the error after which no engine is
-    started again: every replica has failed too many starts in a row.
+    started again: every replica has started too often in a row without an answered request.
     """
 
     def __init__(
@@ -55,8 +59,12 @@ class ReplicaSet:
         self.capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         # Each engine may have to take the requests of all others.
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
-        self._requests = HandOver(self._replicas, router, self.capacity)
+        # A request of the only engine fails with it: it may be what has killed it, and nobody else is there.
+        moves = MOVES if len(planned) > 1 or nodes is not None else 0
+        self._requests = HandOver(self._replicas, router, self.capacity, moves)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
+        self._stall_s: float | None = None
+        self._forks: Server | None = None
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins
         self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
@@ -72,10 +80,12 @@ class ReplicaSet:
     ) -> ReplicaSet:
         """Start all engines at the same time, and wait until all are warm. Raises the EngineError of the first to fail.
 
-        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead.
+        With `stall_s`, an engine that finishes no step for that many seconds while it has requests is taken for dead,
+        and so is one of whose processes one shows no sign of life for as long.
         `nodes` hold the ranks, if these are not all on this machine.
         """
         replicas = cls(planned, config, worker, nodes)
+        replicas._stall_s = None if stall_s is None else max(stall_s, SHORTEST_S)
         try:
             await replicas._keeper.start(stall_s)
         except BaseException:
@@ -86,9 +96,21 @@ class ReplicaSet:
     async def _launch(self, replica: Replica) -> AsyncEngine:
         """Start an engine with the plan of a replica, or with a new one for the nodes that are there now."""
         if self._nodes is None:
-            return await AsyncEngine.start(replica.plan, self._config, self._worker)
+            forks = self._prepare_forks(replica.plan)
+            return await AsyncEngine.start(replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks)
         replica.plan, others = await self._nodes.take(replica.number)
-        return await AsyncEngine.start(replica.plan, self._config, self._worker, others)
+        return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
+
+    def _prepare_forks(self, plan: Plan) -> Server | None:
+        """Return a server that forks the ranks of the only engine, and outlives it: torch is imported once."""
+        kind = self._config.executor or "processes"
+        if len(self._replicas) > 1 or self._stall_s is None or not plan.on_cpu or kind != "processes":
+            return None
+        if self._forks is None or not self._forks.alive:
+            if self._forks is not None:
+                self._forks.end()
+            self._forks = start_server(plan)
+        return self._forks
 
     async def _join(self, replica: Replica, engine: AsyncEngine) -> None:
         """Give a replica its new engine, once this has followed all commands and while none runs."""
@@ -97,7 +119,7 @@ class ReplicaSet:
             state = await self._follow_state(engine, state)
             async with self._turn:
                 if state is self._state:
-                    replica.engine, replica.failed_starts, replica.started_s = engine, 0, time.monotonic()
+                    replica.engine, replica.started_s = engine, time.monotonic()
                     return
 
     async def _follow_state(self, engine: AsyncEngine, state: State) -> State:
@@ -147,7 +169,18 @@ class ReplicaSet:
             return str(self.failure)
         if any(replica.alive for replica in self._replicas):
             return ""
-        return f"no replica runs: {self._requests.last_death or 'they start'}"
+        none = "no replica runs" if len(self._replicas) > 1 else "the engine starts again"
+        return f"{none}: {self._requests.last_death or 'they start'}"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which a process of an engine has shown no sign of life."""
+        return max((replica.engine.silent_s for replica in self._replicas if replica.engine), default=0.0)
+
+    @property
+    def computes(self) -> bool:
+        """True while the core of an engine sees its ranks compute a step."""
+        return any(replica.engine is not None and replica.engine.computes for replica in self._replicas)
 
     @property
     def alive(self) -> bool:
@@ -243,6 +276,8 @@ class ReplicaSet:
             await asyncio.to_thread(self._nodes.close)
         await self._keeper.close()
         await asyncio.gather(*self._calls, return_exceptions=True)
+        if self._forks is not None:
+            await asyncio.to_thread(self._forks.end)
 
 
 def _left_behind(refusal: BaseException) -> Cause:
@@ -265,10 +300,11 @@ async def start_engine(
 ) -> AsyncEngine | ReplicaSet:
     """Start one engine, or several as one. Raises EngineError with the root cause.
 
-    The arguments are those of `ReplicaSet.start`. One engine over several nodes is a ReplicaSet too if it shall start
-    again after a failure.
+    The arguments are those of `ReplicaSet.start`. One engine is a ReplicaSet too if it shall start again after a
+    failure: with `stall_s` on this machine, on several nodes if these last.
     """
-    if len(planned) > 1 or (nodes is not None and nodes.lasting):
+    lasting = nodes.lasting if nodes is not None else stall_s is not None
+    if len(planned) > 1 or lasting:
         return await ReplicaSet.start(planned, config, worker, stall_s, nodes)
     if nodes is None:
         return await AsyncEngine.start(planned[0].plan, config, worker)

@@ -10,15 +10,18 @@ from typing import Any
 
 from weft.client.handover import HandOver
 from weft.client.remote import AsyncEngine
-from weft.client.replica import Replica
+from weft.client.replica import HEALTHY_S, Replica
 from weft.client.routing import Router
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.causes import cause_of
+from weft.executors.rank_watch import LONG_STEP
+from weft.executors.ranks import CLOSED
 
 log = logging.getLogger("weft")
 
-GIVE_UP = 5  # failed starts of every replica in a row, after which all is over
+GIVE_UP = 5  # restarts of every replica in a row without an answered request between them, after which all is over
 STALL_POLL_S = 1.0
+CORE_STALL_S = 3.0  # the core itself finds a step that does not finish, and knows the rank: it comes first
 # Codes of failed starts that only wait for machines: these may come back at any time.
 WAITING = frozenset(
     (
@@ -115,13 +118,19 @@ class EngineKeeper:
             self._requests.last_death = replica.engine.failure
             engine = replica.lose_engine()
             self._router.forget_replica(replica.number)
-            log.error("%s died, and starts again: %s", replica.name, engine.failure)
             began = time.monotonic()
+            if replica.lived_s(began) > HEALTHY_S:
+                replica.note_answer()
+            if self._is_hopeless():
+                await self._bury(engine, replica)
+                self._give_up(engine.failure or EngineError(CLOSED))
+                return
+            log.error("%s died, and starts again: %s", self._name(replica), engine.failure)
             await self._bury(engine, replica)
             await self._restart(replica)
             if replica.engine is None:
                 return
-            log.info("%s is back (%.1f s)", replica.name, time.monotonic() - began)
+            log.info("%s is back (%.1f s)", self._name(replica), time.monotonic() - began)
             self._requests.welcome(replica)
 
     async def _bury(self, engine: AsyncEngine, replica: Replica) -> None:
@@ -130,26 +139,35 @@ class EngineKeeper:
         try:
             await engine.close()
         except Exception as error:
-            log.error("the engine of %s has not ended as it should: %s", replica.name, error)
+            log.error("the processes of %s have not ended as they should: %s", self._name(replica), error)
         self._dying.discard(engine)
 
     async def _restart(self, replica: Replica) -> None:
         """Start an engine until that succeeds, or until every replica has failed too often."""
         while self._requests.ended is None:
             await asyncio.sleep(replica.next_pause_s(time.monotonic()))
+            replica.started_s = 0.0
+            replica.vain_restarts += 1
             try:
                 await self._start_engine(replica, self.plan.max_model_len)
                 return
             except Exception as error:  # such as an OSError, if there are no more descriptors or processes
                 failure = EngineError(cause_of(error, CORE, "start"))
-            if failure.code not in WAITING:
-                replica.failed_starts += 1
+            if failure.code in WAITING:
+                replica.vain_restarts -= 1
             self._requests.last_death = failure
-            log.error("%s does not start: %s", replica.name, failure)
-            if all(one.failed_starts >= GIVE_UP for one in self._replicas):
+            log.error("%s does not start: %s", self._name(replica), failure)
+            if self._is_hopeless():
                 self._give_up(failure)
 
+    def _name(self, replica: Replica) -> str:
+        return replica.name if len(self._replicas) > 1 else "the engine"
+
+    def _is_hopeless(self) -> bool:
+        return all(one.vain_restarts >= GIVE_UP and not one.alive for one in self._replicas)
+
     def _give_up(self, error: EngineError) -> None:
+        log.error("%d restarts in a row, and no request was answered between them: it stays down", GIVE_UP)
         self.failure = error
         self._requests.end(error)
         if not self._died.done():
@@ -162,9 +180,14 @@ class EngineKeeper:
             await asyncio.sleep(STALL_POLL_S)
             now = time.monotonic()
             for replica in self._replicas:
-                if replica.engine is not None and replica.stalled_s(now) > stall_s:
+                if replica.engine is not None and replica.stalled_s(now) > step_limit_s(replica.engine, stall_s):
                     text = f"no step has finished for {stall_s:g} s while requests run"
                     replica.engine.fail(Cause(rank=CORE, phase="step", code="replica-stalled", cause=text))
+
+
+def step_limit_s(engine: AsyncEngine, stall_s: float) -> float:
+    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt."""
+    return stall_s + CORE_STALL_S if engine.watched or not engine.plan.on_cpu else LONG_STEP * stall_s
 
 
 def _too_short(length: int, shortest: int) -> EngineError:

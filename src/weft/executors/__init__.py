@@ -9,11 +9,17 @@ from weft.executors.rank import WORKER
 from weft.executors.ray_nodes import RayNodes
 
 
-def create_executor(kind: str, worker: str = WORKER, others: OtherNodes | RayNodes | None = None) -> Executor:
+def create_executor(
+    kind: str,
+    worker: str = WORKER,
+    others: OtherNodes | RayNodes | None = None,
+    stall_s: float | None = None,
+) -> Executor:
     """Create an executor that has not started. `kind` is "inline" or "processes"; nodes of Ray need no kind.
 
     `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one, or the
-    nodes of a Ray cluster, whose actors are the ranks then. Raises ConfigError for an unknown kind.
+    nodes of a Ray cluster, whose actors are the ranks then. `stall_s` is that of ProcessExecutor, for ranks of this
+    machine alone. Raises ConfigError for an unknown kind.
     """
     match kind:
         case _ if isinstance(others, RayNodes):
@@ -31,7 +37,7 @@ def create_executor(kind: str, worker: str = WORKER, others: OtherNodes | RayNod
         case "processes":
             from weft.executors.processes import ProcessExecutor
 
-            return ProcessExecutor(worker)
+            return ProcessExecutor(worker, stall_s=stall_s)
         case _:
             raise ConfigError(
                 f"executor {kind!r} is unknown; use inline (threads of one process) or processes",

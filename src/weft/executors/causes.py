@@ -67,6 +67,8 @@ def describe_exit(returncode: int | None, stderr: str) -> ExitReason:
     last = crash or (lines[-1] if lines else "")
     if returncode < 0:
         return _describe_signal(-returncode, last)
+    if returncode == 0:  # as a child does whose parent is gone, for all that it knows
+        return ExitReason("connection-closed", "ended because its connection to the parent process was closed")
     return ExitReason("process-ended", f"ended with status {returncode}" + (f": {last}" if last else ""))
 
 

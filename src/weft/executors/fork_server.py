@@ -47,10 +47,17 @@ class ForkRequest(msgspec.Struct, tag=True):
     numbers: list[int]
 
 
+class Greeting(msgspec.Struct, tag=True):
+    """The first message of a process that takes the socket over from another, which may have left answers unread."""
+
+    number: int
+
+
 class ServerReady(msgspec.Struct, tag=True):
-    """The modules are imported; if a `problem` is named, nothing can be forked."""
+    """The modules are imported; if a `problem` is named, nothing can be forked. `number` is that of a Greeting."""
 
     problem: str = ""
+    number: int = 0
 
 
 class Forked(msgspec.Struct, tag=True):
@@ -82,7 +89,8 @@ class ForkServer:
         """`held` are descriptors of libraries, whose numbers no request may have."""
         self._control = control
         self._held = held
-        self._requests = msgspec.msgpack.Decoder(ForkRequest)
+        self._problem = find_problem()
+        self._requests = msgspec.msgpack.Decoder[ForkRequest | Greeting](ForkRequest | Greeting)
         self._children: dict[int, int] = {}  # pid by pidfd
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
@@ -93,6 +101,7 @@ class ForkServer:
 
     def run(self) -> tuple[ForkRequest, list[int]] | None:
         """Serve requests. Returns in a forked process, with its request and descriptors; None at the server's end."""
+        self.send(ServerReady(self._problem))
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor in self._children:
@@ -102,6 +111,9 @@ class ForkServer:
                 if not data:
                     return None
                 request = self._requests.decode(data)
+                if isinstance(request, Greeting):
+                    self.send(ServerReady(self._problem, request.number))
+                    continue
                 if self._fork(request):
                     return request, files
                 for file in files:
@@ -209,7 +221,6 @@ def main(descriptor: int, lifeline: int) -> None:
     gc.freeze()  # a collection in a child would write to every page
     control = socket.socket(fileno=descriptor)
     server = ForkServer(control, open_descriptors() - {0, 1, 2, descriptor, lifeline})
-    server.send(ServerReady(find_problem()))
     if forked := server.run():
         os.close(lifeline)
         become_child(*forked)

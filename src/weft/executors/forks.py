@@ -26,8 +26,10 @@ from weft.executors.fork_server import (
     ForkRefused,
     ForkRequest,
     FromServer,
+    Greeting,
     ServerReady,
 )
+from weft.executors.liveness import read_times
 
 # With one of these, OpenMP binds the very process that loads it to a core.
 BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
@@ -35,6 +37,7 @@ BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PRO
 UNREAD_VARIABLES = ("PYTEST_CURRENT_TEST",)
 MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
 END_S = 1.0  # seconds for a server to end by itself
+POLL_S, STOPPED_S = 0.5, 2.0  # a server that has been stopped (SIGSTOP) for that long is given up
 
 # Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
 # the end of the stream.
@@ -123,16 +126,26 @@ class Server:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.pid = self.process.pid
 
     @property
     def alive(self) -> bool:
         return self._socket.fileno() >= 0 and self.process.poll() is None
 
+    @property
+    def descriptor(self) -> int:
+        """The socket, for a process that inherits it and adopts the server. Nobody else may use the server then."""
+        return self._socket.fileno()
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Return True if the server's libraries have read the same variables."""
+        return read_variables(environment) == self.environment
+
     def fork(
         self, module: str, arguments: Sequence[int], files: Sequence[int], environment: Mapping[str, str]
     ) -> ForkedProcess:
         """Fork a process, with the arguments of `start_process`. Raises ForkError."""
-        if read_variables(environment) != self.environment:
+        if not self.suits(environment):
             raise ForkError("its environment differs from the server's")
         if len(files) + 2 > MAX_FILES:
             raise ForkError(f"{len(files)} descriptors are too many")
@@ -189,6 +202,14 @@ class Server:
             self._statuses[message.pid] = message.returncode
 
     def _receive_any(self) -> tuple[FromServer, list[int]]:
+        """Wait for a message. Raises ForkError for a server that has ended, or that has been stopped for STOPPED_S."""
+        stopped_s = 0.0
+        while not wait_readable(self._socket.fileno(), time.monotonic() + POLL_S):
+            times = read_times(self.pid)
+            stopped_s = stopped_s + POLL_S if times and times.stopped else 0.0
+            if stopped_s >= STOPPED_S:
+                os.kill(self.pid, signal.SIGKILL)
+                raise ForkError("the server is stopped")
         data, files, _, _ = socket.recv_fds(self._socket, MAX_REQUEST, 1)
         if not data:
             raise ForkError("the server has ended")
@@ -227,6 +248,47 @@ class Server:
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class AdoptedServer(Server):
+    """A server that another process has started and ends. This process has inherited the socket."""
+
+    def __init__(self, descriptor: int, pid: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self.pid, self.users = pid, 1  # its starter is a user for as long as this process lives
+        self._lock = threading.Lock()
+        self._statuses, self._ready = {}, False
+        self._messages = msgspec.msgpack.Decoder[FromServer](FromServer)
+        self._socket = socket.socket(fileno=descriptor)
+        open_sockets.add(self._socket)
+
+    @property
+    def alive(self) -> bool:
+        times = read_times(self.pid)
+        return self._socket.fileno() >= 0 and times is not None and times.state != "Z"
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Return True: its starter has planned the same ranks."""
+        return True
+
+    def _await_ready(self) -> None:
+        """Greet the server, and drop what it had to say to the process before this one."""
+        number = int.from_bytes(os.urandom(6), "little") + 1
+        self._socket.send(msgspec.msgpack.encode(Greeting(number)))
+        while True:
+            message, files = self._receive_any()
+            for file in files:
+                os.close(file)
+            if isinstance(message, ServerReady) and message.number == number:
+                break
+        if message.problem:
+            raise ForkError(message.problem)
+        self._ready = True
+
+    def end(self) -> None:
+        """Leave the server to its starter."""
+        with self._lock:
+            self._socket.close()
 
 
 class ForkedProcess:
@@ -283,7 +345,7 @@ class ServerPool:
             return None
         with self._lock:
             server = self._server
-            if not server or not server.alive or server.environment != read_variables(environment):
+            if not server or not server.alive or not server.suits(environment):
                 if count < self.min_forks:
                     return None
                 if server and not server.users:
@@ -291,6 +353,11 @@ class ServerPool:
                 server = self._server = Server(environment)
             server.users += 1
             return server
+
+    def adopt(self, descriptor: int, pid: int) -> None:
+        """Use a server that the parent of this process has started, also for a single process."""
+        with self._lock:
+            self._server = AdoptedServer(descriptor, pid)
 
     def release(self, server: Server) -> None:
         with self._lock:

@@ -25,8 +25,9 @@ import msgspec
 
 from weft.executors.causes import ExitReason, describe_exit
 from weft.executors.forks import Server, open_sockets, start_process
-from weft.executors.framing import Channel, FrameError
+from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.lifeline import die_with
+from weft.executors.liveness import Alive, Heartbeat
 
 M = TypeVar("M")
 
@@ -70,18 +71,22 @@ class Child(Generic[M]):
             theirs.close()
             child_lifeline.close()
         self.channel: Channel[M] = Channel(ours, messages)
+        self._sending = threading.Lock()
         self._output_tail = bytearray()
         self._copier = threading.Thread(target=self._copy_output, name=f"weft-stderr-{self.process.pid}", daemon=True)
         self._copier.start()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message; without effect if the child is gone, which the thread that listens to it notices."""
-        with contextlib.suppress(OSError):
-            self.channel.send(message)
+        self.send_frame(encode_frame(message))
 
     def send_frame(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):
+        with self._sending, contextlib.suppress(OSError):
             self.channel.send_frame(frame)
+
+    def offer(self, message: msgspec.Struct) -> None:
+        """Send a short message if that takes no waiting for a child that reads nothing."""
+        self.channel.offer(message, self._sending)
 
     def kill(self) -> None:
         self.process.kill()
@@ -160,7 +165,8 @@ def child_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def _python_path() -> str:
     """PYTHONPATH with which the child imports this very package, and whatever else the user has set."""
     home, users = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")
-    return users if home == sysconfig.get_path("purelib") else os.pathsep.join(filter(None, (home, users)))
+    known = home in (sysconfig.get_path("purelib"), users.split(os.pathsep)[0])
+    return users if known else os.pathsep.join(filter(None, (home, users)))
 
 
 class Parent(Generic[M]):
@@ -168,7 +174,7 @@ class Parent(Generic[M]):
 
     Messages wait in `inbox`. When the parent is gone, this process exits, whatever its main thread is doing. It first
     calls `before_exit`, which has FAMILY_EXIT_S seconds. With `lifeline`, a parent's death kills this process at once,
-    without `before_exit`, but with certainty.
+    without `before_exit`, but with certainty. A Heartbeat is answered with `sign`.
     """
 
     def __init__(self, descriptor: int, messages: Any, lifeline: int | None = None) -> None:
@@ -179,6 +185,8 @@ class Parent(Generic[M]):
             die_with(lifeline)
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self.before_exit: Callable[[], None] = lambda: None
+        self.sign: Callable[[], Alive] = Alive
+        self._sending = threading.Lock()
         self._channel: Channel[M] = Channel(end, messages)
         threading.Thread(target=self._listen, name="weft-parent", daemon=True).start()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -188,8 +196,9 @@ class Parent(Generic[M]):
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
     def send(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(OSError):  # the parent is gone, and this process with it
-            self._channel.send(message)
+        frame = encode_frame(message)
+        with self._sending, contextlib.suppress(OSError):  # the parent is gone, and this process with it
+            self._channel.send_frame(frame)
 
     def exit(self) -> NoReturn:
         """Call `before_exit` and exit this process."""
@@ -202,7 +211,10 @@ class Parent(Generic[M]):
     def _listen(self) -> None:
         try:
             for message in self._channel:
-                self.inbox.put(message)
+                if isinstance(message, Heartbeat):
+                    self._channel.offer(self.sign(), self._sending)
+                else:
+                    self.inbox.put(message)
         except FrameError as error:
             os.write(2, f"{error}\n".encode())
         finally:

@@ -7,6 +7,7 @@ import msgspec
 from weft.core.commands import Command, Reply
 from weft.core.step import StepPlan, StepResult
 from weft.errors import Cause
+from weft.executors.liveness import Alive, Heartbeat
 from weft.plan.memory import Capacity
 from weft.plan.plan import Plan
 from weft.plan.wiring import Rendezvous, Tcp, Wiring
@@ -41,7 +42,7 @@ class RunCommand(msgspec.Struct, frozen=True, tag=True):
     command: Command
 
 
-ToRank = Launch | Allocate | RunStep | RunCommand
+ToRank = Launch | Allocate | RunStep | RunCommand | Heartbeat
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
@@ -93,4 +94,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Listening | PhaseEntered | Loading | Loaded | Allocated | CommandDone | StepDone | Failed
+FromRank = Listening | PhaseEntered | Loading | Loaded | Allocated | CommandDone | StepDone | Failed | Alive

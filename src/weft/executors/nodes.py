@@ -14,6 +14,7 @@ from weft.errors import Cause
 from weft.executors.beats import SILENCE_S, STACKS_S, Watch, keep_alive
 from weft.executors.forks import open_sockets
 from weft.executors.framing import Channel, FrameError, encode_frame
+from weft.executors.liveness import Heartbeat
 from weft.executors.messages import FromRank, Launch, Listening, Loaded, ToRank
 from weft.executors.node_messages import (
     Beat,
@@ -132,7 +133,7 @@ class NodesExecutor(ProcessExecutor):
 
     def _send(self, message: ToRank, ranks: Iterable[int]) -> None:
         ranks = list(ranks)
-        assert not isinstance(message, Launch)
+        assert not isinstance(message, Launch | Heartbeat)
         for link in self._links:
             theirs = [rank for rank in ranks if self._node_of[rank] == link.about.node]
             if theirs:

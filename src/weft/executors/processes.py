@@ -9,9 +9,13 @@ import tempfile
 from collections.abc import Iterable, Sequence
 
 from weft.errors import Cause, EngineError
+from weft.executors.forks import Server, can_fork
+from weft.executors.launch import child_environment
+from weft.executors.liveness import Alive
 from weft.executors.messages import Launch, Listening, ToRank
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, RankProcesses, rank_environment
+from weft.executors.rank_watch import RankWatch
 from weft.executors.ranks import RankExecutor
 from weft.plan.plan import Plan
 from weft.plan.wiring import File, Network, Rendezvous, Tcp, Wiring
@@ -19,20 +23,41 @@ from weft.plan.wiring import File, Network, Rendezvous, Tcp, Wiring
 LOOPBACK, LOOPBACK_ADDRESS = "lo0" if sys.platform == "darwin" else "lo", "127.0.0.1"
 
 
+def start_server(plan: Plan) -> Server | None:
+    """Start a fork server for the ranks of a plan, on this machine; None if it cannot fork."""
+    environment = child_environment(rank_environment(plan.threads(0), plan.peer_to_peer, interface=LOOPBACK))
+    return Server(environment) if can_fork(environment) else None
+
+
 class ProcessExecutor(RankExecutor):
     """Runs each rank as a child process. `worker` is the class that each rank runs, as "module:Class".
 
     With `network`, ranks share no file: they find each other over TCP, and exchange tensors through sockets only, as
-    ranks on several machines do.
+    ranks on several machines do. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, and
+    so has the engine if no step finishes for as long.
     """
 
-    def __init__(self, worker: str = WORKER, *, network: bool = False) -> None:
+    def __init__(self, worker: str = WORKER, *, network: bool = False, stall_s: float | None = None) -> None:
         super().__init__(worker)
         self._network = network
         self._processes = RankProcesses(self._take_message, self._lose_rank)
+        self._watch: RankWatch | None = None
+        if stall_s is not None:
+            self._watch = RankWatch(self._processes, stall_s, self._oldest_step, self._lose_rank)
         self._folder: str | None = None
 
+    @property
+    def state(self) -> Alive:
+        """Signs of life of the ranks together."""
+        return self._watch.state if self._watch else Alive()
+
+    def _oldest_step(self) -> object | None:
+        with self._lock:
+            return self._pending[0] if self._pending else None
+
     def _launch(self, plan: Plan) -> None:
+        if self._watch:
+            self._watch.start()
         if plan.on_cpu:  # forks that use a GPU are not tried yet
             self._processes.prepare_forks(self._environment(plan, 0), len(plan.ranks_of(0)))
         if self._network:
@@ -96,6 +121,8 @@ class ProcessExecutor(RankExecutor):
         self._processes.kill()
 
     def _end(self) -> None:
+        if self._watch:
+            self._watch.stop()
         self._processes.end()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

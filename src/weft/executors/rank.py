@@ -73,8 +73,12 @@ def run_rank(
     inbox: SimpleQueue[Any],
     send: Callable[[msgspec.Struct], None],
     create_worker: Callable[[], RankWorker],
+    note_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Execute the messages in `inbox` until None comes. Any failure is sent as the last message, with its cause."""
+    """Execute the messages in `inbox` until None comes. Any failure is sent as the last message, with its cause.
+
+    `note_step` is called after each step.
+    """
     phase = "start"
     sending = threading.Lock()
 
@@ -100,6 +104,7 @@ def run_rank(
             match message:
                 case RunStep(step):
                     result = worker.execute(step)
+                    note_step()
                     if result is not None:
                         results.put(result)
                 case Allocate(num_blocks):

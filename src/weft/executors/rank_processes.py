@@ -13,6 +13,7 @@ from weft.executors.causes import cause_of
 from weft.executors.forks import Server, pool
 from weft.executors.framing import FrameError, encode_frame
 from weft.executors.launch import Child, child_environment, end_children
+from weft.executors.liveness import Alive, Heartbeat, Silence
 from weft.executors.messages import Failed, FromRank, PhaseEntered, ToRank
 from weft.executors.rank import SPIN_COUNT, SPIN_VARIABLE
 from weft.executors.shared_files import open_shared_memory, shared_descriptors
@@ -30,6 +31,8 @@ class RankProcesses:
 
     def __init__(self, take: Callable[[int, FromRank], None], lost: Callable[[Cause], None]) -> None:
         self.phases: dict[int, str] = {}  # by rank, as are the next
+        self.steps: dict[int, int] = {}  # that each has finished, as of its last heartbeat
+        self.silences: dict[int, Silence] = {}
         self._take, self._lost = take, lost
         self._children: dict[int, Child[FromRank]] = {}
         self._listeners: list[threading.Thread] = []
@@ -45,7 +48,8 @@ class RankProcesses:
         child: Child[FromRank] = Child(
             "weft.worker.process", FromRank, env=environment, files=files, server=self._server
         )
-        self._children[rank], self.phases[rank] = child, "start"
+        self._children[rank], self.phases[rank], self.steps[rank] = child, "start", 0
+        self.silences[rank] = Silence(child.process.pid)
         listener = threading.Thread(target=self._listen, args=(rank, child), name=f"weft-rank-{rank}", daemon=True)
         self._listeners.append(listener)
         listener.start()
@@ -56,6 +60,11 @@ class RankProcesses:
         for rank in ranks:
             if child := self._children.get(rank):
                 child.send_frame(frame)
+
+    def offer(self, message: Heartbeat) -> None:
+        """Send every rank a heartbeat, without waiting for one that reads nothing."""
+        for child in list(self._children.values()):
+            child.offer(message)
 
     def print_stacks(self) -> None:
         """Have every rank print its stacks."""
@@ -85,6 +94,10 @@ class RankProcesses:
         failed = False
         try:
             for message in child.channel:
+                if isinstance(message, Alive):
+                    self.steps[rank] = message.steps
+                    self.silences[rank].hear()
+                    continue
                 failed = isinstance(message, Failed)
                 if isinstance(message, PhaseEntered):
                     self.phases[rank] = message.phase

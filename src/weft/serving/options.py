@@ -40,10 +40,10 @@ class ServeOptions(Options):
     )
     list_served_only: bool = option(False, help="leave models of the hub's cache that are not served out of /api/tags")
     progress_timeout: float = option(
-        60.0,
+        30.0,
         metavar="S",
-        help="/health fails if requests run but no step has finished for this many seconds; a replica of several "
-        "that has finished none, and executes no command, starts again",
+        help="/health fails if requests run but no step has finished for this many seconds; an engine starts again "
+        "whose steps do not finish for as long, or one of whose processes shows no sign of life",
     )
     disable_log_stats: bool = option(False, help="do not log statistics every ten seconds")
     enable_request_id_headers: bool = option(False, help="send the header X-Request-Id with every answer")

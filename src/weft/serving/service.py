@@ -79,6 +79,16 @@ class Engine(Protocol):
         """The reason why no request can run now; "" if requests can."""
         ...
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which a process of an engine has shown no sign of life."""
+        ...
+
+    @property
+    def computes(self) -> bool:
+        """True while ranks are seen to compute a step; False if they do not, or if nobody watches them."""
+        ...
+
     def submit(self, requests: Sequence[Request]) -> AsyncGenerator[Output, None]:
         """Submit requests and return their outputs as they arrive. Closing the generator aborts unfinished requests.
 
@@ -347,6 +357,8 @@ class Service:
         """The reason why the engine is unhealthy, or None."""
         if outage := self.engine.outage:
             return outage
+        if self.engine.computes:
+            self._progress.begin()  # a step that takes its time, as of a long prompt on a slow CPU
         busy = self.streams and not self.engine.stats.sleep_level
         stalled_s = self._progress.stalled_s(self.engine.stats.steps) if busy else 0.0
         return f"requests run, and no step has finished for {stalled_s:.0f} s" if stalled_s else None
@@ -402,10 +414,11 @@ class EngineStream:
 
     def _told(self, error: EngineError) -> Exception:
         """The error of a request that an engine has left; HttpError 503 if engines start again."""
-        outage = self._service.engine.outage
-        if self._service.engine.failure is not None or not outage or error.cause == CLOSED:
+        engine = self._service.engine
+        if engine.failure is not None or error.cause == CLOSED:
             return error
-        return HttpError(503, f"{outage}; try again later", code="engine-restarts", retry_after_s=RESTART_S)
+        reason = engine.outage or f"the engine has started again: {error}"
+        return HttpError(503, f"{reason}; try again later", code="engine-restarts", retry_after_s=RESTART_S)
 
     def cut_off(self) -> None:
         """Abort all requests; iterating then raises a 503 error."""

@@ -44,6 +44,7 @@ class WorkThreads:
                 503,
                 f"reading this request (its template, its tokens) took longer than {LIMITS.work_s:g} s; send less",
                 code="request-too-slow",
+                retry_after_s=1,
             ) from None
 
     async def _take_place(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from weft import logs
 from weft.executors.launch import Parent
+from weft.executors.liveness import Alive
 from weft.executors.messages import Allocated, CommandDone, ToRank
 from weft.executors.rank import RankWorker, bind_to_cores, freeze_start, gc_paused, run_rank, worker_class
 from weft.executors.rendezvous import join_rendezvous
@@ -37,7 +38,14 @@ def main(descriptor: int, lifeline: int) -> None:
             freeze_start()  # what a start or a wake-up creates stays
         parent.send(message)
 
-    run_rank(launch.rank, parent.inbox, send, create_worker)
+    steps = 0
+
+    def note_step() -> None:
+        nonlocal steps
+        steps += 1
+
+    parent.sign = lambda: Alive(steps=steps)
+    run_rank(launch.rank, parent.inbox, send, create_worker, note_step)
     # The rank has failed and has reported its cause. Its parent ends it: a connection that breaks before that would
     # make the other ranks fail as well.
     while True:

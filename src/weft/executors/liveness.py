@@ -1,0 +1,98 @@
+"""Signs of life of a child process: heartbeats that it answers, and the CPU time that it uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from weft.executors.causes import ExitReason
+
+BEAT_S = 0.5  # seconds between two heartbeats while requests run
+IDLE_BEATS = 10  # heartbeats within the limit while none runs: an idle engine is to sleep
+SHORTEST_S = 1.0  # of silence after which a process may count as dead
+STATE_FIELD, USER_TIME_FIELD = 0, 11  # of /proc/PID/stat behind the command's name
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Ask a process for a sign of life. A thread answers, whatever the process's main thread is doing."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a Heartbeat.
+
+    A rank says how many `steps` it has finished. The core says for how long one of its ranks has been silent, and
+    whether they compute a step at this time.
+    """
+
+    steps: int = 0
+    silent_s: float = 0.0
+    computes: bool = False
+
+
+class ProcessTimes(msgspec.Struct, frozen=True):
+    """State letter of a process in /proc, and the CPU seconds that it has used. Source: proc_pid_stat(5)."""
+
+    state: str
+    cpu_s: float
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+
+def read_times(pid: int) -> ProcessTimes | None:
+    """Return the state and CPU time of a process; None if it is gone, or on a system without /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+        ticks = int(fields[USER_TIME_FIELD]) + int(fields[USER_TIME_FIELD + 1])
+        return ProcessTimes(fields[STATE_FIELD], ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def idle_beat_s(limit_s: float) -> float:
+    """Seconds between two heartbeats while no request runs."""
+    return max(BEAT_S, limit_s / IDLE_BEATS)
+
+
+class Silence:
+    """Seconds for which a process has answered no heartbeat and used no CPU time.
+
+    One that computes with Python's lock held, as an import does, cannot answer: its CPU time shows that it lives.
+    Call `tick` once for each heartbeat that is sent.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.seconds = 0.0
+        self.cpu_share = 0.0  # of one core, between the last two ticks
+        self.times: ProcessTimes | None = None
+        self._pid = pid
+        self._heard = False
+        self._ticked_s: float | None = None
+
+    def hear(self) -> None:
+        """Note an answer."""
+        self._heard, self.seconds = True, 0.0
+
+    def tick(self, now: float, beat_s: float = BEAT_S) -> None:
+        """Note that a heartbeat has passed, at the monotonic time `now`.
+
+        `beat_s` is the longest time between two heartbeats. A gap counts as two of these at most: this process has been
+        stopped itself.
+        """
+        passed = 0.0 if self._ticked_s is None else now - self._ticked_s
+        before, self.times = self.times, read_times(self._pid)
+        used_s = self.times.cpu_s - before.cpu_s if before and self.times else 0.0
+        self.cpu_share = used_s / passed if passed else 0.0
+        self.seconds = 0.0 if self._heard or used_s > 0 else self.seconds + min(passed, 2 * beat_s)
+        self._heard, self._ticked_s = False, now
+
+    @property
+    def reason(self) -> ExitReason:
+        """The reason why the process counts as dead."""
+        if self.times is not None and self.times.stopped:
+            return ExitReason("process-stopped", f"stopped (SIGSTOP), and not continued for {self.seconds:.0f} s")
+        text = f"has answered no heartbeat and used no CPU time for {self.seconds:.0f} s"
+        return ExitReason("process-silent", text)

@@ -1,0 +1,179 @@
+"""A server of one engine whose processes are killed and stopped: it tells the truth, and it serves again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from scripts.soaking.mixed import ANSWERED, DOUBLED, LOST, RETRYABLE, Kind, judge_stream
+from tests.cpu import tiny
+from tests.cpu.families import SERVER
+from tests.cpu.test_serve import Server, eventually
+
+ROOT = Path(__file__).parents[2]
+SERVED = "--load-format dummy --dtype float32 --max-model-len 512 --kv-cache-memory-bytes 16M --progress-timeout 2"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.write(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(model: str) -> Iterator[Server]:
+    with Server(model, *SERVED.split(), "--port", "0", "-tp", "2", "--served-model-name", "tiny") as server:
+        yield server
+
+
+def members(server: Server, module: str) -> list[psutil.Process]:
+    found = [member for member in server.family() if any(module in word for word in member.cmdline())]
+    return sorted(found, key=lambda member: member.pid)
+
+
+class Asked(threading.Thread):
+    """A request in flight; `status` and `text` are those of its answer."""
+
+    def __init__(self, url: str, *, stream: bool, tokens: int = 400) -> None:
+        super().__init__()
+        self._url, self._stream, self._tokens = url, stream, tokens
+        self.status, self.text, self.headers = 0, "", httpx.Headers()
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": [5, 6, 7], "max_tokens": self._tokens, "ignore_eos": True, "stream": self._stream}
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=60) as answer:
+                self.status, self.headers = answer.status_code, answer.headers
+                for text in answer.iter_text():
+                    self.begun.set()
+                    self.text += text
+        except httpx.RemoteProtocolError:
+            pass  # a stream that has told its error breaks off
+
+    def told(self) -> dict[str, Any]:
+        """The error."""
+        self.join(60)
+        return dict(json.loads(self.text.strip().split("\n\n")[-1].removeprefix("data: "))["error"])
+
+
+def health(server: Server) -> httpx.Response:
+    return httpx.get(f"{server.url}/health", timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("module", "blow", "cause"),
+    [
+        ("weft.worker", signal.SIGKILL, "rank 1 failed during step: killed by SIGKILL"),
+        ("weft.worker", signal.SIGSTOP, r"rank 1 failed during step: stopped \(SIGSTOP\)"),
+        ("weft.client.process", signal.SIGSTOP, r"the engine core failed during step: stopped \(SIGSTOP\)"),
+    ],
+    ids=["rank killed", "rank stopped", "core stopped"],
+)
+def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.Signals, cause: str) -> None:
+    eventually(lambda: health(server).status_code == 200)
+    old = [member for member in server.family() if SERVER not in member.cmdline()]
+    streamed = Asked(server.url, stream=True, tokens=480)
+    assert streamed.begun.wait(30)
+    whole = Asked(server.url, stream=False, tokens=480)
+    eventually(lambda: httpx.get(f"{server.url}/load", timeout=30).json()["server_load"] == 2)
+    members(server, module)[-1].send_signal(blow)
+    eventually(lambda: health(server).status_code == 503 and bool(re.search(cause, health(server).text)))
+    errors = [streamed.told(), whole.told()]
+    assert (whole.status, streamed.status) == (503, 200) and int(whole.headers["Retry-After"]) > 0
+    assert all(error["code"] == "engine_restarts" and re.search(cause, error["message"]) for error in errors)
+    # A request that comes while the engine starts waits for it.
+    later = Asked(server.url, stream=False, tokens=2)
+    later.join(60)
+    assert later.status == 200 and health(server).status_code == 200
+    eventually(lambda: not any(member.is_running() for member in old))
+    assert re.search(f"ERROR .*{cause}", next(line for line in reversed(server.lines) if "ERROR" in line))
+
+
+def test_an_idle_stop_is_noticed_and_sigterm_does_not_wait_for_it(server: Server) -> None:
+    eventually(lambda: health(server).status_code == 200)
+    members(server, "weft.worker")[0].suspend()
+    eventually(lambda: "rank 0 failed during step: stopped" in health(server).text)
+    eventually(lambda: health(server).status_code == 200)
+    asked = Asked(server.url, stream=True, tokens=480)
+    assert asked.begun.wait(30)
+    family = server.family()
+    members(server, "weft.worker")[0].suspend()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ended() == 0, "though --shutdown-timeout has 30 s left"
+    assert not any(member.is_running() for member in family)
+    assert any("shows no sign of life; not waiting any longer" in line for line in server.lines)
+
+
+@pytest.mark.parametrize(
+    ("received", "outcome"),
+    [
+        (b'data: {"choices": [{}]}\n\ndata: [DONE]\n\n', ANSWERED),
+        (b'data: {"choices": [{}]}\n\ndata: {"error": {"code": "engine_restarts"}}\n\n', RETRYABLE),
+        (b'data: {"choices": [{}]}\n\n', LOST),
+        (b'data: {"error": {"code": "x"}}\n\ndata: [DONE]\n\n', DOUBLED),
+        (b'data: {"type": "response.failed", "error": {}}\n\ndata: {"type": "error"}\n\n', RETRYABLE),
+        (b'data: {"type": "message_stop"}\n\ndata: {"type": "message_stop"}\n\n', DOUBLED),
+        (b'{"done": false}\n{"done": true}\n', ANSWERED),
+        (b'{"done": false}\n{"error": "x"}\n', RETRYABLE),
+    ],
+)
+def test_verdicts_of_the_soak(received: bytes, outcome: str) -> None:
+    assert judge_stream(Kind("", "", {}), received).outcome == outcome
+
+
+def run_script(module: str, model: str, *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", module, "--model", model, *words]
+    done = subprocess.run(
+        [*command, "--timeout", "2", "--", *SERVED.split()[:-2], "-tp", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == bool(report["missed"])
+    return report
+
+
+def test_twenty_seconds_of_the_soak(model: str) -> None:
+    report = run_script("scripts.soaking.chaos", model, "--minutes", "0.33", "--every", "7")
+    assert not report["missed"], report
+    assert (
+        report["requests_wanted"] == 110
+        and report["requests"] > 20
+        and report["faults"]
+        and report["outcomes"]["answered"]
+    )
+
+
+@pytest.mark.long
+def test_two_minutes_of_the_soak(model: str) -> None:
+    report = run_script("scripts.soaking.chaos", model, "--minutes", "2", "--every", "20")
+    assert not report["missed"], report
+
+
+@pytest.mark.long  # the injector itself has still ended once with a timeout
+def test_twenty_faults(model: str) -> None:
+    """The time to serve again is not judged: other tests run at the same time."""
+    report = run_script("scripts.soaking.faults", model, "--faults", "20", "--seed", "1")
+    assert set(report["missed"]) <= {"serves again in time"}, report
+    assert report["faults"] == 20 and report["causes_judged"] > 10
+
+
+@pytest.mark.long
+def test_two_hundred_faults() -> None:
+    report = run_script("scripts.soaking.faults", "demo", "--faults", "200")
+    assert set(report["missed"]) <= {"serves again in time"}, report

@@ -1,0 +1,116 @@
+"""Signs of life: silence of a process, and the watch over ranks and their steps."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from weft.errors import CORE, Cause
+from weft.executors import liveness
+from weft.executors.liveness import BEAT_S, ProcessTimes, Silence, read_times
+from weft.executors.rank_processes import RankProcesses
+from weft.executors.rank_watch import LONG_STEP, RankWatch
+
+LIMIT_S = 3.0
+
+
+class Clock:
+    """A process whose state and CPU seconds a test sets, and a time that goes on by heartbeats."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.state, self.cpu_s, self.now = "S", 1.0, 100.0
+        monkeypatch.setattr(liveness, "read_times", lambda pid: ProcessTimes(self.state, self.cpu_s))
+
+    def beat(self, *silences: Silence, count: int = 1, cpu_s: float = 0.0) -> None:
+        for _ in range(count):
+            self.now += BEAT_S
+            self.cpu_s += cpu_s
+            for silence in silences:
+                silence.tick(self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_times_of_a_process() -> None:
+    own = read_times(os.getpid())
+    assert own is not None and own.cpu_s > 0 and own.state in "RSD" and not own.stopped
+    assert read_times(2**31 - 1) is None
+
+
+def test_silence(clock: Clock) -> None:
+    silence = Silence(1)
+    clock.beat(silence, count=3)
+    assert silence.seconds == pytest.approx(2 * BEAT_S)
+    silence.hear()
+    clock.beat(silence)
+    assert silence.seconds == 0
+    clock.beat(silence, count=4, cpu_s=0.01)  # it computes, and cannot answer
+    assert silence.seconds == 0 and silence.cpu_share == pytest.approx(0.01 / BEAT_S)
+    clock.now += 1000  # this process was stopped itself
+    clock.beat(silence)
+    assert silence.seconds == pytest.approx(2 * BEAT_S)
+    clock.state = "T"
+    clock.beat(silence)
+    assert silence.reason.code == "process-stopped"
+    clock.state = "S"
+    clock.beat(silence)
+    assert silence.reason.code == "process-silent"
+
+
+class Ranks:
+    """Two ranks, as far as the watch sees them."""
+
+    def __init__(self) -> None:
+        self.silences = {0: Silence(10), 1: Silence(11)}
+        self.phases, self.steps = {0: "step", 1: "step"}, {0: 5, 1: 5}
+        self.stacks = 0
+
+    def print_stacks(self) -> None:
+        self.stacks += 1
+
+
+def watched(ranks: Ranks, clock: Clock, step: Any, beats: int, cpu_s: float = 0.0, deaf: tuple[int, ...] = ()) -> Any:
+    """The first cause that a watch finds, and the number of heartbeats until then."""
+    watch = RankWatch(cast(RankProcesses, ranks), LIMIT_S, lambda: step, lambda cause: None)
+    watch._stopped = cast(Any, SimpleNamespace(wait=lambda seconds: None))
+    for beat in range(beats):
+        for rank, silence in ranks.silences.items():
+            if rank not in deaf:
+                silence.hear()
+        clock.beat(*ranks.silences.values(), cpu_s=cpu_s)
+        cause = watch._silent_rank() or watch._stuck_step(clock.now)
+        if cause is not None:
+            return cause, beat
+    return None, beats
+
+
+def test_a_silent_rank_is_the_cause(clock: Clock) -> None:
+    clock.state = "T"
+    ranks = Ranks()
+    cause, beats = watched(ranks, clock, object(), 100, deaf=(1,))
+    assert (cause.rank, cause.phase, cause.code) == (1, "step", "process-stopped")
+    assert beats * BEAT_S == pytest.approx(LIMIT_S, abs=2 * BEAT_S)
+    assert ranks.stacks == 1  # a step was in flight
+
+
+def test_a_step_that_never_finishes(clock: Clock) -> None:
+    ranks = Ranks()
+    ranks.steps[1] = 4
+    cause, beats = watched(ranks, clock, object(), 100)
+    assert isinstance(cause, Cause) and (cause.rank, cause.code) == (1, "step-stuck") and ranks.stacks == 1
+    assert beats * BEAT_S == pytest.approx(LIMIT_S, abs=2 * BEAT_S)
+    ranks.steps[1] = 5
+    assert watched(ranks, clock, object(), 100)[0].rank == CORE, "both have finished as many"
+
+
+def test_a_step_that_computes_has_more_time(clock: Clock) -> None:
+    cause, beats = watched(Ranks(), clock, object(), 1000, cpu_s=0.1)
+    assert cause.code == "step-stuck"
+    assert beats * BEAT_S == pytest.approx(LONG_STEP * LIMIT_S, abs=2 * BEAT_S)
+    assert watched(Ranks(), clock, None, 100)[0] is None, "nothing to do"
