@@ -15,6 +15,7 @@ from weft.client.handover import HandOver
 from weft.client.remote import AsyncEngine, OutputSink, OutputStream
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
+from weft.client.room import Room
 from weft.client.routing import Router
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
@@ -55,7 +56,7 @@ class ReplicaSet:
         self.capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
         # Each engine may have to take the requests of all others.
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
-        self._requests = HandOver(self._replicas, router, self.capacity)
+        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity))
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins

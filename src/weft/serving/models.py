@@ -19,7 +19,7 @@ from weft.text.limits import LIMITS
 async def list_models(request: Request) -> Response:
     """/v1/models: every name that the model is served under."""
     service: Service = request.app.state.service
-    return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.names]})
+    return JsonResponse({"object": "list", "data": [describe_model(service, name) for name in service.visible_names()]})
 
 
 async def get_model(request: Request) -> Response:

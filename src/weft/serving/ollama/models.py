@@ -41,7 +41,7 @@ async def tags(request: Request) -> Response:
     """/api/tags: the served model by each of its names, and the models in the hub's cache."""
     service: Service = request.app.state.service
     local = await asyncio.to_thread(lambda: [details.local_row(model) for model in local_models.list_models()])
-    rows = [details.served_row(service, name) for name in service.names]
+    rows = [details.served_row(service, name) for name in service.visible_names()]
     rows += [row for row in local if served_name(service, row.name) is None]
     return JsonResponse(ModelList(rows))
 
@@ -49,7 +49,7 @@ async def tags(request: Request) -> Response:
 async def running(request: Request) -> Response:
     """/api/ps: the served model."""
     service: Service = request.app.state.service
-    return JsonResponse(RunningList([details.running_row(service, name) for name in service.names]))
+    return JsonResponse(RunningList([details.running_row(service, name) for name in service.visible_names()]))
 
 
 async def show(request: Request) -> Response:
