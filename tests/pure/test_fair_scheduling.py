@@ -128,3 +128,11 @@ def test_each_owner_has_its_own_queue_limit() -> None:
     with refuses(QueueFullError, "queue-full"):
         engine.scheduler.add(request("own-6", [1], owner=2))
     engine.run()
+
+
+def test_two_large_requests_do_not_take_turns_without_end() -> None:
+    engine = Engine(ROOMY | {"max_num_seqs": 1, "max_num_batched_tokens": 1, "prefix_caching": False})
+    for owner in (1, 2, 3):
+        engine.scheduler.add(request(f"of-{owner}", [owner] * 20, owner=owner, max_tokens=5))
+    engine.run()
+    assert engine.scheduler.stats().preemptions == 0

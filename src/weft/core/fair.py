@@ -27,7 +27,8 @@ class FairScheduler(Scheduler):
     - A prompt of the owner that was served least is computed in a step without rows of others, as if it were alone.
     - A step has at most `row_limit` rows, those of the least served owners first; the others take turns. So it stays
       short, and a prompt that comes during the step does not wait long.
-    - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first.
+    - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first, but
+      for its oldest.
 
     Each owner may have as many requests waiting as the limit says.
     """
@@ -144,7 +145,8 @@ class FairScheduler(Scheduler):
     def _give_way(self) -> None:
         """Let owners that have more than their share give up slots and blocks for the request that is next.
 
-        Its own owner then has no more than its share.
+        Its own owner then has no more than its share. Every owner keeps its oldest request: whatever it has computed
+        would be lost, and two large requests could take turns without end.
         """
         sequence = self._queue.first()
         if sequence is None:
@@ -165,7 +167,9 @@ class FairScheduler(Scheduler):
 
     def _preempt_beyond(self, active: Iterable[Owner], whole: float, owner: Owner) -> None:
         """Preempt the youngest request of the owner that has the most rows beyond its share."""
-        others = [one for one in active if one is not owner and one.running > self.max_num_seqs * one.weight / whole]
+        others = [
+            one for one in active if one is not owner and one.running > max(1.0, self.max_num_seqs * one.weight / whole)
+        ]
         if others:
             self._preempt_youngest(max(others, key=lambda one: one.running / one.weight))
 
@@ -184,7 +188,7 @@ class FairScheduler(Scheduler):
         beyond = {
             number: blocks - self.kv.num_blocks * self._owners[number].weight / whole
             for number, blocks in self._blocks_by_owner().items()
-            if self._owners[number] is not owner
+            if self._owners[number] is not owner and self._owners[number].running > 1
         }
         number = max(beyond, key=beyond.__getitem__, default=None)
         if number is None or beyond[number] <= 0:
