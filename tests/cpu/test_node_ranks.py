@@ -15,7 +15,7 @@ from fake_worker import HERE, make_plan, make_step, total
 
 from tests.cpu.families import family
 from tests.pure.joining import at_door, facts, free_port
-from weft.cluster.assembly import Door
+from weft.cluster.door import Door
 from weft.cluster.groups import JoinedGroup
 from weft.cluster.node import Session, run_sessions
 from weft.core.commands import RankReport, RankStats

@@ -19,6 +19,7 @@ from tests.net.head import answers
 from tests.net.programs import COMMON, ROOT, WAIT_S, Program
 from tests.refusals import refuses
 from weft import LLM
+from weft.cluster.ray_cluster import connect
 from weft.errors import ConfigError, EngineError, PlanError
 
 ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
@@ -105,6 +106,7 @@ def test_resources_that_others_hold(cluster: Any, model: str) -> None:
     """Never pending for ever: the deadline, and the difference."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    connect(os.environ, may_start=False)
     wait_for_cpus(2)
     holder = placement_group([{"CPU": 1.0}])
     assert holder.wait(WAIT_S)
@@ -120,6 +122,32 @@ def test_options_of_the_other_executor(model: str) -> None:
         on_ray(model, nnodes=2)
 
 
+def test_bundles_of_the_callers_placement_group(cluster: Any, model: str, alone: list[list[int]]) -> None:
+    """Ranks of an engine in a task take the free bundles of its group; there is no room for a group beside it."""
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def generate() -> tuple[list[list[int]], list[str]]:
+        with LLM(model, **COMMON, pipeline_parallel_size=2) as llm:
+            return answers(llm), [row["node"] for row in llm.layout()]
+
+    connect(os.environ, may_start=False)
+    extra = cluster.add_node(num_cpus=1)
+    wait_for_cpus(3)
+    group = placement_group([{"CPU": 1.0}] * 3, strategy="STRICT_SPREAD")
+    assert group.wait(WAIT_S)
+    try:
+        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+        task = ray.remote(generate).options(num_cpus=1, scheduling_strategy=place, max_retries=0)
+        tokens, nodes = ray.get(task.remote(), timeout=WAIT_S)
+        assert tokens == alone
+        bundles = placement_group_table(group)["bundles_to_node_id"]
+        assert sorted(nodes) == sorted([bundles[1], bundles[2]])
+    finally:
+        remove_placement_group(group)
+        cluster.remove_node(extra)
+
+
 def until_replicas(llm: LLM, count: int) -> None:
     deadline = time.monotonic() + WAIT_S
     while len(llm.replicas) != count:
@@ -133,7 +161,7 @@ def test_replicas_on_different_nodes(cluster: Any, model: str, alone: list[list[
     with on_ray(model, data_parallel_size=2) as llm:
         rows = llm.layout()
         assert [row["replica"] for row in rows] == [0, 1]
-        assert {row["node"] for row in rows} == {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        assert {row["node"] for row in rows} == {node.node_id for node in cluster.list_all_nodes()}
         assert answers(llm) == alone
         actors()[0].kill()
         assert answers(llm) == alone

@@ -19,7 +19,7 @@ from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
 from tests.refusals import refuses
 from weft.cache import cache_path
-from weft.cluster import assembly, ray_cluster
+from weft.cluster import assembly, door, ray_cluster
 from weft.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
 from weft.cluster.messages import Join, ListeningForPeers, Measured, MeasureTo, Speed, TellTime
 from weft.cluster.preflight import failures
@@ -120,11 +120,11 @@ def test_replicas_are_kept_as_one_cluster(cache: Path, monkeypatch: pytest.Monke
 
 
 def test_a_node_that_hangs_is_no_node_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "ASK_S", 0.2)
+    monkeypatch.setattr(door, "ASK_S", 0.2)
     own, theirs = socket.socketpair()
     with own, theirs:
         theirs.sendall(framing.encode_frame(Join(facts(1), 0)))
-        node = assembly.JoinedNode(own)
+        node = door.JoinedNode(own)
         with refuses(ConfigError, "node-not-answering", "node 1", "nothing came from it within 0.2 s"):
             node.ask(TellTime())
 

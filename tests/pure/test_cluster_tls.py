@@ -17,8 +17,8 @@ from tests.pure.commands import weft
 from tests.pure.test_nodes import at_door, facts, free_port, join
 from tests.refusals import refuses
 from weft.cluster import certificates
-from weft.cluster.assembly import Door
 from weft.cluster.certificates import make_certificates
+from weft.cluster.door import Door
 from weft.cluster.node import connect_to_head
 from weft.cluster.speed import PeerListener, measure_network
 from weft.errors import ConfigError

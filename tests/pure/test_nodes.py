@@ -17,7 +17,7 @@ from tests.pure.machines import checkpoint as dummy_checkpoint
 from tests.pure.machines import gpu, host
 from tests.pure.machines import plan as plan_on
 from tests.refusals import refusals, refuses
-from weft.cluster.assembly import Door, JoinedNode
+from weft.cluster.door import Door, JoinedNode
 from weft.cluster.facts import gather_facts, wrong_interface
 from weft.cluster.messages import HEAD_CLOSED, Dismissed, Facts, Join, Speed
 from weft.cluster.node import connect_to_head

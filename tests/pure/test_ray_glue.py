@@ -16,6 +16,7 @@ from tests.pure.servers import Exchange, serving
 from tests.refusals import refuses
 from weft.cluster import ray_cluster
 from weft.cluster.messages import Facts
+from weft.cluster.ray_bundles import OwnGroup, free_bundles
 from weft.cluster.ray_cluster import Seat, check_seats, uses_ray
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -265,6 +266,17 @@ def test_the_backend_that_is_left_out(listener: str, monkeypatch: pytest.MonkeyP
     assert uses_ray(config(executor="ray"), host(0), {}) and not uses_ray(config(nnodes=2), host(0), at)
     monkeypatch.setattr(ray_cluster, "_in_placement_group", lambda: True)
     assert uses_ray(two, host(2), {"RAY_JOB_ID": "1"}) and not uses_ray(two, host(2), {})
+
+
+def test_bundles_of_the_callers_placement_group() -> None:
+    """Those that are free are dealt out, each once."""
+    nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
+    free = {"CPU_group_0_77": 1.0, "CPU_group_1_77": 2.0, "CPU_group_2_77": 1.0, "CPU_group_3_66": 1.0, "CPU": 9.0}
+    own = OwnGroup("77", free_bundles("77", "CPU", nodes, free))
+    assert own.bundles == {"a": (0, 2), "b": (1, 1)}
+    left, taken = own.take({"a": 1, "b": 1})
+    assert taken == {"a": (0,), "b": (1,)} and left.bundles == {"a": (2,), "b": (1,)}
+    assert left.take({"a": 1})[1] == {"a": (2,)}
 
 
 def test_addresses_are_compared(facts: Callable[..., Facts]) -> None:

@@ -12,7 +12,7 @@ from weft.executors.ray_nodes import RayNodes
 from weft.hardware.host import Host
 
 if TYPE_CHECKING:
-    from weft.cluster.assembly import JoinedNode
+    from weft.cluster.door import JoinedNode
 
 Cancelled = Callable[[], bool]
 

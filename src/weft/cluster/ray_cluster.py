@@ -22,6 +22,7 @@ from weft.cluster import preflight
 from weft.cluster.facts import gather_facts, machine_id
 from weft.cluster.groups import Cancelled
 from weft.cluster.messages import Facts
+from weft.cluster.ray_bundles import OwnGroup, own_group
 from weft.cluster.ray_seats import Occupied, Seat, beside, choose_for_replicas
 from weft.cluster.settings import NodeSettings, replica_count
 from weft.config import EngineConfig
@@ -168,9 +169,15 @@ def assemble_on_ray(
 
     def gather(replicas: int, occupied: Occupied, timeout_s: float, share: int | None = None) -> list[RayGroup]:
         with connected(environment, briefly=lasting) as ray:
-            seats = find_seats(ray, config, on_cpu)
-            chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
-            return [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
+            own = own_group(ray, "CPU" if on_cpu else "GPU")
+            seats = find_seats(ray, config, on_cpu, own)
+            if own is None:
+                chosen = choose_for_replicas(config, checkpoint, beside(seats, occupied), replicas, share)
+            else:  # bundles that engines have are not free
+                where = "this process's placement group"
+                chosen = choose_for_replicas(config, checkpoint, seats, replicas, share, where)
+            groups = [_checked_group(ray, one, config, key, timeout_s) for one in chosen]
+            return groups if own is None else with_bundles(groups, own)
 
     groups = gather(count, {}, float(config.start_timeout))
     # A replica that starts again looks anew, rather than wait long for nodes that are gone.
@@ -189,6 +196,16 @@ def _checked_group(ray: Any, seats: Sequence[Seat], config: EngineConfig, key: b
     certificate = load_certificate(config.cluster_cert_file)
     nodes = RayNodes(cluster, own, key, timeout_s, tuple(seat.node for seat in seats), certificate)
     return RayGroup(nodes, seats)
+
+
+def with_bundles(groups: Sequence[RayGroup], own: OwnGroup) -> list[RayGroup]:
+    """The groups of nodes, each rank of theirs with a bundle of this process's placement group."""
+    placed = []
+    for group in groups:
+        own, taken = own.take({seat.node.id: seat.room for seat in group.seats})
+        bundles = tuple(taken[seat.node.id] for seat in group.seats)
+        placed.append(RayGroup(replace(group.nodes, placement_group=own.id, bundles=bundles), group.seats))
+    return placed
 
 
 def actors_key(config: EngineConfig, environment: Mapping[str, str]) -> bytes:
@@ -277,16 +294,20 @@ def _warn_without_token() -> None:
         log.warning("%s", NO_TOKEN)
 
 
-def find_seats(ray: Any, config: EngineConfig, on_cpu: bool) -> list[Seat]:
-    """The cluster's nodes with room for ranks, this process's own first, each with its facts. Raises ConfigError."""
+def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | None = None) -> list[Seat]:
+    """The cluster's nodes with room for ranks, this process's own first, each with its facts.
+
+    With a placement group of this process the room is that of its free bundles. Raises ConfigError, and PlanError if no
+    node has room.
+    """
     own = ray.get_runtime_context().get_node_id()
     kinds = ("CPU",) if on_cpu else ("GPU", "CPU")  # each rank on a GPU wants a CPU as well
-    rooms = {
-        node["NodeID"]: int(min(node["Resources"].get(kind, 0) for kind in kinds))
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    alive = [node for node in ray.nodes() if rooms.get(node["NodeID"])]
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if group is None:
+        rooms = {node["NodeID"]: int(min(node["Resources"].get(kind, 0) for kind in kinds)) for node in nodes}
+    else:
+        rooms = {node: len(bundles) for node, bundles in group.bundles.items()}
+    alive = [node for node in nodes if rooms.get(node["NodeID"])]
     alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"], node["NodeID"]))
     if not alive:
         raise PlanError(

@@ -18,6 +18,7 @@ from weft.plan.layout import expert_cut, rank_cut
 from weft.plan.nodes import config_over_nodes, divide_ranks
 from weft.plan.split import split
 
+CLUSTER = "the Ray cluster"
 Occupied = Mapping[str, int]  # number of ranks of other engines on a node, by its id
 
 
@@ -40,11 +41,17 @@ def beside(seats: Sequence[Seat], occupied: Occupied) -> list[Seat]:
 
 
 def choose_for_replicas(
-    config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int, share: int | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    seats: Sequence[Seat],
+    replicas: int,
+    share: int | None = None,
+    where: str = CLUSTER,
 ) -> list[list[Seat]]:
     """The nodes of each replica, see `choose_seats`. Raises PlanError if the cluster is too small.
 
-    `share` is the number of nodes of a replica without sizes, None for an even share.
+    `share` is the number of nodes of a replica without sizes, None for an even share. `where` names the whole of the
+    seats in messages.
     """
     chosen: list[list[Seat]] = []
     left, share = list(seats), share or max(1, len(seats) // replicas)
@@ -52,7 +59,7 @@ def choose_for_replicas(
     hosts = [seat.facts.host for seat in seats]
     whole = len(seats) >= replicas and config_over_nodes(config, checkpoint.shape, hosts) is not config
     for _ in range(replicas):
-        taken = choose_seats(config, checkpoint, left, replicas, share)
+        taken = choose_seats(config, checkpoint, left, replicas, share, where)
         chosen.append(taken)
         if whole:
             left = left[share:]
@@ -82,7 +89,12 @@ def _with_cores(seat: Seat, number: int, count: int) -> Seat:
 
 
 def choose_seats(
-    config: EngineConfig, checkpoint: Checkpoint, seats: Sequence[Seat], replicas: int, share: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    seats: Sequence[Seat],
+    replicas: int,
+    share: int,
+    where: str = CLUSTER,
 ) -> list[Seat]:
     """The nodes for one of `replicas` engines, each with room for exactly the ranks that it gets.
 
@@ -105,10 +117,11 @@ def choose_seats(
         return [replace(seat, room=count) for seat, count in zip(fitting, counts, strict=True)]
     present = ", ".join(seat.label for seat in seats) or "no room left"
     one = f"{ranks} ranks" if nodes == 1 or len(seats) >= nodes else f"{nodes} nodes"
+    more = "start Ray on more machines" if where == CLUSTER else "give it more bundles"
     wanted = f"{one} are" if replicas == 1 else f"{replicas} replicas of {one} are"
     raise PlanError(
-        f"{wanted} wanted, and the Ray cluster has {present}{' for the next one' * (replicas > 1)}; lower "
-        "--tensor-parallel-size or --pipeline-parallel-size, or start Ray on more machines",
+        f"{wanted} wanted, and {where} has {present}{' for the next one' * (replicas > 1)}; lower "
+        f"--tensor-parallel-size or --pipeline-parallel-size, or {more}",
         code="ray-too-small",
     )
 

@@ -73,6 +73,7 @@ class RayExecutor(RankExecutor):
         self._nodes = nodes
         self._ray: Any = None
         self._group: Any = None
+        self._bundles: list[int] = []  # by rank
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._attached: dict[int, AttachedRank] = {}
@@ -108,9 +109,18 @@ class RayExecutor(RankExecutor):
             self._send_launch(plan, rank, listening.address)
 
     def _reserve(self, plan: Plan) -> None:
-        """Reserve a bundle for each rank on its node. Raises EngineError if that takes longer than the timeout."""
-        from ray.util.placement_group import placement_group
+        """Reserve a bundle for each rank on its node. Raises EngineError if that takes longer than the timeout.
 
+        In the caller's placement group the bundles are reserved already.
+        """
+        from ray.util.placement_group import PlacementGroup, placement_group
+
+        if self._nodes.placement_group:
+            self._group = PlacementGroup(self._ray.PlacementGroupID.from_hex(self._nodes.placement_group))
+            bundles = [iter(indices) for indices in self._nodes.bundles]
+            self._bundles = [next(bundles[device.node]) for device in plan.devices]
+            return
+        self._bundles = list(range(len(plan.devices)))
         bundle = {"CPU": 1.0} if plan.on_cpu else {"CPU": 1.0, "GPU": 1.0}
         selectors = [{NODE_LABEL: self._nodes.nodes[device.node].id} for device in plan.devices]
         self._group = placement_group(
@@ -149,6 +159,8 @@ class RayExecutor(RankExecutor):
     def _start_actors(self, plan: Plan, port: int) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        # The caller's bundles may have GPUs only.
+        cpus = 0 if self._nodes.placement_group and not plan.on_cpu else 1
         for place in plan.places:
             variables = rank_environment(plan.threads(place.rank), plan.peer_to_peer, interface="")
             del variables["GLOO_SOCKET_IFNAME"]  # the actor finds its own
@@ -156,12 +168,12 @@ class RayExecutor(RankExecutor):
                 # Ranks look at each other's GPUs: all are visible, and the plan says which one is whose.
                 variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             placed = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=place.rank
+                placement_group=self._group, placement_group_bundle_index=self._bundles[place.rank]
             )
             actor = (
                 self._ray.remote(RankActor)
                 .options(
-                    num_cpus=1,
+                    num_cpus=cpus,
                     num_gpus=0 if plan.on_cpu else 1,
                     max_restarts=0,
                     scheduling_strategy=placed,
@@ -320,6 +332,8 @@ class RayExecutor(RankExecutor):
         from ray.util.placement_group import remove_placement_group
 
         actors, group = self._actors, self._group
+        if self._nodes.placement_group:
+            group = None  # the caller's
         self._actors, self._group = [], None
 
         def give_back() -> None:

@@ -28,7 +28,8 @@ class RayNodes(msgspec.Struct, frozen=True, tag=True):
 
     `cluster` is the address of the cluster itself, `address` that of this process's node, to which actors connect.
     `key` is the cluster key of this run, `certificate` a bundle in PEM, "" without TLS. `timeout_s` limits the wait for
-    resources.
+    resources. `placement_group` is the id of the group whose `bundles` the ranks of each node take, "" if the engine
+    makes a group of its own.
     """
 
     cluster: str
@@ -37,6 +38,8 @@ class RayNodes(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
     nodes: tuple[RayNode, ...]
     certificate: str = ""
+    placement_group: str = ""
+    bundles: tuple[tuple[int, ...], ...] = ()
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,61 @@
+"""The placement group in which the process of an engine runs: its free bundles are the places of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class OwnGroup(msgspec.Struct, frozen=True):
+    """A placement group: its id in hexadecimal digits, and by node the bundles that are free for a rank.
+
+    The index of a bundle with room for several ranks appears once for each.
+    """
+
+    id: str
+    bundles: dict[str, tuple[int, ...]]
+
+    def take(self, counts: Mapping[str, int]) -> tuple[OwnGroup, dict[str, tuple[int, ...]]]:
+        """The group without the first bundles of each node, so many as are counted, and these bundles."""
+        taken = {node: self.bundles[node][:count] for node, count in counts.items()}
+        left = {node: bundles[counts.get(node, 0) :] for node, bundles in self.bundles.items()}
+        return OwnGroup(self.id, left), taken
+
+
+def own_group(ray: Any, kind: str) -> OwnGroup | None:
+    """The placement group of this process; None if it runs in none, or if no bundle is free for a rank.
+
+    Args:
+        ray: the module, connected.
+        kind: resource of which a rank takes one, CPU or GPU.
+    """
+    from ray.util.placement_group import get_current_placement_group, placement_group_table
+
+    current = get_current_placement_group()
+    if current is None:
+        return None
+    name = current.id.hex()
+    nodes = placement_group_table(current)["bundles_to_node_id"]
+    bundles = free_bundles(name, kind, nodes, ray.available_resources())
+    return OwnGroup(name, bundles) if bundles else None
+
+
+def free_bundles(
+    group: str, kind: str, nodes: Mapping[int, str], available: Mapping[str, float]
+) -> dict[str, tuple[int, ...]]:
+    """The bundles of a group that are free for ranks, by node.
+
+    Args:
+        group: id of the placement group, in hexadecimal digits.
+        kind: resource of which a rank takes one.
+        nodes: node of each bundle, by its index.
+        available: Ray's free resources. It counts those of a bundle as `KIND_group_INDEX_ID`.
+    """
+    free: dict[str, list[int]] = {}
+    for index, node in sorted(nodes.items()):
+        room = int(available.get(f"{kind}_group_{index}_{group}", 0))
+        if room:
+            free.setdefault(node, []).extend([index] * room)
+    return {node: tuple(indices) for node, indices in free.items()}
