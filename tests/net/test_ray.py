@@ -222,7 +222,7 @@ def test_groups_stay_inside_nodes(
     ],
     ids=["pp2", "tp2", "tp2pp2"],
 )
-def test_the_demo(cluster: Any, layout: dict[str, int]) -> None:
+def test_the_demo(large_nodes: list[str], layout: dict[str, int]) -> None:
     options = {"dtype": "float32", "kv_cache_memory_bytes": 50_000_000, "max_model_len": 256}
     with LLM("demo", **options) as llm:
         expected = answers(llm)
