@@ -38,10 +38,12 @@ PATIENCE_S = 60.0  # for what must happen some time
 class Server:
     """A running `weft serve`. `url` is known once it says so; `lines` are what it has printed."""
 
+    program: tuple[str, ...] = ("-m", "weft", "serve")
+
     def __init__(self, *words: str, wait: bool = True, cores: Iterable[int] = ()) -> None:
         """`cores` are those that it may use, though this process may be bound to others."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weft", "serve", *words],
+            [sys.executable, *self.program, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

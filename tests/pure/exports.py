@@ -48,6 +48,7 @@ INTEREST = {
     "vllm": ("tensor-uneven", "two-nodes-replicas", "experts-two-nodes", "amd"),
     "ollama": ("tensor-uneven",),
     "infernet": ("engine-vllm",),
+    "systemd": ("tensor-uneven", "two-nodes-replicas"),
     "nginx": ("two-nodes-replicas",),
     "kuberay": ("mixed-node", "mixed-nodes", "amd", "two-nodes-vllm", "engine-vllm"),
     "compose": ("two-nodes-replicas", "amd", "engine-vllm"),

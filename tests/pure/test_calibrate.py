@@ -297,7 +297,7 @@ def test_a_hiccup_becomes_no_constant(monkeypatch: pytest.MonkeyPatch, capsys: p
             assert (config.skip_tokenizer_init, config.device, config.load_format) == (True, "cpu", "dummy")
             return cls()
 
-    def measure(llm: object, name: str, loads: Any, tell: Any) -> list[CalibrationPoint]:
+    def measure(llm: object, name: str, loads: Any, tell: Any, advance: Any) -> list[CalibrationPoint]:
         times = 4 if name == "wide q8_0" and name not in dict(asked) else 1
         asked.append((name, len(loads)))
         found = [true[name, load] for load in loads]

@@ -63,6 +63,13 @@ def test_crossplane_reads_it(target: str, plan: str, tmp_path: Path) -> None:
     assert any(it["directive"] == "ssl_certificate" for it in servers[-1]["block"]) == tls
 
 
+def test_crossplane_reads_the_page_s_site(tmp_path: Path) -> None:
+    (site_text,) = re.findall(r"```nginx\n(.*?)```", (DATA.parents[1] / "docs/nginx.md").read_text(), re.DOTALL)
+    (tmp_path / "nginx.conf").write_text(f"events {{}}\nhttp {{\n{site_text}}}\n")
+    read = crossplane.parse(str(tmp_path / "nginx.conf"), strict=True, comments=False)
+    assert read["status"] == "ok", read["errors"]
+
+
 def test_nginx_has_every_replica(tmp_path: Path) -> None:
     assert re.findall(r"server (127\S+)", site("nginx", "replicas-int4")) == ["127.0.0.1:8000", "127.0.0.1:8001"]
     nodes = re.findall(r"server (NODE\S+)", site("nginx", "two-nodes-replicas"))

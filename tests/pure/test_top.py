@@ -121,6 +121,16 @@ def test_the_page_fits_any_width() -> None:
     assert Sparks().line("a", None) == "▁"
 
 
+def test_ranks_and_findings_of_several_servers_have_their_url() -> None:
+    servers = [("http://rig:8000", figures()), ("http://other:8001", figures(node="other", diagnosis=[]))]
+    out = io.StringIO()
+    look = Look(servers, join_figures([one for _, one in servers], None, 0.0), [], {})
+    Console(file=out, width=200).print(page(look, Sparks()))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    assert any(line.startswith("http://rig:8000: straggler: ") for line in lines)
+    assert lines.index("http://rig:8000") < lines.index("http://other:8001"), "above their ranks"
+
+
 def test_cores(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/stat").write_text("cpu  9 9 9 9 9 9 9 9 0 0\ncpu3 10 0 10 70 10 0 0 0 0 0\nintr 5\n")

@@ -14,6 +14,7 @@ from weft.bench.predicted import comparison_lines, predict_batch
 from weft.bench.workload import BenchRequest, nano_vllm, random_requests
 from weft.cli import engine
 from weft.client.control import replica_rows
+from weft.client.progress import Progress
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,11 +31,14 @@ def main(arguments: Namespace) -> int:
         workload = (latency_workload if task == "latency" else throughput_workload)(arguments, plan.shape.vocab)
         runs: list[BatchRun] = []
         # Every run has other tokens, so that no run finds KV blocks of another.
-        for number in range(-arguments.num_iters_warmup, arguments.num_iters):
-            measured = run_batch(llm, workload(number))
-            print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
-            if number >= 0:
-                runs.append(measured)
+        numbers = range(-arguments.num_iters_warmup, arguments.num_iters)
+        with Progress(len(numbers), True, "Runs", animated=False) as progress:
+            for number in numbers:
+                measured = run_batch(llm, workload(number))
+                print(run_line("warm-up" if number < 0 else f"run {number + 1}", measured), file=sys.stderr)
+                progress.advance()
+                if number >= 0:
+                    runs.append(measured)
         layout = [row for replica in llm.replicas for row in replica_rows(replica)]
         expected = predict_run(llm, workload(0))
     report: dict[str, Any] = {

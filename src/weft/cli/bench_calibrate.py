@@ -21,6 +21,7 @@ from weft.bench.fit import Fit, PointPredictor
 from weft.cli.bench_view import aligned, number
 from weft.cli.flags import engine_config
 from weft.cli.parser import UsageError
+from weft.client.progress import Progress
 from weft.config import EngineConfig
 from weft.errors import ConfigError
 from weft.hardware import calibration, host
@@ -29,7 +30,14 @@ from weft.hardware.gpus import GpuSpec
 from weft.hardware.host import Host
 from weft.plan.plan import Plan
 from weft.probes import engine_speed, speeds
-from weft.probes.engine_speed import BATCHED_TOKENS, UNRELIABLE_ERROR, CalibrationLoad, CalibrationPoint, Subject
+from weft.probes.engine_speed import (
+    BATCHED_TOKENS,
+    MOST_REPEATS,
+    UNRELIABLE_ERROR,
+    CalibrationLoad,
+    CalibrationPoint,
+    Subject,
+)
 from weft.probes.machine import host_cluster
 from weft.probes.tuning import RaceResult, TunedSizes, tune_attention
 
@@ -226,7 +234,8 @@ class DeviceMeasurements:
             with LLM.from_config(config) as llm:
                 self.runtime_bytes.append(engine_speed.runtime_bytes(llm, before))
                 self.plans[name] = llm.plan
-                return engine_speed.measure_loads(llm, name, loads, print_point)
+                with Progress(len(loads) * MOST_REPEATS, True, name, animated=False) as progress:
+                    return engine_speed.measure_loads(llm, name, loads, print_point, progress.advance)
 
 
 def tune_device(device: DeviceResult, here: Host, *, keep: bool) -> DeviceResult:

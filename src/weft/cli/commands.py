@@ -125,6 +125,15 @@ TOP = (
         "WEFT_ADMIN_KEY there",
     ),
 )
+SUPPORT = (
+    Flag(
+        name="output",
+        metavar="FILE",
+        help="the archive, which must not be there yet (default: weft-support-DATE-TIME.tar.gz)",
+    ),
+    Flag(name="log", metavar="FILE", repeated=True, help="a log file, of which the last lines are added"),
+    Flag(name="json", parse=None, help="print one JSON object: {file, parts}"),
+)
 PROFILE = (
     Flag(name="url", metavar="URL", default="http://127.0.0.1:8000", help="the server"),
     Flag(name="steps", parse=values.at_least(1), default=20, help="number of steps to trace"),
@@ -232,6 +241,15 @@ COMMANDS = {
             groups=(("checks", DOCTOR),),
             argument="",
             example="weft doctor --security",
+        ),
+        Command(
+            name="support-bundle",
+            summary="Write what a report of a fault needs into a file, without keys: versions, checks, servers, logs.",
+            module="weft.cli.support_bundle",
+            groups=(("bundle", SUPPORT),),
+            argument="",
+            needs_model=False,
+            example="weft support-bundle --log weft.log",
         ),
         Command(
             name="batch",

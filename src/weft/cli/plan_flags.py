@@ -21,6 +21,7 @@ TARGETS = {
     "transformers": "a Python script with device_map and max_memory",
     "ollama": "a Modelfile, and the commands of its servers",
     "infernet": "the environment and engine configuration of a node",
+    "systemd": "a service and its socket for each replica",
     "nginx": "a load balancer with TLS",
     "kuberay": "a RayService and a RayJob for Kubernetes",
     "compose": "a Docker Compose file",

@@ -52,17 +52,25 @@ def page(look: Look, sparks: Sparks) -> RenderableType:
     rows = [(url, row) for url, figures in look.servers for row in figures["models"]]
     if rows:
         parts.append(model_table(rows, sparks))
-    ranks = [row for _, figures in look.servers for row in figures["ranks"]]
+    ranks = [(url, row) for url, figures in look.servers for row in figures["ranks"]]
     if ranks:
         parts.append(rank_table(ranks))
     if not look.servers and not look.problems:
         parts.append(Text("No server of this user runs here; --url names others."))
-    for finding in look.figures["diagnosis"]:
-        parts.append(Text(f"{finding['code']}: {finding['text']}\n    try {finding['remedy']}", style="yellow"))
+    parts += [Text(line, style="yellow") for line in finding_lines(look.servers)]
     if look.servers and not look.figures["diagnosis"]:
         parts.append(Text("Diagnosis: nothing found."))
     parts += [Text(problem, style="red") for problem in look.problems]
     return Group(*parts)
+
+
+def finding_lines(servers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Two lines for each finding; of several servers with the URL of the one that has it."""
+    return [
+        f"{f'{url}: ' if len(servers) > 1 else ''}{finding['code']}: {finding['text']}\n    try {finding['remedy']}"
+        for url, figures in servers
+        for finding in figures["diagnosis"]
+    ]
 
 
 def gpu_table(gpus: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks) -> Table:
@@ -113,10 +121,18 @@ def model_table(rows: Sequence[tuple[str, dict[str, Any]]], sparks: Sparks) -> T
     return table
 
 
-def rank_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """A row for each rank: its part of the model, its memory, and the parts of its steps."""
+def rank_table(ranks: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """A row for each rank: its part of the model, its memory, and the parts of its steps.
+
+    Ranks of several servers have a row with the server's URL above them.
+    """
+    several = len({url for url, _ in ranks}) > 1
     table = figures_table("rank", "stage", "layers", "weights", "KV", "compute", "communication", "waiting")
-    for row in ranks:
+    above = ""
+    for url, row in ranks:
+        if several and url != above:
+            table.add_row(url)
+        above = url
         first = row.get("first_layer", 0)
         table.add_row(
             f"{row['rank']} on {row.get('node', '')} {row['device']}",

@@ -1,4 +1,4 @@
-"""Progress: a bar on standard error with the number of finished prompts."""
+"""Progress: a bar on standard error with the number of finished prompts, or of other parts of a long task."""
 
 from __future__ import annotations
 
@@ -20,18 +20,26 @@ class Bar(Protocol):
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """A bar for `total` prompts.
+    """A bar for `total` prompts, or for parts of a task that `description` names.
 
     If `bar` is True, the bar is shown if standard error is a terminal. `bar` may be a function with tqdm's
-    arguments, such as tqdm itself; its bar is shown wherever that function shows it.
+    arguments, such as tqdm itself; its bar is shown wherever that function shows it. A bar that is not `animated` is
+    drawn between two parts only: nothing else of this process runs while they are measured.
     """
 
-    def __init__(self, total: int, bar: bool | Callable[..., Bar]) -> None:
+    def __init__(
+        self,
+        total: int,
+        bar: bool | Callable[..., Bar],
+        description: str = DESCRIPTION,
+        *,
+        animated: bool = True,
+    ) -> None:
         self._bar: Bar | None = None
         if callable(bar):
-            self._bar = bar(total=total, desc=DESCRIPTION)
+            self._bar = bar(total=total, desc=description)
         elif bar and sys.stderr.isatty():
-            self._bar = RichBar(total)
+            self._bar = RichBar(total, description, animated=animated)
 
     def advance(self) -> None:
         if self._bar is not None:
@@ -47,25 +55,29 @@ class Progress(AbstractContextManager["Progress"]):
 class RichBar:
     """Weft's own bar, drawn by rich."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, description: str, *, animated: bool) -> None:
         # Imported here, because that takes a tenth of a second and most programs show no bar.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
         self._progress = RichProgress(
-            f"{DESCRIPTION}:",
+            f"{description}:",
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
+            auto_refresh=animated,
         )
-        self._task = self._progress.add_task(DESCRIPTION, total=total)
+        self._animated = animated
+        self._task = self._progress.add_task(description, total=total)
         self._progress.start()
 
     def update(self, n: int) -> None:
         self._progress.advance(self._task, n)
+        if not self._animated:
+            self._progress.refresh()
 
     def close(self) -> None:
         self._progress.stop()

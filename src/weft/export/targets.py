@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.export import compose, engines, infernet, kuberay, nginx, ollama, transformers, vllm, weft_serve
+from weft.export import compose, engines, infernet, kuberay, nginx, ollama, systemd, transformers, vllm, weft_serve
 from weft.export.target import ExportTarget
 
 SERVERS = ("weft", "vllm", "sglang", "trtllm", "llama.cpp")  # engines with an HTTP port of their own
@@ -31,6 +31,7 @@ TARGETS = {
             port=ollama.PORT,
         ),
         ExportTarget("infernet", "Infernet", ("weft", "vllm"), infernet.infernet_files, engines.unsupported),
+        ExportTarget("systemd", "systemd", ("weft",), systemd.systemd_files, weft_serve.unsupported),
         ExportTarget("nginx", "nginx", SERVERS, nginx.nginx_files, engines.unsupported),
         ExportTarget("kuberay", "KubeRay", ("weft", "vllm"), kuberay.kuberay_files, kuberay.unsupported, port=0),
         ExportTarget("compose", "Docker Compose", ("weft", "vllm"), compose.compose_files, compose.unsupported),

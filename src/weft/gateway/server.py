@@ -46,7 +46,9 @@ def run_gateway(config: GatewayConfig, admin_key: str | None, shutdown_timeout: 
     )
     listen.check_tls(options)
     with listen.bind(options) as listener:
-        check_hosts(config.upstreams, listener.getsockname())
+        options = listen.bound_options(listener, options)
+        if options.uds is None:
+            check_hosts(config.upstreams, listener.getsockname())
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(_run(config, options, admin_key, shutdown_timeout, listener))

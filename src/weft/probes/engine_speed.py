@@ -118,9 +118,14 @@ class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_loads(
-    llm: LLM, name: str, loads: Sequence[CalibrationLoad], tell: Callable[[CalibrationPoint], object]
+    llm: LLM,
+    name: str,
+    loads: Sequence[CalibrationLoad],
+    tell: Callable[[CalibrationPoint], object],
+    advance: Callable[[], object] = lambda: None,
 ) -> list[CalibrationPoint]:
-    """Measure the loads that the engine has room for; `tell` gets each result.
+    """Measure the loads that the engine has room for; `tell` gets each result, `advance` is called after every run of
+    MOST_REPEATS for each of `loads`.
 
     The loads take turns, so that a disturbance of a second or two affects one run of each and not all runs of one.
     """
@@ -131,6 +136,7 @@ def measure_loads(
         for number, (load, runs) in enumerate(times.items()):
             if turn < REPEATS or not has_settled(runs):
                 runs.append(seconds_of(llm, load, number * MOST_REPEATS + turn))
+            advance()
     points = [
         CalibrationPoint(
             model=name,

@@ -8,17 +8,25 @@ import fcntl
 import os
 import socket
 import stat
+from dataclasses import replace
 
 from weft.errors import ConfigError, error_reason
 from weft.hardware.listeners import port_holder
 from weft.serving.certificate import validity_fault
+from weft.serving.inherited import inherited_listener
 from weft.serving.options import ServeOptions
 
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """Bind a socket that does not listen yet. Raises ConfigError for an address that cannot be bound."""
+    """Bind a socket that does not listen yet, or take the one that systemd passes, which does.
+
+    Raises ConfigError for an address that cannot be bound.
+    """
+    inherited = inherited_listener(os.environ)
+    if inherited is not None:
+        return inherited
     if options.uds is not None:
         return _bind_path(options.uds)
     if not 0 <= options.port <= 65535:
@@ -44,6 +52,13 @@ def bind(options: ServeOptions) -> socket.socket:
     # While this one does not listen, another socket that may reuse the address could be bound beside it.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     return listener
+
+
+def bound_options(listener: socket.socket, options: ServeOptions) -> ServeOptions:
+    """Options that name the path of the Unix socket that the server was given, by a flag or by systemd."""
+    if listener.family != socket.AF_UNIX or options.uds is not None:
+        return options
+    return replace(options, uds=os.fsdecode(listener.getsockname()))
 
 
 def start_listening(listener: socket.socket, options: ServeOptions) -> None:

@@ -60,6 +60,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     listen.check_tls(options)
     check_keys(config, options)
     with listen.bind(options) as listener:
+        options = listen.bound_options(listener, options)
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
         checkpoint, text_tools = open_model(config)
         log.info("found %s: %s (%.2f s)", config.model, checkpoint.path, time.monotonic() - began)

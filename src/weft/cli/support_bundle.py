@@ -1,0 +1,203 @@
+"""weft support-bundle: one file about this machine and this user's servers, without secrets, to attach to a report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import platform
+import sys
+import tarfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft import __version__
+from weft.bench.http import HttpClient, HttpFailure, ServerAddress
+from weft.cache import cache_path
+from weft.cli.doctor import all_checks, security_checks
+from weft.cli.hardware import machine_json
+from weft.errors import ConfigError, error_reason
+from weft.formats.yaml_text import load_yaml
+from weft.hardware import host
+from weft.monitor.check import checks_json
+from weft.monitor.processes import SERVERS, Process, own_processes
+from weft.monitor.secrets import Secrets, hub_token_files
+from weft.monitor.security_checks import flag_values, process_variables
+from weft.monitor.server_logs import file_tail, process_log
+from weft.probes import speeds
+from weft.serving.run_files import RunningServer, running_servers
+
+ANSWER_S = 5.0  # for one answer of a server
+PACKAGES = ("torch", "triton", "numpy", "flashinfer", "nvidia", "ray", "uvicorn", "starlette", "msgspec", "tokenizers")
+# Variables that change what Weft does; others are nobody's business.
+VARIABLES = ("WEFT_", "VLLM_", "CUDA_", "NCCL_", "GLOO_", "HF_", "RAY_", "OMP_", "TORCH_", "PYTORCH_", "TRITON_")
+MORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NVIDIA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "PATH")
+ABOUT = """\
+A support bundle of Weft {version}, {date}.
+
+versions.json   Weft, Python, the system, packages, variables of the environment
+doctor.json     the checks of weft doctor, and of weft doctor --security
+hardware.json   what weft hardware --json prints; nothing was measured for it
+servers/        for each server: its command and settings, what its ranks hold, its figures
+logs/           the last lines of the servers' logs, where they go to a file or the journal
+
+Keys, tokens and passwords are removed: of flags, of variables, of configuration files, of the hub's token file, and
+what has the form of one. Names of models, paths and addresses are there; prompts and answers are not, unless a log
+given with --log has them. Look at it before you send it: tar -xzf.
+"""
+
+
+def main(arguments: Namespace) -> int:
+    """Write the file; print its name and its parts."""
+    given = vars(arguments)
+    path = Path(given.get("output") or f"weft-support-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    secrets = Secrets()
+    parts = collect_parts(secrets, [Path(name) for name in given.get("log") or ()])
+    # Last, when all secrets are known.
+    files = {name: secrets.clean(text) for name, text in parts.items()}
+    write_bundle(path, files)
+    if given.get("json", False):
+        print(json.dumps({"file": str(path), "parts": sorted(files)}))
+    else:
+        print(f"wrote {path}, which only you can read: {', '.join(sorted(files))}")
+    return 0
+
+
+def collect_parts(secrets: Secrets, logs: list[Path]) -> dict[str, str]:
+    """Text of each file of the bundle. Secrets that are met are noted in `secrets`."""
+    for path in hub_token_files(os.environ):
+        secrets.learn_file(path)
+    processes = [process for process in own_processes() if process.role in SERVERS]
+    parts = {
+        "about.txt": ABOUT.format(version=__version__, date=time.strftime("%Y-%m-%d %H:%M %Z")),
+        "versions.json": as_text(versions(secrets)),
+        "doctor.json": as_text(
+            {"machine": checks_json(all_checks(measure=False)), "security": checks_json(security_checks())}
+        ),
+    }
+    here = host.probe_host()
+    parts["hardware.json"] = as_text(machine_json(here, speeds.load_speeds(here)))
+    for process in processes:
+        parts |= server_parts(process, secrets)
+    for server in running_servers():
+        # The keys of the process itself, sent to its own address.
+        variables = process_variables(server.pid)
+        parts[f"servers/{server.pid}-figures.json"] = as_text(asyncio.run(server_figures(server, variables)))
+    parts |= dict(given_logs(logs))
+    return parts
+
+
+def versions(secrets: Secrets) -> dict[str, Any]:
+    """Versions of Weft and of what it runs on, and the variables that it reads."""
+    installed = {one.metadata["Name"]: one.version for one in distributions() if one.metadata["Name"]}
+    return {
+        "weft": __version__,
+        "python": sys.version,
+        "system": platform.platform(),
+        "packages": {name: installed[name] for name in sorted(installed) if name.lower().startswith(PACKAGES)},
+        "environment": read_variables(os.environ, secrets),
+    }
+
+
+def read_variables(environ: Mapping[str, str], secrets: Secrets) -> dict[str, str]:
+    """Variables that change what Weft does, without secrets. All of the environment's secrets are noted."""
+    cleaned = secrets.clean_variables(environ)
+    return {name: value for name, value in cleaned.items() if name.startswith(VARIABLES) or name in MORE_VARIABLES}
+
+
+def server_parts(process: Process, secrets: Secrets) -> dict[str, str]:
+    """Command, environment, configuration file, plan and log of a server."""
+    folder = working_folder(process.pid)
+    command: dict[str, Any] = {
+        "role": process.role,
+        "command": secrets.clean_command(process.command, folder),
+        "environment": read_variables(process_variables(process.pid), secrets),
+    }
+    for flag in ("--config", "--plan"):
+        for name in flag_values(process.command, flag):
+            command[flag] = read_settings(folder / name, secrets)
+    parts = {f"servers/{process.pid}-command.json": as_text(command)}
+    log = process_log(process.pid)
+    if log is not None:
+        parts[f"logs/{process.pid}.log"] = log
+    return parts
+
+
+def working_folder(pid: int) -> Path:
+    """Folder that a process's relative paths begin at."""
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
+    except OSError:
+        return Path()
+
+
+def read_settings(path: Path, secrets: Secrets) -> Any:
+    """Settings of a YAML or JSON file without secrets; a sentence if it cannot be read."""
+    try:
+        return secrets.clean_fields(load_yaml(path.read_text(encoding="utf-8")), path.parent)
+    except OSError as error:
+        return f"left out: {error_reason(error)}"
+    except ValueError:
+        return "left out: it cannot be read as YAML, so secrets could not be told from other fields"
+
+
+async def server_figures(server: RunningServer, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Answers of a server about itself, or a sentence in the place of each that it does not give."""
+    paths = {"monitor": "VLLM_API_KEY", "layout": "WEFT_ADMIN_KEY", "version": "VLLM_API_KEY", "load": "VLLM_API_KEY"}
+    answers: dict[str, Any] = {"names": server.names, "url": server.url, "checkpoints": server.checkpoints}
+    for path, key in paths.items():
+        sent = {"Authorization": f"Bearer {variables[key]}"} if variables.get(key) else None
+        try:
+            with contextlib.closing(HttpClient(ServerAddress(server.url, sent))) as client:
+                answers[path] = json.loads(await asyncio.wait_for(client.get(f"/{path}"), ANSWER_S))
+        except (HttpFailure, TimeoutError, ValueError, ConfigError) as error:
+            answers[path] = f"no answer: {f'{error}' or 'it took too long'}"
+    return answers
+
+
+def given_logs(paths: list[Path]) -> Iterator[tuple[str, str]]:
+    """The ends of log files: those of `weft cluster up`, and those that were named.
+
+    Raises ConfigError for one that cannot be read.
+    """
+    for path in sorted((cache_path() / "cluster").glob("*/log*")):
+        text = file_tail(path)
+        if text is not None:
+            yield f"logs/{path.parent.name}-{path.name}", text
+    for number, path in enumerate(paths):
+        text = file_tail(path)
+        if text is None:
+            raise ConfigError(f"--log {path} cannot be read; give a file of yours", code="log-unreadable")
+        yield f"logs/given-{number}-{path.name}", text
+
+
+def as_text(content: object) -> str:
+    """JSON for people."""
+    return json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1, ensure_ascii=False) + "\n"
+
+
+def write_bundle(path: Path, files: Mapping[str, str]) -> None:
+    """Write a new archive that only this user can read. Raises ConfigError."""
+    folder = path.name.removesuffix(".gz").removesuffix(".tar").removesuffix(".tgz")
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name, text in sorted(files.items()):
+                content = text.encode()
+                entry = tarfile.TarInfo(f"{folder}/{name}")
+                entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+                archive.addfile(entry, io.BytesIO(content))
+    except FileExistsError:
+        raise ConfigError(f"{path} exists; give another --output", code="bundle-exists") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error_reason(error)}; give another --output", code="cannot-write-bundle"
+        ) from None
