@@ -142,5 +142,7 @@ def llama_process(python: str, model: str, folder: Path) -> ServerProcess:
         str(port),
         "--n_ctx",
         "2048",
+        "--interrupt_requests",  # else it ends a running stream, as if it were complete, when the next request comes
+        "False",
     ]
     return ServerProcess("vendor", port, [python, *words], folder / "vendor.log")

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.pure.gateways import answer_json, answer_status, gateway, hang_up, never, upstream
+from tests.pure.gateways import CHAT, answer_json, answer_status, gateway, hang_up, never, upstream
 from tests.pure.servers import PATIENCE_S, Exchange
 from tests.pure.worlds import refused
 from tests.refusals import refuses
@@ -188,6 +188,49 @@ async def test_tokens_of_answers_count_without_a_ledger(tmp_path: Path, fields: 
         live.client.headers = httpx.Headers({"Authorization": "Bearer two"})
         assert (await live.chat(**fields)).status_code == 200  # whose tokens nobody counts
         assert one.seen[-1].json.get("stream_options") == fields.get("stream_options")
+        live.assert_idle()
+
+
+PARTS = 40  # of an answer, before its client leaves
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("with_ledger", [False, True])
+async def test_tokens_of_an_answer_count_if_its_client_leaves_early(
+    tmp_path: Path, path: str, with_ledger: bool
+) -> None:
+    """The server heeds no limit, so that more comes than was reserved."""
+    pytest.importorskip("limits", reason="rates need the package limits")
+    keys = write_keys(tmp_path, f"[{{name: a, key: one, admin: true, tpm: {PARTS + 25}}}]")
+
+    async def talk(exchange: Exchange) -> None:
+        exchange.stream()
+        if path == "/v1/messages":
+            begun = {"type": "message_start", "message": {"usage": {"input_tokens": 9, "output_tokens": 1}}}
+            exchange.chunk(b"event: message_start\ndata: " + json.dumps(begun).encode() + b"\n\n")
+        for _ in range(PARTS):
+            exchange.event({"choices": [{"index": 0, "delta": {"content": "x"}}]})
+        await exchange.writer.drain()
+        await never(exchange)
+
+    ledger = {"ledger": str(tmp_path / "ledger")} if with_ledger else {}
+    async with upstream() as one, gateway(one.url, keys=keys, **ledger) as live:
+        one.answer = talk
+        live.client.headers = httpx.Headers({"Authorization": "Bearer one"})
+        asked = {**CHAT, "stream": True, "max_tokens": 5}
+        async with live.client.stream("POST", path, json=asked) as answer:
+            seen = ""
+            async for text in answer.aiter_text():
+                seen += text
+                if seen.count('"x"') == PARTS:
+                    break
+        async with asyncio.timeout(PATIENCE_S):
+            while live.proxy.running:
+                await asyncio.sleep(0.005)
+        refused(await live.chat(), 429, code="rate_limit")
+        if with_ledger:
+            (row,) = (await live.client.get("/gateway/status")).json()["spending"]["usage_day"]
+            assert PARTS <= row["completion_tokens"] <= PARTS + 1
         live.assert_idle()
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from tests.pure.gateways import LiveGateway, gateway, hang_up, upstream
 from tests.pure.servers import weft_server
-from tests.pure.worlds import HI, FakeEngine, World, saying
+from tests.pure.worlds import HI, FakeEngine, World, refused, saying
 from weft.gateway.checks import read_models
+from weft.gateway.ledger import Ledger
 from weft.gateway.proxy import owner_of
 
 CHAT = {"messages": HI}
@@ -128,6 +129,8 @@ KEYS = """
 - {name: two, key: k2}
 - {name: some, key: k3, models: [tiny]}
 - {name: few, key: k4, tpm: 1000000}
+- {name: slow, key: k5, rpm: 1000}
+- {name: one-at-a-time, key: k6, concurrent: 1}
 - {name: boss, key: b, admin: true}
 """
 
@@ -176,6 +179,12 @@ async def test_each_key_has_files_and_batches_of_its_own(
             for key in ("k3", "k4"):  # whose limits nobody would compare with the lines
                 assert (await ask("POST", "/v1/files", key, **upload)).status_code == 403
                 assert (await ask("GET", "/v1/files", key)).json()["data"] == []
+            for key in ("k5", "k6"):  # whose files are requests like others, but not the lines of a batch
+                theirs = {**body, "input_file_id": (await ask("POST", "/v1/files", key, **upload)).json()["id"]}
+                refused(await ask("POST", "/v1/batches", key, json=theirs), 403, code="batch_not_counted")
+            live.proxy.accounts.ledger = Ledger(str(tmp_path / "ledger"))  # from here on each key's tokens count
+            refused(await ask("POST", "/v1/batches", "k1", json=body), 403, code="batch_not_counted")
+            assert (await ask("POST", "/v1/batches", "b", json=body)).status_code == 404  # that is another's file
             for path in ("/v1/files/a%2Fb", "/v1/files/../../sleep", "/v1/files/a/b", "/v1/filesystem"):
                 assert (await ask("GET", path, "k1")).status_code in (403, 404), path
             assert (await ask("POST", "/api/pull", "k1", json={"model": "a"})).status_code == 403

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.pure.gateways import answer_status, gateway, upstream
+from tests.pure.servers import Exchange
 from tests.pure.worlds import refused
 from weft.gateway.paths import PUBLIC, is_public
 from weft.serving.keys import digest_key, matching_index, sent_key
@@ -73,6 +74,21 @@ async def test_without_keys_every_path_is_the_upstream_s() -> None:
     async with upstream() as one, gateway(one.url) as live:
         assert (await live.client.post("/sleep")).status_code == 200
         assert one.seen[0].path == "/sleep"
+
+
+async def test_clients_with_keys_do_not_see_where_others_prompts_are(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one}, {name: b, key: two, admin: true}]")
+
+    async def answer(exchange: Exchange) -> None:
+        exchange.head("200 OK", "Content-Length: 2", "X-Weft-Prefix: hit=16; miss=3")
+        exchange.writer.write(b"{}")
+
+    async with upstream() as stub, gateway(stub.url, keys=str(keys)) as live:
+        stub.answer = answer
+        for key, told in (("one", None), ("two", "hit=16; miss=3")):
+            made = await live.client.post("/v1/completions", json={"model": "m"}, headers={"x-api-key": key})
+            assert made.status_code == 200 and made.headers.get("x-weft-prefix") == told
 
 
 def test_public_paths() -> None:

@@ -248,6 +248,18 @@ def test_parts_without_a_mark_take_bounded_memory() -> None:
             answer.check()
 
 
+@pytest.mark.parametrize("keeps_marks", [False, True])
+def test_marks_are_the_gateway_s_though_nobody_can_go_on(keeps_marks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.gateway.marked.MOST_IDS", 3)
+    answer = MarkedAnswer(APIS["/api/generate"], continuable=True, keeps_marks=keeps_marks)
+    mark, parts = b'{"weft":{"token_ids":[1,2]}}\n', [b'{"response":"%d"}\n' % number for number in range(3)]
+    sent = [mark, parts[0], mark, parts[1], mark, parts[2], mark]
+    shown = b"".join(answer.push(piece) for piece in sent) + answer.push(mark[:-1]) + answer.finish()
+    assert not answer.continuable and not answer.token_ids
+    assert shown == (b"".join(sent) + mark[:-1] if keeps_marks else b"".join(parts))
+    assert answer.tokens == 2 * sent.count(mark)
+
+
 # What is counted
 
 USAGES: dict[str, dict[str, Any]] = {

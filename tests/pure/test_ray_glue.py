@@ -27,7 +27,7 @@ from weft.executors.ray_nodes import Attached, RayNode, RayNodes
 from weft.gateway.config import Timeouts, make_config
 from weft.gateway.fleet import Fleet
 from weft.gateway.policy import POLICIES
-from weft.gateway.ray_watch import RayWatch, ServeState, serve_upstreams
+from weft.gateway.ray_watch import AWAY_S, RayWatch, ServeState, serve_upstreams
 from weft.hardware.host import Host
 from weft.hardware.topology import Gpu
 from weft.ray import resources, serve
@@ -93,6 +93,23 @@ async def test_upstreams_come_and_go(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert {exchange.headers["authorization"] for exchange in seen} == {"Bearer secret"}
     assert [record.getMessage() for record in caplog.records if "stay as they are" in record.getMessage()] != []
     assert caplog.text.count("stay as they are") == 1 and "secret" not in caplog.text
+
+
+async def test_a_dashboard_that_knows_nothing_of_ray_serve_is_believed_after_a_while() -> None:
+    answers = [state("10.0.0.1", llm="RUNNING"), {}, {}, {}]
+
+    async def dashboard(exchange: Exchange) -> None:
+        exchange.refuse("200 OK", json.dumps(answers.pop(0)).encode())
+
+    now = [0.0]
+    async with serving(dashboard) as address:
+        fleet = Fleet([], POLICIES["least_conn"](), lambda: now[0])
+        watch = RayWatch(fleet, f"http://{address.host}:{address.port}", Timeouts())
+        found = []
+        for now[0] in (5.0, 6.0, 5.0 + AWAY_S - 1, 5.0 + AWAY_S):
+            await watch.look()
+            found.append(len(fleet.replicas))
+    assert found == [1, 1, 1, 0]
 
 
 def test_discover_has_one_source() -> None:
@@ -269,7 +286,7 @@ def test_the_backend_that_is_left_out(listener: str, monkeypatch: pytest.MonkeyP
 
 
 def test_bundles_of_the_callers_placement_group() -> None:
-    """Those that are free are dealt out, each once."""
+    """Free bundles are dealt out, each once."""
     nodes = {0: "a", 1: "b", 2: "a", 3: "b"}
     free = {"CPU_group_0_77": 1.0, "CPU_group_1_77": 2.0, "CPU_group_2_77": 1.0, "CPU_group_3_66": 1.0, "CPU": 9.0}
     own = OwnGroup("77", free_bundles("77", "CPU", nodes, free))

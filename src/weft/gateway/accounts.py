@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
+from weft.gateway.answer import ResumableAnswer
 from weft.gateway.completion import COUNTED, MOST_TOKENS
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
@@ -45,6 +46,10 @@ class Accounts:
         """Return True if a key may take only so many tokens."""
         return name in self._quotas or self._rates.counts_tokens(name)
 
+    def counts_requests(self, name: str | None) -> bool:
+        """Return True if the requests of a key are counted: by its limits, or by the ledger."""
+        return self.ledger is not None or self._rates.limits(name)
+
     def enter(self, exchange: Exchange) -> None:
         """Count a request of a key. Raises HttpError 429 if a rate or a quota forbids it, 503 if nobody can tell."""
         name, tokens = exchange.client.name, exchange.prompt_tokens
@@ -56,8 +61,7 @@ class Accounts:
                 raise HttpError(
                     503, f"the ledger of the gateway cannot be read: {error}", code="ledger-not-read"
                 ) from None
-        self._rates.enter(name, tokens)
-        exchange.entered = True
+        exchange.entered = self._rates.enter(name, tokens)
 
     @staticmethod
     def _check_counted(exchange: Exchange) -> None:
@@ -132,7 +136,9 @@ class Accounts:
 
     def leave(self, exchange: Exchange) -> None:
         """Settle a request that has ended. Raises sqlite3.Error if that cannot be written; its rates count no less."""
-        taken = usage_of(exchange) or Amount()
+        if exchange.reservation is None and not exchange.entered:
+            return
+        taken = usage_of(exchange) or Amount(exchange.prompt_tokens, tokens_of(exchange))
         try:
             reservation, replica = exchange.reservation, exchange.reserved_at
             if reservation is not None and self.ledger is not None and replica is not None:
@@ -170,14 +176,24 @@ class Accounts:
 
     @staticmethod
     def _taken(exchange: Exchange, replica: Replica, most: Amount) -> Amount:
-        """Amount that a request took: by the usage of its answer, else nothing if it was refused, else all it could."""
+        """Amount that a request took: by the usage of its answer, else nothing if it was refused, else all it could.
+
+        An upstream that heeds no limit may have answered more than that.
+        """
         usage = usage_of(exchange)
         if usage is None:
-            return Amount() if exchange.status >= 400 else most
+            if exchange.status >= 400:
+                return Amount()
+            return most._replace(completion_tokens=max(most.completion_tokens, tokens_of(exchange)))
         prompt, completion, _ = usage
         return Amount(
             prompt, completion, price_of(replica.config, replica.own_name(exchange.model), prompt, completion)
         )
+
+
+def tokens_of(exchange: Exchange) -> int:
+    """Tokens of a stream that have come, which its client may have left before its usage was told."""
+    return exchange.answer.tokens if isinstance(exchange.answer, ResumableAnswer) else 0
 
 
 def usage_of(exchange: Exchange) -> Amount | None:

@@ -22,7 +22,8 @@ class ResumableAnswer(ABC):
 
     `continuable`: another replica could go on with it. `begun` are token ids that the client itself gave as its
     beginning. `token_ids`: those so far. `done`: all of it was passed on. `finished`: its last token was. `usage`: the
-    upstream's, of the whole answer. `told`: number of events that the client has, where that counts.
+    upstream's, of the whole answer. `told`: number of events that the client has, where that counts. `tokens`: number
+    of tokens that have come; a part whose token ids are not known counts as one.
     """
 
     lacks_usage = False
@@ -32,7 +33,7 @@ class ResumableAnswer(ABC):
         self.done = self.finished = False
         self.usage: dict[str, Any] | None = None
         self.token_ids = list(begun or ())
-        self.told = 0
+        self.told = self.tokens = 0
         self._broken: UpstreamError | None = None
         self._resumed_at = len(self.token_ids)
         self._fruitless = 0
@@ -192,6 +193,8 @@ class StreamedAnswer(ResumableAnswer):
         if not choices:
             self._usage_passed |= self._keeps_usage and isinstance(usage, dict)
             return self._keeps_usage or not isinstance(usage, dict)
+        if not self.continuable:
+            self.tokens += 1
         ids = rows[0].get("token_ids") if rows else None
         if self._strips_ids:
             for row in rows:
@@ -214,6 +217,7 @@ class StreamedAnswer(ResumableAnswer):
             self._preamble += 1
             return True
         self.token_ids += ids or ()
+        self.tokens += len(ids or ())
         self.finished = bool(choice.get("finish_reason"))
         if len(self.token_ids) > MOST_IDS:
             self._give_up()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from weft.serving.errors import HttpError
 
@@ -20,12 +18,13 @@ class BodyPool:
         self._limit, self._total = limit, total
         self.held = 0
 
-    async def receive(self, scope: Scope, receive: Receive) -> bytes:
-        """Receive a body, which counts as held until `release`.
+    async def receive(self, announced: int, receive: Receive) -> bytes:
+        """Receive a body, which counts as held until `release`. `announced`: the length that its head tells, or 0.
 
         Raises HttpError 413 for one over the limit, and 503 if it does not fit beside the others; ClientDisconnect.
         """
-        self._check_announced(scope["headers"])
+        if announced:
+            self._check_announced(announced)
         pieces, size, more = [], 0, True
         try:
             while more:
@@ -49,14 +48,11 @@ class BodyPool:
         """Count `size` bytes as free."""
         self.held -= size
 
-    def _check_announced(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _check_announced(self, length: int) -> None:
         """Raise HttpError before the first byte if the body's length is known, and too large."""
-        length = next((value for name, value in headers if name == b"content-length"), b"")
-        if not length.isdigit():
-            return
-        if int(length) > min(self._limit, self._total):
+        if length > self._limit or length > self._total:
             raise self._too_long()
-        if self.held + int(length) > self._total:
+        if self.held + length > self._total:
             raise self._no_room()
 
     def _too_long(self) -> HttpError:

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from weft.gateway.fingerprint import RoutedFields, check_spelling
+from weft.gateway.fingerprint import NOTHING, RoutedFields, check_spelling
 from weft.gateway.prices import has_price
-from weft.gateway.stream_apis import APIS
+from weft.gateway.stream_apis import APIS, StreamApi
 from weft.serving.errors import HttpError
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -54,16 +54,11 @@ class Completion:
         self.keeps_usage = isinstance(options, dict) and options.get("include_usage") is True
         self.choices = fields.n if type(fields.n) is int and 0 < fields.n < MOST_TOKENS else 1
         self.single = self.api is not None or (
-            fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(bytes(fields.prompt))
+            fields.n in (None, 1) and fields.best_of in (None, 1) and _is_one_prompt(fields.prompt)
         )
         begun = fields.continue_token_ids
         self.begun: list[int] = begun if is_id_list(begun) else []
-        limits = (fields.max_tokens, fields.max_completion_tokens)
-        given = [
-            limit for limit in (limits if self.api is None else [self.api.read_limit(fields)]) if limit is not None
-        ]
-        self._is_bounded = all(type(limit) is int and 0 < limit <= MOST_TOKENS for limit in given)
-        self.max_tokens: int | None = max(given) if given and self._is_bounded else None
+        self.max_tokens, self._is_bounded = _read_limits(fields, self.api)
         self.has_tools = bool(bytes(fields.tools) or bytes(fields.functions))
         self._seeds = fields.seed in (None, -1)
         self._seed: int | None = None
@@ -162,8 +157,21 @@ def is_id_list(value: Any) -> bool:
     return all(type(id) is int and 0 <= id <= MOST_TOKENS for id in value)
 
 
-def _is_one_prompt(prompt: bytes) -> bool:
+def _read_limits(fields: RoutedFields, api: StreamApi | None) -> tuple[int | None, bool]:
+    """The larger limit of the answer, if there is one, and if each limit that is given is a number of tokens."""
+    largest = 0
+    for limit in (fields.max_tokens, fields.max_completion_tokens) if api is None else (api.read_limit(fields),):
+        if limit is None:
+            continue
+        if type(limit) is not int or not 0 < limit <= MOST_TOKENS:
+            return None, False
+        largest = max(largest, limit)
+    return largest or None, True
+
+
+def _is_one_prompt(prompt: msgspec.Raw) -> bool:
     """Return True for a text, a list of ids, or no prompt: chats have none."""
-    if not prompt.startswith(b"["):
+    if prompt is NOTHING:
         return True
-    return prompt[1:].lstrip()[:1].isdigit()
+    text = bytes(prompt)
+    return not text.startswith(b"[") or text[1:].lstrip()[:1].isdigit()

@@ -61,7 +61,7 @@ class Dispatcher:
                     break
                 continue
             reason = reason_to_retry(head)
-            self._judge(attempt, head)
+            self._judge(attempt, head, reason)
             check_owner(exchange, head)
             if not reason or not self._may_retry(exchange, reason):
                 return head, first
@@ -140,7 +140,7 @@ class Dispatcher:
         if continuable and exchange.completion is not None:
             told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
             changes |= exchange.completion.token_fields(answered, told)
-        if exchange.completion is not None and self.accounts.meters(exchange):
+        if exchange.completion is not None and exchange.metered:
             changes |= exchange.completion.usage_fields()
         if exchange.completion is not None and replica.overflow:  # no more than was reserved
             most = exchange.completion.max_tokens or DEFAULT_ANSWER
@@ -152,10 +152,12 @@ class Dispatcher:
     ) -> ResumableAnswer | WholeAnswer | None:
         """Reader of a response on its way; None if the gateway need not read it."""
         completion = exchange.completion
-        alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
-        if completion is None or head.status != 200 or head.header(b"content-encoding"):
+        if completion is None:
             return None
-        if not continuable and alias is None and not self.accounts.meters(exchange):
+        alias = exchange.model if replica.own_name(exchange.model) != exchange.model else None
+        if not continuable and alias is None and not exchange.metered:
+            return None
+        if head.status != 200 or head.header(b"content-encoding"):
             return None
         api = completion.api
         if not (head.is_line_stream if api is not None and api.lines else head.is_event_stream):
@@ -166,7 +168,7 @@ class Dispatcher:
                 continuable=continuable,
                 keeps_marks=completion.keeps_ids,
                 model=alias,
-                reads_usage=self.accounts.meters(exchange),
+                reads_usage=exchange.metered,
                 begun=completion.begun,
             )
         return StreamedAnswer(
@@ -181,13 +183,12 @@ class Dispatcher:
         """Return True if another replica is there to be asked. Every retry after 5xx is taken from the budget."""
         return bool(self._candidates(exchange)) and (reason != "5xx" or self._budget.spend())
 
-    def _judge(self, attempt: Attempt, head: ResponseHead) -> None:
+    def _judge(self, attempt: Attempt, head: ResponseHead, reason: str) -> None:
         """Tell the breaker of a response that has begun. A replica that is full is not ill."""
-        now = self.fleet.clock()
-        if reason_to_retry(head) == "5xx":
-            attempt.fail(now, f"status {head.status}")
+        if reason == "5xx":
+            attempt.fail(self.fleet.clock(), f"status {head.status}")
         elif not attempt.replica.breaker.closed:
-            attempt.succeed(now)  # of a response of hours, the end would be too late
+            attempt.succeed(self.fleet.clock())  # of a response of hours, the end would be too late
 
     def _blame(self, attempt: Attempt, error: UpstreamError) -> None:
         """Count a failure of a replica and end the attempt."""
@@ -242,7 +243,7 @@ class Dispatcher:
             except UpstreamError as error:
                 self._blame(attempt, error)
                 continue
-            self._judge(attempt, head)
+            self._judge(attempt, head, reason_to_retry(head))
             if answer.fits(head):
                 self.metrics.count_continued(attempt.replica)
                 return first
@@ -265,8 +266,9 @@ def check_owner(exchange: Exchange, head: ResponseHead) -> None:
 
 def reason_to_retry(head: ResponseHead) -> str:
     """Why another replica may give a better response: it is full, or 5xx; "" if there is no reason."""
-    full = head.status == 429 or (head.status == 503 and head.header(b"retry-after"))
-    if full:
+    if head.status < 429:
+        return ""
+    if head.status == 429 or (head.status == 503 and head.header(b"retry-after")):
         return "full"
     return "5xx" if head.status >= 500 else ""
 

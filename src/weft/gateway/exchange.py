@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Scope
 
 from weft.gateway.answer import ResumableAnswer, WholeAnswer
 from weft.gateway.completion import COUNTED, Completion
-from weft.gateway.keys import Client
+from weft.gateway.keys import ANONYMOUS
 from weft.gateway.ledger import Reservation
 from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
@@ -25,19 +25,24 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
+FORWARDED_FOR = b"x-forwarded-for"
 WRITTEN_ANEW = HOP_BY_HOP | {
     b"host",
     b"content-length",
     b"expect",
-    b"x-forwarded-for",
+    FORWARDED_FOR,
     b"x-forwarded-proto",
     HOP_HEADER,
     OWNER_HEADER,
 }
-ENCODING = frozenset((b"accept-encoding",))  # the gateway reads the answers of these paths
-KEYS = frozenset((b"authorization", b"x-api-key"))
+KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # that may be the upstream's
+NOT_SENT = WRITTEN_ANEW | KEYS
+NOT_SENT_TO_COUNTED = NOT_SENT | {b"accept-encoding"}  # the gateway reads the answers of these paths
+OPTIONS_OF_CONNECTION = (b"keep-alive", b"close")  # which name no header field
 
 LOGGED_CHARACTERS = 512  # of a path
+
+UNREAD = Fingerprint()
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -52,63 +57,90 @@ class Exchange:
     `model`, `fingerprint`: what routing reads. `completion`: what it asks for, if that is a completion. `answer`: its
     stream, if the gateway reads that. `tried`: replicas that do not get it again. `attempt`: the try that runs.
     `refusal`: the answer if no replica gives a better one, of a replica that is full. `gone`: the client has closed its
-    connection. The other fields are for the access log: `outcome` is "complete" or the code of an error.
+    connection. `hops`: names of the gateways before this one. `announced`: length of the body by its head, 0 if that
+    tells none. `metered`: the tokens of the answer count. The other fields are for the access log: `outcome` is
+    "complete" or the code of an error.
     """
+
+    # Most requests leave most of these as they are.
+    body = b""
+    client = ANONYMOUS
+    bytes_in = announced = 0
+    model = ""
+    fingerprint = UNREAD
+    completion: Completion | None = None
+    metered = False
+    entered = False  # counted by the rates of its key
+    owner = b""  # of files and batches: the client, as upstreams know it
+    attempt: Attempt | None = None
+    tries = 0
+    refusal: HttpError | None = None
+    answer: ResumableAnswer | WholeAnswer | None = None
+    reservation: Reservation | None = None
+    reserved_at: Replica | None = None
+    gone = False
+    status = bytes_out = 0
+    first_byte_s = 0.0
+    outcome = "internal-error"  # unless something else is noted
 
     def __init__(self, scope: Scope, gateway: bytes) -> None:
         self.scope = scope
-        self.body = b""
-        self.client = Client()
-        self.bytes_in = 0
-        self.refusal: HttpError | None = None
         self.method: bytes = scope["method"].encode()
-        self.model = ""
-        self.fingerprint = Fingerprint()
-        self.attempt: Attempt | None = None
-        self.gone = False
-        self.completion: Completion | None = None
-        self.answer: ResumableAnswer | WholeAnswer | None = None
+        self.raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         self.tried: list[Replica] = []
-        self.tries = 0
-        self.entered = False  # counted by the rates of its key
-        self.reservation: Reservation | None = None
-        self.reserved_at: Replica | None = None
-        self.owner = b""  # of files and batches: the client, as upstreams know it
-        self.status = self.bytes_out = 0
-        self.began_s, self.first_byte_s = time.monotonic(), 0.0
-        self.outcome = "internal-error"  # unless something else is noted
-        self._common = self._common_head(gateway)
+        self.hops: list[bytes] = []
+        self.began_s = time.monotonic()
+        self._read_headers(gateway)
 
     def head(self, replica: Replica, length: int) -> bytes:
         """Request line and header fields for a replica, and a body of `length` bytes."""
-        scope, url = self.scope, replica.url
-        target = url.path.encode() + scope.get("raw_path", scope["path"].encode())
+        scope = self.scope
+        target = replica.path + self.raw_path
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
-        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, target, url.authority.encode()), self._common]
+        lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (self.method, target, replica.authority), self._common]
         if length or self.method in (b"POST", b"PUT", b"PATCH"):
             lines.append(b"content-length: %d\r\n" % length)
         if replica.key is not None:
             lines.append(b"authorization: Bearer %b\r\n" % replica.key.encode())
         elif not self.client.known:  # the gateway has no keys of its own: these are the upstream's
-            lines += [b"%b: %b\r\n" % pair for pair in self.scope["headers"] if pair[0] in (*KEYS, OWNER_HEADER)]
+            lines.append(self._keys)
         if self.owner:
             lines.append(b"%b: %b\r\n" % (OWNER_HEADER, self.owner))
         return b"".join([*lines, b"\r\n"])
 
-    def _common_head(self, gateway: bytes) -> bytes:
-        """The header fields that are the same for all replicas."""
-        headers: Headers = self.scope["headers"]
-        peer = self.scope.get("client")
-        forwarded = [value for name, value in headers if name == b"x-forwarded-for"]
-        hops = [value for name, value in headers if name == HOP_HEADER]
-        sent = without(headers, WRITTEN_ANEW | KEYS | (ENCODING if self.scope["path"] in COUNTED else frozenset()))
-        sent += [
-            (b"x-forwarded-for", b", ".join([*forwarded, *([peer[0].encode()] if peer else [])])),
-            (b"x-forwarded-proto", self.scope["scheme"].encode()),
-            (HOP_HEADER, b", ".join([*hops, gateway])),
-        ]
-        return b"".join([b"%b: %b\r\n" % pair for pair in sent])
+    def _read_headers(self, gateway: bytes) -> None:
+        """Write the header fields that are the same for all replicas, and note those that are about the way here."""
+        scope = self.scope
+        not_sent = NOT_SENT_TO_COUNTED if scope["path"] in COUNTED else NOT_SENT
+        sent: list[bytes] = []
+        kept_back = []
+        for name, value in scope["headers"]:
+            if name in not_sent:
+                kept_back.append((name, value))
+            else:
+                sent += (name, b": ", value, b"\r\n")
+        forwarded: list[bytes] = []
+        keys: list[bytes] = []
+        for name, value in kept_back:
+            if name == b"content-length":
+                self.announced = int(value) if value.isdigit() else 0
+            elif name in KEYS:
+                keys += (name, b": ", value, b"\r\n")
+            elif name == HOP_HEADER:
+                self.hops.append(value)
+            elif name == FORWARDED_FOR:
+                forwarded.append(value)
+            elif name == b"connection" and value.lower() not in OPTIONS_OF_CONNECTION:
+                sent = [b"%b: %b\r\n" % pair for pair in without(scope["headers"], not_sent)]
+        peer = scope.get("client")
+        if peer:
+            forwarded.append(peer[0].encode())
+        sent.append(
+            b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n%b: %b\r\n"
+            % (b", ".join(forwarded), scope["scheme"].encode(), HOP_HEADER, b", ".join([*self.hops, gateway]))
+        )
+        self._common, self._keys = b"".join(sent), b"".join(keys)
 
     def begin_attempt(self, replica: Replica) -> Attempt:
         """Note the next try."""
@@ -159,10 +191,14 @@ def client_gone() -> ClientGoneError:
     return ClientGoneError("the client has closed its connection", code="client-gone")
 
 
-def without(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
+def without(headers: Sequence[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> Headers:
     """The header fields whose names are not in `dropped`, nor named by a Connection field."""
-    pairs = list(headers)
-    for name, value in pairs:
-        if name == b"connection":
-            dropped = dropped.union(part.strip().lower() for part in value.split(b","))
-    return [pair for pair in pairs if pair[0] not in dropped]
+    kept = []
+    for pair in headers:
+        if pair[0] not in dropped:
+            kept.append(pair)
+        elif pair[0] == b"connection" and pair[1].lower() not in OPTIONS_OF_CONNECTION:
+            named = frozenset(part.strip().lower() for part in pair[1].split(b","))
+            if not named <= dropped:
+                return without(headers, dropped | named)
+    return kept

@@ -53,13 +53,16 @@ class Fleet:
             del self.replicas[replica.name]
         replica.close()
 
-    def available(self) -> list[Replica]:
-        """The replicas that may get a request now. One that is ill gets checks only, until one succeeds."""
-        return [replica for replica in self.replicas.values() if not replica.draining and replica.breaker.closed]
-
     def candidates(self, model: str, tried: Collection[Replica]) -> list[Replica]:
-        """The replicas that may get a request for `model` now, without those that were tried."""
-        return [replica for replica in self.available() if replica not in tried and replica.serves(model)]
+        """The replicas that may get a request for `model` now, without those that were tried.
+
+        One that is ill gets checks only, until one succeeds.
+        """
+        return [
+            replica
+            for replica in self.replicas.values()
+            if not replica.draining and replica.breaker.closed and replica.serves(model) and replica not in tried
+        ]
 
     def continuing(self, model: str) -> list[Replica]:
         """The replicas that continue answers of `model`, whatever their health."""
@@ -71,7 +74,10 @@ class Fleet:
 
     def knows_model(self, model: str) -> bool:
         """Return True if a replica serves the model, or may, whatever its health."""
-        return any(replica.serves(model) for replica in self.replicas.values())
+        for replica in self.replicas.values():  # noqa: SIM110 - any() takes twice as long, for every request
+            if replica.serves(model):
+                return True
+        return False
 
     def choose(self, fingerprint: Fingerprint, candidates: list[Replica]) -> Replica:
         """The policy's choice among at least one candidate."""

@@ -30,6 +30,9 @@ class Client(NamedTuple):
         return self.models is None or model in self.models
 
 
+ANONYMOUS = Client()
+
+
 class Keys:
     """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
 
@@ -47,7 +50,7 @@ class Keys:
         client = self._find(scope)
         if client is None and self.required:
             raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
-        return client or Client()
+        return client or ANONYMOUS
 
     def check_admin(self, scope: Scope) -> None:
         """Raise HttpError 403 or 401 unless the sender may change the gateway.

@@ -37,6 +37,7 @@ class MarkedAnswer(ResumableAnswer):
         super().__init__(continuable=continuable, begun=begun)
         self._api, self._keeps_marks, self._model, self._reads_usage = api, keeps_marks, model, reads_usage
         self._splitter = EventSplitter(api.part_end)
+        self._has_marks = continuable  # they are the gateway's as long as the stream goes, whoever can go on with it
         self._marked = False  # a mark of this replica has come
         self._resumed = False
         self._held: list[bytes] = []  # parts whose mark has not come
@@ -73,24 +74,33 @@ class MarkedAnswer(ResumableAnswer):
         return b"".join(shown)
 
     def _push_part(self, part: bytes, shown: list[bytes]) -> None:
-        mark = self._api.read_mark(part) if self.continuable else None
+        mark = self._api.read_mark(part) if self._has_marks else None
         if mark is not None:
             self._take_mark(mark, shown)
             if self._keeps_marks:
                 shown.append(part)
         elif not self.continuable or not self._api.data(part):
-            shown.append(self._show(part))
+            self._pass_on(part, shown)
         elif self._marked:
             self._hold(part)
         elif self._resumed:
             self._broken = UpstreamError("it does not go on with streams of this API", code="not-continued")
         else:
             self._give_up(shown)
-            shown.append(self._show(part))
+            self._pass_on(part, shown)
+
+    def _pass_on(self, part: bytes, shown: list[bytes]) -> None:
+        """Show a part that no mark is waited for. Without marks nobody knows its tokens: it counts as one."""
+        if not self._marked and self._api.data(part):
+            self.tokens += 1
+        shown.append(self._show(part))
 
     def _take_mark(self, mark: Mark, shown: list[bytes]) -> None:
         """Pass on the parts that have their mark now."""
         self._marked = True
+        self.tokens += len(mark.token_ids)
+        if not self.continuable:
+            return
         shown += map(self._show, self._held)
         self.told += len(self._held)
         self._drop_held()
@@ -118,7 +128,8 @@ class MarkedAnswer(ResumableAnswer):
     def finish(self) -> bytes:
         """The bytes for the client at the end of the stream: of one that may go on, only what has its mark."""
         rest = self._splitter.take_rest()
-        return self._show(rest) if rest and not self.continuable else b""
+        is_mark = self._has_marks and self._api.read_mark(rest) is not None
+        return self._show(rest) if rest and not self.continuable and (self._keeps_marks or not is_mark) else b""
 
     def check(self) -> None:
         """Raise UpstreamError for a part that is too long."""

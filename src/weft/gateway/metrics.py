@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter as Counts
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.gateway.exchange import Exchange
@@ -33,19 +36,57 @@ class ReplicaGauges(PrometheusCollector):
         yield up
 
 
+class Seconds:
+    """A histogram of seconds. Only the event loop counts, so that it needs no lock for each of them."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the upper bounds of the buckets, ascending; there is one bucket more, without a bound."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, name: str, help_text: str) -> Metric:
+        """The histogram as Prometheus gets it: each bucket with those below it."""
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self._sum)
+
+
+class EndedRequests(PrometheusCollector):
+    """Requests that have ended, counted once for each."""
+
+    def __init__(self) -> None:
+        self.requests: Counts[tuple[str, int, str]] = Counts()  # by upstream, status and outcome
+        self.first_byte, self.duration = Seconds(TTFT), Seconds(REQUEST)
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "weft:gateway_requests",
+            "Requests that have ended, by status and outcome: complete, or the code of an error.",
+            labels=("upstream", "status", "outcome"),
+        )
+        for (upstream, status, outcome), count in self.requests.items():
+            requests.add_metric((upstream, str(status), outcome), count)
+        yield requests
+        yield self.first_byte.family(
+            "weft:gateway_time_to_first_byte_seconds", "From a whole request to the first byte of its response's body."
+        )
+        yield self.duration.family("weft:gateway_request_seconds", "From a whole request to the end of its response.")
+
+
 class GatewayMetrics:
     """Counters and histograms of requests by their last upstream ("" if there was none)."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(ReplicaGauges(fleet))
-        self._requests = Counter(
-            "weft:gateway_requests",
-            "Requests that have ended, by status and outcome: complete, or the code of an error.",
-            ("upstream", "status", "outcome"),
-            registry=self.registry,
-        )
-        self._counters: dict[tuple[str, str, str], Counter] = {}
+        self._ended = EndedRequests()
+        self.registry.register(self._ended)
         self._retries = Counter(
             "weft:gateway_retries",
             "Tries whose response was not used, by upstream and reason.",
@@ -58,29 +99,14 @@ class GatewayMetrics:
             ("upstream",),
             registry=self.registry,
         )
-        self._first_byte = Histogram(
-            "weft:gateway_time_to_first_byte_seconds",
-            "From a whole request to the first byte of its response's body.",
-            registry=self.registry,
-            buckets=TTFT,
-        )
-        self._duration = Histogram(
-            "weft:gateway_request_seconds",
-            "From a whole request to the end of its response.",
-            registry=self.registry,
-            buckets=REQUEST,
-        )
 
     def count(self, exchange: Exchange) -> None:
         """Count a request that has ended."""
-        labels = exchange.upstream, str(exchange.status), exchange.outcome
-        counter = self._counters.get(labels)
-        if counter is None:  # finding it among the labels takes longer than to count
-            counter = self._counters[labels] = self._requests.labels(*labels)
-        counter.inc()
-        self._duration.observe(time.monotonic() - exchange.began_s)
+        ended = self._ended
+        ended.requests[exchange.upstream, exchange.status, exchange.outcome] += 1
+        ended.duration.observe(time.monotonic() - exchange.began_s)
         if exchange.first_byte_s:
-            self._first_byte.observe(exchange.first_byte_s - exchange.began_s)
+            ended.first_byte.observe(exchange.first_byte_s - exchange.began_s)
 
     def count_continued(self, replica: Replica) -> None:
         """Count an answer that goes on at a replica."""

@@ -46,7 +46,8 @@ PUBLIC = frozenset(
 ).union(f"/{name}" for name in OWN)
 
 # What upstreams of Weft keep for each key of the gateway.
-KEPT = ("/v1/files", "/v1/batches")
+BATCHES = "/v1/batches"
+KEPT = ("/v1/files", BATCHES)
 KEPT_PATH = re.compile(r"/v1/(?:files|batches)(?:/[A-Za-z0-9_-]+(?:/content|/cancel)?)?")
 
 WITH_FORMS = frozenset(("/v1/audio/transcriptions", "/v1/audio/translations"))  # bodies with files, not JSON

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.gateway.access_log import AccessLog
@@ -23,22 +23,22 @@ from weft.gateway.completion import COUNTED, PATHS, Completion, check_counted
 from weft.gateway.config import Objective, Timeouts
 from weft.gateway.dispatch import Dispatcher
 from weft.gateway.endings import EventEnding, error_event
-from weft.gateway.exchange import HOP_BY_HOP, HOP_HEADER, OWNER_HEADER, ClientGoneError, Exchange, without
+from weft.gateway.exchange import HOP_BY_HOP, OWNER_HEADER, ClientGoneError, Exchange, without
 from weft.gateway.fingerprint import RoutedFields, fingerprint, model_of, read_fields, read_object
 from weft.gateway.fleet import Fleet, unknown_model
 from weft.gateway.keys import Keys
 from weft.gateway.metrics import GatewayMetrics
-from weft.gateway.paths import PUBLIC, WITH_FORMS, is_kept, is_public
-from weft.gateway.policy import Fingerprint
+from weft.gateway.paths import BATCHES, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
 from weft.serving.errors import HttpError, error_response
-from weft.serving.joined import JOINED
+from weft.serving.joined import JOINED, WHOLE
 from weft.serving.sse import DONE
 
-NOBODY = Fingerprint()
 LENGTH = frozenset((b"content-length",))
 BODYLESS = (204, 304)
+# The last tells where a prompt leaves the server's earlier ones, which are those of all keys of the gateway.
+NOT_FOR_CUSTOMERS = HOP_BY_HOP | {OWNER_HEADER, b"x-weft-prefix"}
 WATCH_AFTER_S = 0.02
 LATEST = ":latest"
 MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
@@ -129,14 +129,15 @@ class Proxy:
         self._check_path(exchange)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
-        if any(self._name in value for name, value in scope["headers"] if name == HOP_HEADER):
+        if exchange.hops and any(self._name in hop for hop in exchange.hops):
             raise HttpError(508, "an upstream of this gateway leads back to it; remove that one", code="gateway-loop")
-        exchange.body = await self.bodies.receive(scope, receive)
+        exchange.body = await self.bodies.receive(exchange.announced, receive)
         exchange.bytes_in = len(exchange.body)
         fields = self._read_fields(exchange)
         self._check_privileges(exchange, fields)
         if scope["method"] == "POST" and scope["path"] in COUNTED:
-            if self.accounts.meters(exchange):
+            exchange.metered = self.accounts.meters(exchange)
+            if exchange.metered:
                 check_counted(fields)
             exchange.completion = Completion(fields, scope["path"])
         exchange.model = self._model_of(fields, scope["path"])
@@ -147,7 +148,10 @@ class Proxy:
                 code="model-name-too-long",
                 param="model",
             )
-        exchange.fingerprint = self._fingerprint(exchange, fields)
+        policy = self.fleet.policy
+        if policy.reads_prefix or policy.reads_session:
+            headers = Headers(scope=exchange.scope)
+            exchange.fingerprint = fingerprint(fields, headers, reads_prefix=policy.reads_prefix)
         if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
             raise HttpError(
                 403,
@@ -181,13 +185,6 @@ class Proxy:
         other = model.removesuffix(LATEST) if model.endswith(LATEST) else model + LATEST
         return other if self.fleet.knows_model(other) else model
 
-    def _fingerprint(self, exchange: Exchange, fields: RoutedFields) -> Fingerprint:
-        """The part of a request that the policy reads."""
-        policy = self.fleet.policy
-        if not policy.reads_prefix and not policy.reads_session:
-            return NOBODY
-        return fingerprint(fields, Headers(scope=exchange.scope), reads_prefix=policy.reads_prefix)
-
     @property
     def _open_to_all(self) -> bool:
         """True if neither the gateway nor an upstream has keys: all clients may do what the gateway may."""
@@ -196,7 +193,7 @@ class Proxy:
     def _check_path(self, exchange: Exchange) -> None:
         """Raise HttpError 403 for a path by which a client could change an upstream, with the gateway's key for it."""
         path: str = exchange.scope["path"]
-        raw_path: bytes = exchange.scope.get("raw_path", path.encode())
+        raw_path = exchange.raw_path
         if exchange.client.known and not exchange.client.admin and is_kept(path, raw_path):
             exchange.owner = owner_of(exchange.client.name or "")
             self._check_kept(exchange)
@@ -215,8 +212,8 @@ class Proxy:
             raise HttpError(
                 403, "no upstream keeps the files of keys apart; this needs one of Weft", code="files-not-kept-apart"
             )
-        client = exchange.client
-        if exchange.method != b"POST" or exchange.scope["path"].endswith("/cancel"):
+        client, path = exchange.client, exchange.scope["path"]
+        if exchange.method != b"POST" or path.endswith("/cancel"):
             return
         if client.models is not None or self.accounts.limits_tokens(client.name):
             raise HttpError(
@@ -225,12 +222,22 @@ class Proxy:
                 "they need a key without",
                 code="batch-not-counted",
             )
+        if path == BATCHES and self.accounts.counts_requests(client.name):
+            raise HttpError(
+                403,
+                f"the lines of a batch would go by the limits of the key {client.name!r} and the gateway's ledger, "
+                "which count requests; batches need an admin key, or one without rpm and concurrent where there is no "
+                "ledger",
+                code="batch-not-counted",
+            )
 
     def _check_privileges(self, exchange: Exchange, fields: RoutedFields) -> None:
         """Raise HttpError 403 for a client that must not say what a model has said, nor unload one.
 
         Upstreams with keys would let the gateway do it, so it may be done by administrators only.
         """
+        if fields.continue_token_ids is None and fields.keep_alive is None:
+            return
         if exchange.client.admin or self._open_to_all:
             return
         path = exchange.scope["path"]
@@ -254,7 +261,8 @@ class Proxy:
             await error_response(error, exchange.scope["path"])(exchange.scope, receive, send)
         else:
             exchange.first_byte_s = time.monotonic()
-            if not isinstance(exchange.answer, ResumableAnswer) or not exchange.answer.continuable:
+            answer = exchange.answer
+            if answer is None or not isinstance(answer, ResumableAnswer) or not answer.continuable:
                 self._release_body(exchange)  # else another replica may need it
             await self._pass_on(exchange, head, first, send)
 
@@ -263,16 +271,19 @@ class Proxy:
     async def _pass_on(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
         """Send a response to the client as it comes, no faster than the client reads it."""
         exchange.status = head.status
-        headers = without(head.headers, HOP_BY_HOP | {OWNER_HEADER} if exchange.owner else HOP_BY_HOP)
+        is_customer = exchange.client.known and not exchange.client.admin
+        headers = without(head.headers, NOT_FOR_CUSTOMERS if is_customer else HOP_BY_HOP)
         if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
             headers = without(headers, LENGTH)  # it may change, or tells of a body that does not come
-        joined = exchange.answer is None and bool(first) and exchange.method != b"HEAD"
-        await send({"type": "http.response.start", "status": head.status, "headers": headers, JOINED: joined})
+        start: Message = {"type": "http.response.start", "status": head.status, "headers": headers}
         if exchange.answer is None and self._last(exchange).at_end:
             exchange.bytes_out += len(first)
             self._note_complete(exchange, head)
-            await send({"type": "http.response.body", "body": first})
+            if not head.header(b"content-length") and head.status not in BODYLESS and exchange.method != b"HEAD":
+                headers.append((b"content-length", b"%d" % len(first)))
+            await send({**start, WHOLE: first})
             return
+        await send({**start, JOINED: exchange.answer is None and bool(first) and exchange.method != b"HEAD"})
         ending = EventEnding(head)
         try:
             async with aclosing(self._pieces(exchange, first)) as pieces:

@@ -18,13 +18,21 @@ class Rates:
         self._shares = None if concurrent is None else Shares(concurrent, weights, time.monotonic)
         self._rates = KeyRates(keys)
 
-    def enter(self, name: str | None, tokens: int) -> None:
-        """Count a request whose prompt has about `tokens` tokens. Raises HttpError 429 if a limit forbids it."""
+    def enter(self, name: str | None, tokens: int) -> bool:
+        """Count a request whose prompt has about `tokens` tokens. Return True if its end must be told to `leave`.
+
+        Raises HttpError 429 if a limit forbids it.
+        """
         tokens = max(tokens, 1)
         self._rates.test(name or "", requests=1, tokens=tokens)
         if self._shares is not None:
             self._shares.enter(name or "")
         self._rates.enter(name or "", tokens=tokens)
+        return self.limits(name) or self._shares is not None
+
+    def limits(self, name: str | None) -> bool:
+        """Return True if a key has one of the limits."""
+        return self._rates.limits(name or "")
 
     def counts_tokens(self, name: str | None) -> bool:
         """Return True if a key has a limit of tokens."""

@@ -20,6 +20,7 @@ PATH = "/api/serve/applications/"
 DEPLOYMENT = "weft"  # of weft.ray.serve's applications
 EVERY = ("", "0.0.0.0", "::")  # hosts of a proxy that listens at every address of its node
 ABSENT = ("NOT_STARTED", "DELETING")  # states of an application that nobody can ask; all others may still answer
+AWAY_S = 60.0  # a dashboard may have lost Ray Serve's controller for so long, whose proxies go on
 TOKEN = "RAY_AUTH_TOKEN"  # that Ray's own clients send to a cluster with RAY_AUTH_MODE=token
 
 
@@ -62,6 +63,7 @@ class RayWatch(PollWatch):
         key = TOKEN if os.environ.get(TOKEN, "").strip() else None
         self._dashboard = Replica(UpstreamConfig(url=url, key_env=key))
         self._timeouts = timeouts
+        self._seen_at: float | None = None  # when there was a proxy, by the fleet's clock
 
     async def _ask(self) -> list[UpstreamConfig]:
         attempt = Attempt(self._dashboard, counted=False)
@@ -72,9 +74,15 @@ class RayWatch(PollWatch):
         if status != 200:
             raise UpstreamError(f"{self._dashboard.name}{PATH} answers with status {status}", code="ray-refused")
         try:
-            return serve_upstreams(msgspec.json.decode(body, type=ServeState))
+            state = msgspec.json.decode(body, type=ServeState)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UpstreamError(f"{self._dashboard.name} is no dashboard of Ray: {error}", code="not-ray") from None
+        now, upstreams = self._fleet.clock(), serve_upstreams(state)
+        if upstreams:
+            self._seen_at = now
+        elif state.http_options is None and self._seen_at is not None and now < self._seen_at + AWAY_S:
+            raise UpstreamError(f"{self._dashboard.name} knows nothing of Ray Serve now", code="ray-serve-away")
+        return upstreams
 
 
 def serve_upstreams(state: ServeState) -> list[UpstreamConfig]:

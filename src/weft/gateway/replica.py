@@ -32,6 +32,7 @@ class Replica:
         self.config = config
         self.url = parse_url(config.url)
         self.name = str(self.url)
+        self.path, self.authority = self.url.path.encode(), self.url.authority.encode()  # as requests have them
         self.weight = config.weight
         self.key = upstream_key(config, os.environ)
         self.breaker = Breaker()
@@ -219,8 +220,9 @@ class Attempt:
 
     def _end_probe(self) -> None:
         """Make room for another probe: a stream may go on for long after its outcome as a probe."""
-        self.replica.breaker.end(self._probe)
-        self._probe = False
+        if self._probe:
+            self.replica.breaker.end(self._probe)
+            self._probe = False
 
     def cancel(self, error: UpstreamError) -> None:
         """End the request with `error`, which `request` or `read` raises."""

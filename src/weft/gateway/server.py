@@ -36,6 +36,7 @@ from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
 
 log = logging.getLogger("weft.gateway")
 
+GARBAGE_OBJECTS = 50_000  # that are made before the collector looks at them; nearly all are freed without it
 KEEPALIVE_S = 75.0  # nginx's default: clients keep their connections between requests
 
 
@@ -143,6 +144,7 @@ async def _run(
     server = GatewayServer(proxy, listener, limits, options, shutdown_timeout)
     checking = asyncio.create_task(check_forever(proxy.fleet, config.timeouts, proxy.watch, server.reload_certificate))
     listen.start_listening(listener, options)
+    gc.set_threshold(GARBAGE_OBJECTS)
     gc.freeze()  # what exists now stays: no request waits while the collector scans it
     log.info("%d upstreams, %s, at %s", len(proxy.fleet.replicas), config.policy, listen.public_url(listener, options))
     try:

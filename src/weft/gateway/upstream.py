@@ -11,6 +11,7 @@ from weft.errors import WeftError
 
 HEAD_BYTES = 2**16  # of a response's head, or of the framing between two pieces of its body
 HEADER_FIELDS = 256
+FRAMING = (b"content-length", b"transfer-encoding")
 MOST_STATUS = 599  # RFC 9110, section 15
 HIGH_WATER = 2**16  # bytes of a body that wait for the client before reading pauses
 
@@ -36,7 +37,10 @@ class ResponseHead(NamedTuple):
 
     def header(self, name: bytes) -> bytes:
         """Value of a header; empty if it is not there."""
-        return next((value for found, value in self.headers if found == name), b"")
+        for found, value in self.headers:
+            if found == name:
+                return value
+        return b""
 
     @property
     def is_event_stream(self) -> bool:
@@ -65,12 +69,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._lost = False
+        self._lost = self._complete = False
+        self._method = b""
         self._begin(b"")
 
     def _begin(self, method: bytes) -> None:
-        """Forget the last response."""
-        self._parser: Any = httptools.HttpResponseParser(self)
+        """Forget the last response. Its parser goes on, unless it still waits for the body that HEAD does not get."""
+        if not self._complete or self._method == b"HEAD":
+            self._parser: Any = httptools.HttpResponseParser(self)
         self._method = method
         self._head: ResponseHead | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -109,7 +115,7 @@ class UpstreamConnection(asyncio.Protocol):
         if len(body) >= HEAD_BYTES:
             transport.write(body)
         while self._head is None and self._error is None:
-            await self._wait()
+            await self._change()
         if self._head is None:
             raise cast(UpstreamError, self._error)
         return self._head
@@ -117,7 +123,7 @@ class UpstreamConnection(asyncio.Protocol):
     async def read(self) -> bytes:
         """The bytes of the body that have come, at least one; empty at its end. Raises UpstreamError after the last."""
         while not self._pieces and not self._complete and self._error is None:
-            await self._wait()
+            await self._change()
         if self._pieces:
             data = b"".join(self._pieces)
             self._pieces.clear()
@@ -161,7 +167,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.received = True
         self._framing += len(data)
-        self._extend()
+        if self._head is not None:
+            self._extend()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -175,6 +182,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._size > HIGH_WATER and not self._paused and self.open:
             self._paused = True
             cast(asyncio.Transport, self._transport).pause_reading()
+        self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
@@ -198,9 +206,7 @@ class UpstreamConnection(asyncio.Protocol):
         if len(self._headers) >= HEADER_FIELDS:
             self._error = UpstreamError("its response has too many header fields", code="response-head-too-large")
             raise self._error
-        name = name.lower()
-        self._framed |= name in (b"content-length", b"transfer-encoding")
-        self._headers.append((name, value))
+        self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -212,36 +218,36 @@ class UpstreamConnection(asyncio.Protocol):
             self._error = UpstreamError(f"its response has the status {status}", code="response-not-http")
             raise self._error
         self._head = ResponseHead(status, self._headers)
+        for name, _ in self._headers:
+            if name in FRAMING:
+                self._framed = True
+                break
         if self._method == b"HEAD":  # there is no body, whatever the headers announce
             self._complete = True
-        self._wake()
 
     def on_body(self, data: bytes) -> None:
         self._framing = 0
         if not self._complete:
             self._pieces.append(data)
             self._size += len(data)
-            self._wake()
 
     def on_message_complete(self) -> None:
         if self._head is None or self._complete:
             return
         self._complete = True
         self._keep = self._framed and bool(self._parser.should_keep_alive())
-        self._wake()
 
     # Waiting
 
-    async def _wait(self) -> None:
+    def _change(self) -> asyncio.Future[None]:
+        """A future that is done when something has come, or gone wrong."""
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _limit(self, limit_s: float) -> None:
         self._limit_s = limit_s

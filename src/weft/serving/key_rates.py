@@ -89,6 +89,10 @@ class KeyRates:
             if left > 0:
                 self._hit(name, "tokens", min(tokens, left))
 
+    def limits(self, name: str) -> bool:
+        """Return True if a key has one of the limits."""
+        return name in self._keys
+
     def counts_tokens(self, name: str) -> bool:
         """Return True if a key has a limit of tokens."""
         return (name, "tokens") in self._items
