@@ -311,7 +311,11 @@ class SchedulingOptions(Options):
     max_num_queued_reqs: int = option(
         1024, minimum=1, help="maximum number of waiting requests; further ones get status 429"
     )
-    scheduling_policy: str = option("fcfs", choices=("fcfs", "priority"), help="order in which requests start")
+    scheduling_policy: str = option(
+        "fcfs",
+        choices=("fcfs", "priority", "fair"),
+        help="order in which requests start; fair: keys of --api-key-file share the engine by their weights",
+    )
     speculative_config: dict[str, Any] | None = option(
         None,
         short="-sc",

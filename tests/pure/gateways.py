@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -115,6 +116,8 @@ async def gateway(*urls: str, admin_key: str | None = None, **config: Any) -> As
     """A gateway in front of these URLs, or of the `upstreams` in `config`."""
     values = {"upstreams": [{"url": url} for url in urls], "timeouts": {"connect": 1, "first_byte": 5, "idle": 5}}
     made = make_config({**values, **config})
+    if made.keys is not None:
+        Path(made.keys).chmod(0o600)
     proxy = create_proxy(made, admin_key)
     options = ServeOptions(port=0, ssl_certfile=made.ssl_certfile, ssl_keyfile=made.ssl_keyfile)
     with listen.bind(options) as listener:

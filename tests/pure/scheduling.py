@@ -13,6 +13,7 @@ from tests.pure.ranks import Ranks
 from tests.pure.shapes import SMOLLM2
 from weft.architectures.kv import KVGroup, KVLayout, KVSpec
 from weft.core.blocks import NumberedBlocks
+from weft.core.fair import FairScheduler
 from weft.core.identity import PLAIN, RequestIdentity
 from weft.core.kv import KVManager
 from weft.core.params import SamplingParams
@@ -54,6 +55,8 @@ def request(
     stop_ids: tuple[int, ...] = (),
     identity: RequestIdentity = PLAIN,
     pooling: Pooling | None = None,
+    owner: int = 0,
+    weight: float = 1.0,
     **params: Any,
 ) -> Request:
     sampling, ids = SamplingParams(**params), TokenIds.pack(prompt)
@@ -65,6 +68,8 @@ def request(
         priority=priority,
         identity=identity,
         pooling=pooling,
+        owner=owner,
+        weight=weight,
     )
 
 
@@ -89,7 +94,8 @@ def create_scheduler(limits: dict[str, Any]) -> Scheduler:
     sizes = {"max_num_seqs": limits["max_num_seqs"], "caching": limits["prefix_caching"]}
     kv = KVManager(limits_layout(limits), limits["num_blocks"], **sizes)
     kv.growth = 1  # in caches this small nobody else would be let in
-    return Scheduler(kv=kv, **{name: limit for name, limit in limits.items() if name not in of_kv})
+    kind = FairScheduler if limits["policy"] == "fair" else Scheduler
+    return kind(kv=kv, **{name: limit for name, limit in limits.items() if name not in of_kv})
 
 
 @dataclass
@@ -148,13 +154,16 @@ class Engine:
         return limits_layout(self.limits).longest(self.limits["num_blocks"], self.limits["max_model_len"])
 
     def check_order(self, before: set[str]) -> None:
-        """A step admits no request before one that has waited longer, or that goes first, and is prepared."""
-        scheduler = self.scheduler
-        new = [sequence.order for id, sequence in scheduler._running.items() if id not in before]
+        """A step admits no request before one that has waited longer, or that goes first, and is prepared; under the
+        policy "fair", of the same owner."""
+        scheduler, shared = self.scheduler, self.limits["policy"] == "fair"
+        new = [sequence for id, sequence in scheduler._running.items() if id not in before]
         waiting = scheduler._unfinished.keys() - scheduler._running.keys() - scheduler._unprepared.keys()
-        waiting -= scheduler._pooling
-        orders = [scheduler._unfinished[id].order for id in waiting]
-        assert not new or not orders or max(new) < min(orders)
+        left = [scheduler._unfinished[id] for id in waiting - scheduler._pooling]
+        for admitted in new:
+            owner = admitted.request.owner
+            others = [sequence for sequence in left if not shared or sequence.request.owner == owner]
+            assert all(admitted.order < other.order for other in others)
 
     def check_blocks(self) -> None:
         """Each reference belongs to a running request's tables, and what is not referenced is free."""

@@ -13,7 +13,7 @@ import pytest
 from tests.pure.servers import Exchange, serving
 from tests.pure.worlds import refused
 from weft.config import EngineConfig
-from weft.gateway.config import ClientKey, UpstreamConfig
+from weft.gateway.config import UpstreamConfig
 from weft.gateway.policy import POLICIES
 from weft.gateway.replica import Replica
 from weft.hardware.cluster import parse_gpus
@@ -25,6 +25,7 @@ from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import Need, Residency, State
 from weft.hosting.set_plan import ModelPlan, SetPlan
 from weft.serving.errors import HttpError
+from weft.serving.key_file import ClientKey
 
 ENTRIES = (
     ModelEntry(names=("one", "uno"), config=EngineConfig(model="Qwen/Qwen3-8B")),

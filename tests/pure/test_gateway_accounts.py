@@ -150,7 +150,7 @@ async def test_a_request_that_one_limit_forbids_does_not_count_for_the_other(tmp
         answers = [await live.chat() for _ in range(30)]
         assert [answer.status_code for answer in answers] == [200] * 2 + [429] * 28
         refused(answers[-1], 429, code="rate_limit")
-        rates = live.proxy.accounts._rates
+        rates = live.proxy.accounts._rates._rates
         item, limiter = rates._items["a", "tokens"], rates._limiter
         assert limiter is not None
         # Two chats of less than 100 tokens each, not thirty.

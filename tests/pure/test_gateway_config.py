@@ -13,9 +13,10 @@ from weft.cli import gateway as gateway_command
 from weft.cli.commands import COMMANDS
 from weft.cli.parser import parse_command
 from weft.errors import ConfigError
-from weft.gateway.config import GatewayConfig, Timeouts, UpstreamConfig, make_config, parse_url, read_config, read_keys
+from weft.gateway.config import GatewayConfig, Timeouts, UpstreamConfig, make_config, parse_url, read_config
 from weft.gateway.server import check_hosts, create_proxy, run_gateway
 from weft.serving import listen
+from weft.serving.key_file import read_keys
 from weft.serving.options import ServeOptions
 
 A = "http://127.0.0.1:8001"
@@ -149,6 +150,7 @@ def test_files_that_are_not_there() -> None:
 def test_faulty_keys(tmp_path: Path, text: str, code: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
+    path.chmod(0o600)
     with refuses(ConfigError, code):
         read_keys(str(path))
 

@@ -35,7 +35,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_queued": 1000,
         "max_model_len": draw(st.integers(6, 40)),
         "stages": draw(st.integers(1, 3)),
-        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "policy": draw(st.sampled_from(["fcfs", "priority", "fair"])),
         "prefix_caching": draw(st.booleans()),
         **ahead,
     }
@@ -46,8 +46,9 @@ def asked(draw: st.DrawFn, id: str) -> Request:
     """Prompts of few kinds, so that they share beginnings."""
     prompt = [draw(st.integers(0, 1))] * draw(st.integers(1, 10)) + [2] * draw(st.integers(0, 10))
     most = draw(st.none() | st.integers(1, 12))
+    shares: dict[str, Any] = {"owner": draw(st.integers(0, 2)), "weight": draw(st.sampled_from([1.0, 1.0, 3.0]))}
     if draw(st.sampled_from([False, False, True])):
-        return request(id, prompt, priority=draw(st.integers(0, 2)), pooling=Pooling())
+        return request(id, prompt, priority=draw(st.integers(0, 2)), pooling=Pooling(), **shares)
     return request(
         id,
         prompt,
@@ -58,6 +59,7 @@ def asked(draw: st.DrawFn, id: str) -> Request:
         logprobs=draw(st.none() | st.just(0)),
         presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.5])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+        **shares,
     )
 
 
@@ -140,7 +142,8 @@ def check(engine: Engine, requests: list[Request], taken: set[str]) -> None:
     assert stats.prompt_tokens == sum(len(r.prompt) for r in requests if r.id in engine.outputs)
     assert stats.steps == len(engine.plans)
     # Nothing of them is left behind.
-    assert all(sequence.done for _, sequence in engine.scheduler._queue)
+    engine.scheduler._queue.discard_done()
+    assert len(engine.scheduler._queue) == 0
     assert sorted(engine.scheduler._slots) == list(range(engine.limits["max_num_seqs"]))
     assert not engine.scheduler._ready and not engine.scheduler._pooling
 

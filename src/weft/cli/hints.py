@@ -47,7 +47,6 @@ OTHER_NAMES = {
     "scheduling-policy": "schedule-policy",
     "quantization": "quantize quant load-in-4bit load-in-8bit",
     "chat-template": "chat-template-file",
-    "api-key": "api-key-file",
 }
 # Explanations for flags of other programs that have no counterpart.
 EXPLANATIONS = {

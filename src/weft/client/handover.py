@@ -11,10 +11,11 @@ from msgspec.structs import replace
 
 from weft.client.remote import OutputSink
 from weft.client.replica import Replica
+from weft.client.room import Room
 from weft.client.routing import Router, work_of
 from weft.core.request import Output, Request, duplicate_id_error
 from weft.core.token_ids import TokenIds
-from weft.errors import CORE, EngineError, QueueFullError, WeftError
+from weft.errors import CORE, EngineError, WeftError
 from weft.executors.causes import cause_of
 from weft.executors.ranks import CLOSED
 
@@ -70,13 +71,13 @@ class RoutedRequest:
 class HandOver:
     """The open requests of a set of replicas: each is with a replica, or waits for one up to WAIT_S seconds.
 
-    `capacity` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the
+    `room` limits their number, `moves` that of the engines that a request may lose and still go on. `ended` is the
     error after which none is taken, `last_death` the last failure of an engine or of a start. `busy` is set while there
     are requests.
     """
 
-    def __init__(self, replicas: Sequence[Replica], router: Router, capacity: int, moves: int = MOVES) -> None:
-        self.capacity, self._moves = capacity, moves
+    def __init__(self, replicas: Sequence[Replica], router: Router, room: Room, moves: int = MOVES) -> None:
+        self._room, self._moves = room, moves
         self.ended: EngineError | None = None
         self.last_death: EngineError | None = None
         self.busy = asyncio.Event()
@@ -95,6 +96,9 @@ class HandOver:
         if self.ended is not None:
             raise EngineError(self.ended.cause)
 
+    def _count_owned(self, owner: int) -> int:
+        return sum(one.request.owner == owner for one in self._open.values())
+
     def send_requests(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none; `sink` gets their outputs.
 
@@ -104,12 +108,7 @@ class HandOver:
         for request in requests:
             if request.id in self._open:
                 raise duplicate_id_error(request.id)
-        if len(self._open) + len(requests) > self.capacity:
-            raise QueueFullError(
-                f"{len(self._open)} requests run or wait, {len(requests)} more are over the limit of "
-                f"{self.capacity}; try again later, or raise --max-num-queued-reqs",
-                code="queue-full",
-            )
+        self._room.check(requests, len(self._open), self._count_owned)
         routed = [RoutedRequest(self, request, sink) for request in requests]
         self._open.update((one.request.id, one) for one in routed)
         try:

@@ -26,6 +26,7 @@ from weft.client.messages import (
     StepOutputs,
     ToCore,
 )
+from weft.client.room import Room
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
 from weft.core.commands import Command, Replies, ResetPrefixCache
@@ -80,12 +81,13 @@ class AsyncEngine:
     plan: Plan
     ready: Ready
 
-    def __init__(self, capacity: int, files: Iterable[int] = ()) -> None:
+    def __init__(self, room: Room, files: Iterable[int] = ()) -> None:
         loop = asyncio.get_running_loop()
         self.stats = Stats()
         self.failure: EngineError | None = None
-        self._capacity = capacity
+        self._room = room
         self._streams: dict[str, OutputSink] = {}
+        self._owners: dict[str, int] = {}  # of these and of some that have ended, if the room is each owner's
         self._calls: dict[int, asyncio.Future[Replies]] = {}
         self._call_ids = count()
         self._closed = False
@@ -121,7 +123,7 @@ class AsyncEngine:
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
         files = [*descriptors, inherited.descriptor] if inherited else descriptors
         try:
-            engine = cls(plan.max_running + config.max_num_queued_reqs, files)
+            engine = cls(Room.of(config, plan.max_running + config.max_num_queued_reqs), files)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -192,16 +194,22 @@ class AsyncEngine:
         """Queue requests, all or none; `sink` gets their outputs. Raises QueueFullError and EngineError."""
         self._raise_failure()
         # Every open stream's requests are in the core, or on their way to it: within this limit it refuses none.
-        if len(self._streams) + len(requests) > self._capacity:
-            raise QueueFullError(
-                f"{len(self._streams)} requests run or wait, {len(requests)} more are over the limit of "
-                f"{self._capacity}; try again later, or raise --max-num-queued-reqs",
-                code="queue-full",
-            )
+        self._room.check(requests, len(self._streams), self._count_owned)
         # Sent first: requests that cannot be sent must not count as open for ever.
         self._connection.send(AddRequests(list(requests)))
         self._streams.update((request.id, sink) for request in requests)
         self._work_came.set()
+        if self._room.per_owner:
+            self._forget_owners()
+            self._owners.update((request.id, request.owner) for request in requests)
+
+    def _forget_owners(self) -> None:
+        """Forget the owners of requests that have ended, as soon as they are the most."""
+        if len(self._owners) > 2 * len(self._streams):
+            self._owners = {id: owner for id, owner in self._owners.items() if id in self._streams}
+
+    def _count_owned(self, owner: int) -> int:
+        return sum(self._owners.get(id) == owner for id in self._streams)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more outputs. Unknown ids are ignored."""

@@ -15,6 +15,7 @@ from weft.client.handover import MOVES, HandOver
 from weft.client.remote import AsyncEngine, OutputSink, OutputStream
 from weft.client.replica import Replica
 from weft.client.restarts import EngineKeeper
+from weft.client.room import Room
 from weft.client.routing import Router
 from weft.client.running import RunningReplica
 from weft.config import EngineConfig
@@ -61,7 +62,7 @@ class ReplicaSet:
         self._config, self._worker, self._nodes = _with_queue(config, self.capacity), worker, nodes
         # A request of the only engine fails with it: it may be what has killed it, and nobody else is there.
         moves = MOVES if len(planned) > 1 or nodes is not None else 0
-        self._requests = HandOver(self._replicas, router, self.capacity, moves)
+        self._requests = HandOver(self._replicas, router, Room.of(config, self.capacity), moves)
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: Server | None = None

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 
 from weft.config import EngineConfig
 from weft.core.commands import Command, CommandExecutor, CommandQueue, Replies, ResetPrefixCache
+from weft.core.fair import FairScheduler
 from weft.core.grammar import Grammars, Matcher
 from weft.core.groups import GroupedScheduler
 from weft.core.kv import KVManager
@@ -18,7 +19,7 @@ from weft.core.pace import Pace
 from weft.core.request import Output, Request, Stats
 from weft.core.scheduler import Scheduler
 from weft.core.speculation_gate import SpeculationGate
-from weft.core.step import EngineStep, SlotFailure
+from weft.core.step import EngineStep, LockStep, SlotFailure
 from weft.errors import CORE, Cause, EngineError, RequestError, WeftError
 from weft.plan.plan import Plan
 
@@ -84,7 +85,8 @@ class EngineCore:
         """
         groups = [create_scheduler(plan, num_blocks, config, group, grammars) for group in range(plan.data_parallel)]
         scheduler = groups[0] if len(groups) == 1 else GroupedScheduler(groups)
-        pace = Pace(monotonic, plan.max_num_batched_tokens) if paced else None
+        rows = plan.max_num_seqs if config.scheduling_policy == "fair" else 0
+        pace = Pace(monotonic, plan.max_num_batched_tokens, rows) if paced else None
         return cls(scheduler, executor, depth=plan.stages + plan.lookahead, pace=pace, grammars=grammars)
 
     def add(self, request: Request) -> None:
@@ -185,9 +187,11 @@ class EngineCore:
         """Schedule the next step: with the pace's limit on prompt tokens, and with drafts if they pay."""
         if self._pace:
             self.scheduler.prompt_limit = self._pace.tokens
+            if self._pace.rows:
+                self.scheduler.row_limit = self._pace.rows
         plan = self._schedule()
         if self._pace and plan:
-            self._pace.step_started(self.scheduler.prompt_tokens)
+            self._pace.step_started(self.scheduler.prompt_tokens, _rows(plan) if self._pace.rows else 0)
         return plan
 
     def _schedule(self) -> EngineStep | None:
@@ -221,6 +225,11 @@ class EngineCore:
         raise error
 
 
+def _rows(step: EngineStep) -> int:
+    """Number of rows of a step, in the attention group that has the most."""
+    return max(len(plan.slots) for plan in step.plans) if isinstance(step, LockStep) else len(step.slots)
+
+
 def create_scheduler(
     plan: Plan, num_blocks: int, config: EngineConfig, group: int, grammars: Grammars | None = None
 ) -> Scheduler:
@@ -228,7 +237,8 @@ def create_scheduler(
 
     All groups together queue as many requests as the config says.
     """
-    return Scheduler(
+    kind = FairScheduler if config.scheduling_policy == "fair" else Scheduler
+    return kind(
         kv=KVManager(plan.kv_layout, num_blocks, max_num_seqs=plan.max_num_seqs, caching=config.enable_prefix_caching),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

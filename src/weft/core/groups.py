@@ -144,6 +144,16 @@ class GroupedScheduler:
             group.prompt_limit = value
 
     @property
+    def row_limit(self) -> int:
+        """Limit on the rows of each group's next step under the policy "fair"."""
+        return self.groups[0].row_limit
+
+    @row_limit.setter
+    def row_limit(self, value: int) -> None:
+        for group in self.groups:
+            group.row_limit = value
+
+    @property
     def active(self) -> int:
         """Number of requests that run, plus those waiting for which a slot is free, in the group that has the most."""
         return max(group.active for group in self.groups)

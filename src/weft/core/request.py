@@ -24,7 +24,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     "priority", lower values of `priority` run first. Only requests of one `identity` share KV blocks. `answered` is the
     beginning of an answer that another engine gave: the request goes on behind it as after a preemption, and its limits
     count these tokens. It has no prompt logprobs then. `grammar` constrains the answer; "": nothing does. With
-    `pooling` there is no answer: the request ends with the step that computes the end of its prompt.
+    `pooling` there is no answer: the request ends with the step that computes the end of its prompt. Under the policy
+    "fair", owners share the tokens of the steps in proportion to their `weight`.
     """
 
     id: str
@@ -37,6 +38,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     answered: TokenIds = NO_IDS
     grammar: str = ""
     pooling: Pooling | None = None
+    owner: int = 0
+    weight: float = 1.0
 
     @property
     def length(self) -> int:

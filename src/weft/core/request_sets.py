@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from heapq import heapify, heappush
+from operator import attrgetter
 from typing import Literal
 
 from msgspec.structs import replace
@@ -14,7 +14,10 @@ from weft.core.kv import KVManager
 from weft.core.request import Request, Stats, check_prompt_length, duplicate_id_error, queue_full_error
 from weft.core.sequence import Flight, Sequence
 from weft.core.speculation import DraftProposer
+from weft.core.waiting import OrderedQueue
 from weft.plan.plan import Speculation
+
+by_order = attrgetter("order")
 
 
 class RequestSets:
@@ -54,8 +57,7 @@ class RequestSets:
         self._running: dict[str, Sequence] = {}
         # Running, with something to compute, longest idle first.
         self._ready: deque[Sequence] = deque()
-        # A heap by order.
-        self._queue: list[tuple[tuple[int, int], Sequence]] = []
+        self._queue = OrderedQueue()
         # Without slot and blocks: the step that ends their prompts is in flight, and nothing follows it.
         self._pooling: set[str] = set()
         # Waiting, and not in the queue: what they need is not loaded yet.
@@ -69,6 +71,7 @@ class RequestSets:
         # those, CACHED_TOKENS of the prefix cache count as one.
         self.prompt_tokens = 0
         self.prompt_limit = max_num_batched_tokens
+        self.row_limit = max_num_seqs  # of a step, which the policy "fair" heeds
         # True if requests of another attention group, which takes the same steps, await their next token.
         self.others_decode = False
         self._counters = Stats(blocks_total=kv.num_blocks)
@@ -87,8 +90,7 @@ class RequestSets:
         answers = request.pooling is None
         needed_blocks = self.kv.layout.blocks(length + answers)
         check_prompt_length(length, self.max_model_len, needed_blocks, self.kv.num_blocks, answers=answers)
-        if self.waiting >= self.max_num_queued + len(self._slots):
-            raise queue_full_error(self.waiting, self.max_num_queued)
+        self._check_queue(request)
         order = (request.priority if self._by_priority else 0, self._arrivals)
         # A lone request may outgrow a small cache: it ends there, like one that reaches the model's length.
         longest = self.kv.layout.longest(self.kv.num_blocks, self.max_model_len)
@@ -98,9 +100,14 @@ class RequestSets:
         self._arrivals += 1
         self._unfinished[request.id] = sequence
         if prepared:
-            heappush(self._queue, (order, sequence))
+            self._queue.push(sequence)
         else:
             self._unprepared[request.id] = sequence
+
+    def _check_queue(self, request: Request) -> None:
+        """Raise QueueFullError if no further request may wait."""
+        if self.waiting >= self.max_num_queued + len(self._slots):
+            raise queue_full_error(self.waiting, self.max_num_queued)
 
     def mark_prepared(self, id: str, matcher: Matcher | None = None) -> None:
         """Let a request run that was added before what it needs was there. Other ids, and unknown ones, are ignored.
@@ -109,7 +116,7 @@ class RequestSets:
         """
         if sequence := self._unprepared.pop(id, None):
             sequence.matcher = matcher
-            heappush(self._queue, (sequence.order, sequence))
+            self._queue.push(sequence)
 
     def knows(self, id: str) -> bool:
         """Return True for a request that has not ended."""
@@ -126,8 +133,7 @@ class RequestSets:
                 self._unprepared.pop(id, None)
                 self._finish(sequence)
         if self.waiting < waiting:
-            self._queue = [entry for entry in self._queue if not entry[1].done]
-            heapify(self._queue)
+            self._queue.discard_done()
 
     def preempt_all(self) -> None:
         """Preempt all running requests, which compute their KV again once they are admitted. No step is in flight."""
@@ -182,7 +188,7 @@ class RequestSets:
         self._counters.preemptions += 1
         self._discard_ready(sequence)
         self._stop_running(sequence)
-        heappush(self._queue, (sequence.order, sequence))
+        self._queue.push(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.done = True

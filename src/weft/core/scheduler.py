@@ -8,21 +8,17 @@ lets blocks be freed, reused and shared the moment a step is scheduled.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from heapq import heappop
 from itertools import islice
-from operator import attrgetter
 
 from weft.core.drafts import accept_drafts, discard_drafts, draft_request, keep_model_drafts, propose_drafts
 from weft.core.grammar import Grammars, Matcher
 from weft.core.kv import Tables
 from weft.core.pace import CACHED_TOKENS
 from weft.core.request import Output
-from weft.core.request_sets import RequestSets
+from weft.core.request_sets import RequestSets, by_order
 from weft.core.sequence import Flight, Sample, Sequence
 from weft.core.steady import Steady, decodes_only, may_share, rounds_before_end, rounds_with_room
 from weft.core.step import UNKNOWN, Admission, SlotFailure, StepPlan, StepResult
-
-by_order = attrgetter("order")
 
 
 class Scheduler(RequestSets):
@@ -60,7 +56,7 @@ class Scheduler(RequestSets):
             else:
                 prefills.append(sequence)
         plan = flight.plan
-        beside_decodes = self.others_decode or len(self._running) > len(prefills)
+        beside_decodes = self._beside_decodes(len(prefills))
         if beside_decodes:
             budget = min(budget, self.prompt_limit)
         allowed = budget
@@ -82,6 +78,10 @@ class Scheduler(RequestSets):
         self._in_flight.append(flight)
         self._free_pooled(flight)
         return plan
+
+    def _beside_decodes(self, prefills: int) -> bool:
+        """Return True if others await their next token beside the prompts of a step."""
+        return self.others_decode or len(self._running) > prefills
 
     def _free_pooled(self, flight: Flight) -> None:
         """Release slots and blocks of the requests whose prompts end in this step: later steps may have them at once.
@@ -133,18 +133,15 @@ class Scheduler(RequestSets):
     def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
         """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
         rows = -(-self.active // self.stages)
-        while self._queue and budget > 0 and self._slots and len(flight.plan.slots) < rows:
-            sequence = self._queue[0][1]
-            if sequence.done:  # preempted, and then its last step ended it
-                heappop(self._queue)
-                continue
-            if sequence.outstanding:  # preempted, and its last step, whose tokens belong to it, is still in flight
+        while budget > 0 and self._slots and len(flight.plan.slots) < rows:
+            sequence = self._queue.first()
+            if sequence is None:
                 break
             sequence.unpack_prompt()
             prefix = self.kv.match_prefix(sequence)
             if not self.kv.has_room(sequence, prefix):
                 break
-            heappop(self._queue)
+            self._queue.pop(sequence)
             self._start_running(flight, sequence, prefix)
             count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
             budget -= count
@@ -363,8 +360,8 @@ class Scheduler(RequestSets):
         """Return True if no queued request can be admitted before a running one ends."""
         if not self._queue:
             return True
-        first = self._queue[0][1]
-        if first.done or first.outstanding:
+        first = self._queue.first()
+        if first is None:
             return False
         if not self._slots:
             return True

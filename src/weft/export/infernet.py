@@ -23,7 +23,7 @@ NEXT_STEPS = (
     "start the node with the variables of infernet.env",
 )
 # The node takes a stream with an error event for complete, and offers every model that is listed.
-NODE_FLAGS: Flags = {"reset-on-error": True, "list-served-only": True}
+NODE_FLAGS: Flags = {"open-listing": True, "reset-on-error": True, "list-served-only": True}
 BACKEND = "vllm"  # the node's word for any server with OpenAI's API
 # Characters that systemd, Docker and a shell read alike in the file.
 PLAIN = re.compile(r"[\w./:@+,=-]+")

@@ -9,13 +9,13 @@ from typing import Any
 
 from weft.gateway.answer import ResumableAnswer
 from weft.gateway.completion import COUNTED, MOST_TOKENS
-from weft.gateway.config import Budget, ClientKey
 from weft.gateway.exchange import Exchange
 from weft.gateway.ledger import DAY_HOURS, Amount, Ledger
 from weft.gateway.prices import TOOL_TOKENS, price_of
 from weft.gateway.rates import Rates
 from weft.gateway.replica import Replica
 from weft.serving.errors import HttpError
+from weft.serving.key_file import Budget, ClientKey
 
 log = logging.getLogger("weft.gateway")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,8 +13,7 @@ import msgspec
 from weft.errors import ConfigError, error_reason, nearest_name
 from weft.formats.yaml_text import load_yaml
 from weft.gateway.policy import OLD_NAMES, POLICIES
-
-UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
+from weft.serving.key_file import UNKNOWN_FIELD, Budget
 
 T = TypeVar("T")
 
@@ -50,13 +48,6 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     ttft_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     queue: Annotated[int, msgspec.Meta(ge=0)] | None = None
-
-
-class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The most in the current hour, and in the last 24 hours with it: dollars of a gateway, or tokens of a key."""
-
-    hour: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    day: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class UpstreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,38 +90,13 @@ class Discovery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("discover needs one of file, dns and ray")
 
 
-class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A key that clients send. Either `key` or `sha256`, its hash in hexadecimal, is given.
-
-    `models`: the only models that it may ask for; None for all. `admin`: it may change the gateway. `rpm`, `tpm`:
-    requests and tokens per minute. `concurrent`: requests at once. `quota`: tokens per hour and day. `weight`: its
-    share of the gateway's own `concurrent` requests, in proportion to the other keys'.
-    """
-
-    name: str
-    key: str | None = None
-    sha256: str | None = None
-    admin: bool = False
-    models: list[str] | None = None
-    rpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    tpm: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    concurrent: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    quota: Budget | None = None
-    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.key is None) == (self.sha256 is None):
-            raise ValueError(f"{self.name!r} needs key or sha256")
-        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
-            raise ValueError(f"sha256 of {self.name!r} is not 64 hexadecimal digits")
-
-
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The configuration of a gateway.
 
-    `keys`: a YAML list of `ClientKey`. `access_log`: a file, or - for standard output. `max_body_bytes`: of a request;
-    `max_held_bytes`: of all requests that another replica may still be sent. `ledger`: the SQLite file of what keys
-    took and overflow upstreams cost. `concurrent`: requests at once, of all keys together; None for no limit.
+    `keys`: a file of clients' keys, see `serving.key_file`. `access_log`: a file, or - for standard output.
+    `max_body_bytes`: of a request; `max_held_bytes`: of all requests that another replica may still be sent. `ledger`:
+    the SQLite file of what keys took and overflow upstreams cost. `concurrent`: requests at once, of all keys together;
+    None for no limit.
     """
 
     upstreams: list[UpstreamConfig] = []
@@ -286,18 +252,6 @@ def convert_upstream(values: Any) -> UpstreamConfig:
     return upstream
 
 
-def read_keys(path: str) -> list[ClientKey]:
-    """The keys of a file. Raises ConfigError for a bad file, and for two keys with one name."""
-    keys = _convert(_read_yaml(path) or [], list[ClientKey], path)
-    names = [key.name for key in keys]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{path} has two keys of the name {twice!r}", code="duplicate-key-name")
-    if not keys:
-        raise ConfigError(f"{path} has no key; without keys leave `keys` out", code="no-keys")
-    return keys
-
-
 def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
     try:
         return msgspec.convert(values, kind)
@@ -306,7 +260,7 @@ def _convert(values: Any, kind: Callable[..., T] | type[T], source: str) -> T:
         if unknown:
             fields = {
                 field
-                for struct in (GatewayConfig, UpstreamConfig, Timeouts, ClientKey, Discovery, Price, Objective, Budget)
+                for struct in (GatewayConfig, UpstreamConfig, Timeouts, Discovery, Price, Objective, Budget)
                 for field in struct.__struct_fields__
             }
             near = nearest_name(unknown[1], fields)

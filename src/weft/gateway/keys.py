@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from weft.gateway.config import ClientKey
 from weft.serving.errors import HttpError
+from weft.serving.key_file import ClientKey
 from weft.serving.keys import digest_key, matching_index, sent_key
 
 

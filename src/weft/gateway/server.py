@@ -19,7 +19,7 @@ from weft.gateway.accounts import Accounts
 from weft.gateway.app import create_app
 from weft.gateway.bodies import BodyPool
 from weft.gateway.checks import DnsWatch, FileWatch, PollWatch, check_forever
-from weft.gateway.config import ClientKey, GatewayConfig, UpstreamConfig, parse_url, read_keys
+from weft.gateway.config import GatewayConfig, UpstreamConfig, parse_url
 from weft.gateway.fleet import Fleet
 from weft.gateway.keys import Keys
 from weft.gateway.ledger import Ledger
@@ -32,6 +32,7 @@ from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.certificate import CertificateFiles
 from weft.serving.http_server import HttpServer, loop_factory
+from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.options import ServeOptions
 from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
 
@@ -185,11 +186,7 @@ class GatewayServer(HttpServer):
         """Use a certificate that has been replaced for new connections. A faulty one is logged once."""
         if self._certificate is None or self.config.ssl is None:
             return
-        try:
-            if self._certificate.reload(self.config.ssl):
-                log.info("a new certificate is in use")
-        except ValueError as error:
-            log.error("the old certificate stays in use: %s", error)
+        self._certificate.renew(self.config.ssl)
 
     def on_signal(self, number: signal.Signals, at_s: float) -> None:
         """Begin to shut down, or hasten it."""

@@ -10,7 +10,7 @@ from starlette.types import Receive, Send
 from weft.errors import ConfigError, RequestError, WeftError
 from weft.gateway.accounts import Accounts
 from weft.gateway.bodies import BodyPool
-from weft.gateway.config import ClientKey, Objective, Timeouts
+from weft.gateway.config import Objective, Timeouts
 from weft.gateway.exchange import Exchange
 from weft.gateway.fingerprint import RoutedFields, read_fields
 from weft.gateway.keys import Keys
@@ -21,6 +21,7 @@ from weft.hosting.keep_alive import parse_keep_alive
 from weft.hosting.keeper import Keeper
 from weft.hosting.residency import State
 from weft.serving.errors import HttpError, JsonResponse, error_response
+from weft.serving.key_file import ClientKey
 from weft.serving.ollama.chat import ChatParts, GenerateParts
 
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 
 from weft.errors import ConfigError
-from weft.gateway.config import ClientKey
 from weft.gateway.policy import POLICIES
 from weft.gateway.server import KEEPALIVE_S, GatewayServer
 from weft.hardware.cluster import Cluster
@@ -27,6 +26,7 @@ from weft.probes import machine
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.http_server import loop_factory
+from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.options import ServeOptions
 from weft.serving.run_files import announced
 from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
@@ -117,5 +117,7 @@ def create_front(models: ModelSet, plan: SetPlan, cluster: Cluster, options: Ser
     fleet.catalogue = catalogue
     catalogue.take_plan(plan)
     keys = [ClientKey(name=f"key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
+    if options.api_key_file is not None:
+        keys += read_keys(options.api_key_file)
     body_bytes = options.max_body_bytes or BODY_BYTES
     return keeper, SetProxy(fleet, keys, options.admin_key, catalogue, keeper, body_bytes=body_bytes)

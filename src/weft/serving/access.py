@@ -10,17 +10,16 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from weft.serving.errors import HttpError
-from weft.serving.keys import digest_key, matching_index, sent_key
 from weft.serving.service import Service
 
 
 def check_admin_key(request: Request) -> None:
     """Raise HttpError 401 for a request without the admin key, and 403 if there is no such key."""
     service: Service = request.app.state.service
-    key = service.options.admin_key
-    if not key:
+    if not service.clients.has_admin:
         raise HttpError(403, "set WEFT_ADMIN_KEY in the server's environment to allow this", code="admin-key-unset")
-    if matching_index([digest_key(key)], sent_key(request.headers)) is None:
+    client = service.clients.find(request.headers)
+    if client is None or not client.admin:
         raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
 
 
@@ -32,7 +31,7 @@ def check_owner(request: Request) -> None:
     """
     service: Service = request.app.state.service
     options = service.options
-    if options.admin_key or options.api_key or options.root_path or options.uds is not None:
+    if service.clients.has_admin or service.clients.required or options.root_path or options.uds is not None:
         check_admin_key(request)
     elif not comes_from_here(request.scope):
         raise HttpError(
@@ -55,7 +54,7 @@ def check_page(request: Request) -> None:
     """Raise HttpError 403 for a request of another server's page in a browser, if no API key keeps it away."""
     service: Service = request.app.state.service
     options, origin = service.options, request.headers.get("origin")
-    if origin is None or options.api_key or {"*", origin} & set(options.allowed_origins):
+    if origin is None or service.clients.required or {"*", origin} & set(options.allowed_origins):
         return
     if not _is_of_host(origin, request.headers.get("host", "")):
         raise HttpError(

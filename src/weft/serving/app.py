@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
 from email.utils import formatdate
 
 from starlette.applications import Starlette
@@ -22,10 +21,10 @@ from weft.serving.anthropic import messages as anthropic
 from weft.serving.batches import endpoints as batches
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.chat import chat
+from weft.serving.client_access import RequireKey
 from weft.serving.completions import completions
 from weft.serving.embeddings import embeddings
-from weft.serving.errors import HANDLERS, HttpError, api_path, error_response
-from weft.serving.keys import digest_key, matching_index, sent_key
+from weft.serving.errors import HANDLERS
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import embed as ollama_embed
 from weft.serving.ollama import models as ollama
@@ -109,10 +108,8 @@ def create_app(service: Service) -> Starlette:
         )
     if options.enable_request_id_headers or options.log_format == "json":
         middleware.append(Middleware(RequestIds, logs=options.log_format == "json"))
-    if options.api_key:
-        # Whoever has the admin key may do what clients may, and continue answers.
-        keys = (*options.api_key, *((options.admin_key,) if options.admin_key else ()))
-        middleware.append(Middleware(RequireKey, keys=keys))
+    if service.clients.required:
+        middleware.append(Middleware(RequireKey, service.clients, KEYLESS_PATHS, options.open_listing))
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     application.state.service = service
@@ -133,26 +130,6 @@ class DateHeader:
             await send(message)
 
         await self._app(scope, receive, send_dated)
-
-
-class RequireKey:
-    """Middleware that answers 401 to requests without one of `keys`. Health probes need none."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app = app
-        self._digests = [digest_key(key) for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may_pass(scope):
-            await self._app(scope, receive, send)
-            return
-        error = HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
-        await error_response(error, api_path(scope))(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if api_path(scope) in KEYLESS_PATHS:
-            return True
-        return matching_index(self._digests, sent_key(Headers(scope=scope))) is not None
 
 
 class RequestIds:

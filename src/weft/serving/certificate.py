@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import ssl
 from contextlib import suppress
 
+log = logging.getLogger("weft.serving")
+
+RENEW_S = 2.0  # between two looks at the files
 # Codes of OpenSSL's verification.
 FAULTS = {9: "is not valid yet", 10: "has expired"}
 
@@ -61,6 +66,20 @@ class CertificateFiles:
         except OSError as error:
             raise ValueError(f"the certificate {self._certfile} cannot be used: {error}") from None
         return True
+
+    def renew(self, context: ssl.SSLContext) -> None:
+        """`reload`, with a line in the log for files that have changed."""
+        try:
+            if self.reload(context):
+                log.info("a new certificate is in use")
+        except ValueError as error:
+            log.error("the old certificate stays in use: %s", error)
+
+    async def renew_forever(self, context: ssl.SSLContext) -> None:
+        """Look for changed files from time to time."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self.renew(context)
 
     def _read_stamp(self) -> list[tuple[int, int]]:
         stamps = []

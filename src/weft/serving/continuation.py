@@ -43,5 +43,5 @@ def check_continuation_key(request: Request, body: Continuable) -> None:
     Who continues an answer says what the model has said: an administrator of the server may, its other clients not.
     """
     service: Service = request.app.state.service
-    if body.continue_token_ids and service.options.api_key:
+    if body.continue_token_ids and service.clients.required:
         check_admin_key(request)

@@ -20,14 +20,29 @@ class ServeOptions(Options):
         repeated=True,
         help="key that clients must send; VLLM_API_KEY in the environment is safer, because `ps` shows flags",
     )
+    api_key_file: str | None = option(
+        None,
+        metavar="FILE",
+        help="YAML list of the keys that clients may send, with their limits, models and weights; only you may read it",
+    )
+    open_listing: bool = option(
+        False, help="show the models to processes of this machine without a key, as Infernet's node asks"
+    )
+    prefix_cache_per_key: bool = option(
+        True, help="let prompts share cached prefixes only with others of the same key, if there are several keys"
+    )
     served_model_name: tuple[str, ...] = option(
         (), several=True, help="names of the model in the API, instead of MODEL"
     )
     root_path: str = option("", help="path prefix that a reverse proxy removes")
     ssl_keyfile: str | None = option(None, metavar="FILE", help="key for HTTPS")
     ssl_certfile: str | None = option(None, metavar="FILE", help="certificate for HTTPS")
+    enable_ssl_refresh: bool = option(False, help="use a certificate that has been replaced, for new connections")
     allowed_origins: tuple[str, ...] = option((), metavar="LIST", help="origins from which browsers may call the API")
     shutdown_timeout: float = option(30.0, metavar="S", help="seconds that running requests have left after SIGTERM")
+    request_timeout: float | None = option(
+        None, metavar="S", help="seconds after which a request ends with an error, its time in the queue included"
+    )
     max_body_bytes: int | None = option(
         None,
         help="maximum size of a request body (default: 8 MiB, or 16 bytes per token of --max-model-len if more)",

@@ -33,6 +33,8 @@ from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
 from weft.serving.app import create_app
 from weft.serving.batches.keeper import BatchKeeper
+from weft.serving.certificate import CertificateFiles
+from weft.serving.clients import Clients
 from weft.serving.http_server import HttpServer, loop_factory
 from weft.serving.options import ServeOptions
 from weft.serving.predicted import PredictionCheck
@@ -59,6 +61,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     logs.use_format(options.log_format)
     malloc.limit_arenas()
     listen.check_tls(options)
+    check_keys(config, options)
     with listen.bind(options) as listener:
         options = listen.bound_options(listener, options)
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
@@ -71,6 +74,22 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
                 runner.run(_serve(config, options, checkpoint, text_tools, host, assembly, listener, began))
         finally:
             cancel_exit_deadline()
+
+
+def check_keys(config: EngineConfig, options: ServeOptions) -> None:
+    """Raise ConfigError for a faulty file of keys, and for weights that nothing would heed."""
+    weighted = Clients(options).weighted
+    if weighted is not None and config.scheduling_policy != "fair":
+        raise ConfigError(
+            f"weight of the key {weighted!r} is its share under --scheduling-policy fair; give that, or leave weight "
+            "out",
+            code="weight-without-policy",
+        )
+    if options.open_listing and not Clients(options).required:
+        raise ConfigError(
+            "--open-listing opens what keys close; give --api-key-file or --api-key, or leave it out",
+            code="listing-without-keys",
+        )
 
 
 async def _serve(
@@ -173,7 +192,11 @@ class ServingServer(HttpServer):
         """Serve until a signal or the death of the engine."""
         self.batches.resume()
         tasks = [asyncio.create_task(self._watch_engine())]
-        if not self._service.options.disable_log_stats:
+        options = self._service.options
+        if options.enable_ssl_refresh and options.ssl_certfile is not None and self.config.ssl is not None:
+            files = CertificateFiles(options.ssl_certfile, options.ssl_keyfile)
+            tasks.append(asyncio.create_task(files.renew_forever(self.config.ssl)))
+        if not options.disable_log_stats:
             tasks.append(asyncio.create_task(_log_stats(self._service)))
         try:
             with handle_stop_signals(self._on_signal, self._service.options.shutdown_timeout):

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +27,7 @@ from weft.errors import EngineError, ModelError, OutputError, RequestError
 from weft.executors.ranks import CLOSED
 from weft.serving.answer_bytes import AnswerBytes
 from weft.serving.body import BodyReceiver, UnknownFields, check_structure, convert_object, parse_object
+from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
 from weft.serving.metrics import Metrics
@@ -131,6 +133,7 @@ class Service:
         self.engine = engine
         self.frontend = frontend
         self.options = options
+        self.clients = Clients(options)
         self.model = model
         self.plan = engine.replicas[0].plan  # of one replica: all of them run the same checkpoint
         self.names = options.served_model_name or (model,)
@@ -174,8 +177,8 @@ class Service:
 
     @property
     def listed_names(self) -> tuple[str, ...]:
-        """The names that lists of models have: none while no request would be answered."""
-        return () if self.draining or self.engine.outage else tuple(self.names)
+        """The names that lists of models have for this client: none while no request would be answered."""
+        return () if self.draining or self.engine.outage else tuple(self.visible_names())
 
     async def prepare(self, request: HttpRequest, work: Callable[[Service, bytes], Prepared]) -> Prepared:
         """Receive a request's body and return the result of `work` on it.
@@ -195,7 +198,7 @@ class Service:
             if tiny and self._loop_gate.allows(work):
                 with suppress(UnpreparedError):
                     return run_quickly(run)
-            return await self._threads_by_large[large].result(run)
+            return await self._threads_by_large[large].result(partial(copy_context().run, run))
         except ModelError as error:
             log.error("%s", error)
             raise
@@ -215,11 +218,18 @@ class Service:
         self._unknown_fields.log_new(raw, target, ACCEPTED_FIELDS)
         return decoded
 
+    def visible_names(self) -> list[str]:
+        """Names of the model that the client of the request at hand may use."""
+        client = current.get()
+        return [name for name in self.names if client.may_use(name)]
+
     def resolve_model(self, model: str | None) -> str:
         """Name of the model for the response: the requested one, or the first. HttpError 404 for an unknown one."""
-        if model is None or model in self.names:
-            return model or self.names[0]
-        known = ", ".join(map(repr, self.names))
+        name = self.names[0] if model is None else model
+        visible = self.visible_names()
+        if name in visible:
+            return name
+        known = ", ".join(map(repr, visible))
         raise HttpError(
             404, f"the model {model!r:.100} does not exist here; known: {known}", code="model-not-found", param="model"
         )
@@ -374,14 +384,22 @@ class EngineStream:
         self.collectors, self._counted = collectors, counted
         self._service = service
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
+        self._client, self._charged = current.get(), False
+        self._timed_out = False
         for number, collector in enumerate(collectors):
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
+        rates, prompt_tokens = service.clients.rates, self.usage.prompt_tokens
+        rates.test(self._client.name, tokens=prompt_tokens)
         for collector in collectors:
+            collector.requests = [self._client.sign(request) for request in collector.requests]
             service.monitor.prefixes.add(collector.requests[0])
             if service.options.enable_log_requests:
                 request = collector.requests[0]
                 log.info("request %s: prompt %r, %r", request.id, collector.output.prompt, request.params)
         self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
+        rates.count_prompt(self._client.name, prompt_tokens)
+        timeout_s = service.options.request_timeout
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out) if timeout_s else None
         if counted:
             service.stream_opened(self)
 
@@ -410,7 +428,7 @@ class EngineStream:
                     return
         except EngineError as error:
             raise self._told(error) from error
-        raise shutting_down_error()
+        raise self._timeout_error() if self._timed_out else shutting_down_error()
 
     def _told(self, error: EngineError) -> Exception:
         """The error of a request that an engine has left; HttpError 503 if engines start again."""
@@ -424,6 +442,19 @@ class EngineStream:
         """Abort all requests; iterating then raises a 503 error."""
         self._service.engine.abort(list(self._owners))
 
+    def _time_out(self) -> None:
+        """Abort all requests; iterating then raises a 504 error."""
+        self._timed_out = True
+        self._service.engine.abort(list(self._owners))
+
+    def _timeout_error(self) -> HttpError:
+        return HttpError(
+            504,
+            f"the request took longer than {self._service.options.request_timeout:g} s, the most that it may; ask for "
+            "fewer tokens (max_tokens), or raise --request-timeout",
+            code="request-timeout",
+        )
+
     async def finish(self) -> None:
         """Wait until every choice has ended."""
         async for _ in self:
@@ -432,6 +463,11 @@ class EngineStream:
     async def aclose(self) -> None:
         """Abort unfinished choices and leave the service's list of open streams."""
         await self._outputs.aclose()
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._charged:
+            self._charged = True
+            self._service.clients.rates.count_answer(self._client.name, self.usage.completion_tokens)
         if self._counted:
             self._service.stream_closed(self)
 

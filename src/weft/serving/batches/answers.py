@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from weft.serving.batches.types import BatchLine
 from weft.serving.errors import describe_error, error_response
+from weft.serving.key_rates import MORE_THAN_A_MINUTE
 from weft.serving.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -33,7 +34,7 @@ async def answer(service: Service, endpoint: Endpoint, line: BatchLine) -> tuple
             if status == 200:
                 return status, body
             raise NotNowError
-        if status not in LATER or code == "request_too_slow":
+        if status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_")):
             return status, body
         await asyncio.sleep(RETRY_S)
 

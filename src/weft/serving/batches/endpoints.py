@@ -54,7 +54,7 @@ def _owner(request: Request) -> str:
     owner under another key.
     """
     service: Service = request.app.state.service
-    key = sent_key(request.headers) if service.options.api_key else ""
+    key = sent_key(request.headers) if service.clients.required else ""
     part = request.headers.get(OWNER_HEADER, "")
     if not key and not part:
         return ""

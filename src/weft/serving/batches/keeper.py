@@ -17,6 +17,7 @@ from weft.serving.batches.answers import Endpoint
 from weft.serving.batches.runner import BatchRun
 from weft.serving.batches.store import Store
 from weft.serving.batches.types import ExpiresAfter
+from weft.serving.clients import current
 
 if TYPE_CHECKING:
     from weft.serving.service import Service
@@ -134,4 +135,5 @@ class BatchKeeper:
         with store.claim(id) as claimed:
             batch = await self.call(lambda store: store.batch(owner, id))
             if claimed and batch is not None:
+                current.set(self._service.clients.of_storage(owner))  # not that of whoever woke this task
                 await BatchRun(self._service, self, owner, batch).run()

@@ -37,8 +37,8 @@ def served_name(service: Service, name: str) -> str | None:
 def resolve_served(service: Service, name: str) -> str:
     """`served_name`. Raises HttpError 404, as Ollama does, for a model that is not served here."""
     own = served_name(service, name)
-    if own is None:
-        known = ", ".join(map(repr, service.names))
+    if own is None or own not in service.visible_names():
+        known = ", ".join(map(repr, service.visible_names()))
         raise HttpError(
             404, f"model {name!r:.200} not found; this server serves {known}", code="model-not-found", param="model"
         )

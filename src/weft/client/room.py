@@ -1,0 +1,39 @@
+"""Room for requests in the queue of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from weft.config import EngineConfig
+from weft.core.request import Request
+from weft.errors import QueueFullError
+
+
+class Room(NamedTuple):
+    """At most `capacity` requests run or wait at once: of all clients, or of each owner."""
+
+    capacity: int
+    per_owner: bool = False
+
+    @classmethod
+    def of(cls, config: EngineConfig, capacity: int) -> Room:
+        """The room that an engine's scheduling policy gives."""
+        return cls(capacity, config.scheduling_policy == "fair")
+
+    def check(self, requests: Sequence[Request], open_requests: int, owned: Callable[[int], int]) -> None:
+        """Raise QueueFullError if there is no room beside `open_requests`, of which `owned` counts those of an owner.
+
+        `requests` have one owner.
+        """
+        if open_requests + len(requests) <= self.capacity:
+            return
+        if self.per_owner and requests:
+            open_requests = owned(requests[0].owner)
+            if open_requests + len(requests) <= self.capacity:
+                return
+        raise QueueFullError(
+            f"{open_requests} requests run or wait, {len(requests)} more are over the limit of {self.capacity}; try "
+            "again later, or raise --max-num-queued-reqs",
+            code="queue-full",
+        )

@@ -1,0 +1,96 @@
+"""Queues of waiting requests: in their order, or by owners who share the engine."""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from weft.core.sequence import Sequence
+
+Entry = tuple[tuple[int, int], Sequence]
+
+
+class OrderedQueue:
+    """Waiting requests, the lowest order first."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a request."""
+        heappush(self._heap, (sequence.order, sequence))
+
+    def first(self) -> Sequence | None:
+        """The request that is to be admitted next.
+
+        None if there is none, or if a step in flight has tokens for it: it was preempted in the middle of that step.
+        """
+        heap = self._heap
+        while heap and heap[0][1].done:  # preempted, and then its last step ended it
+            heappop(heap)
+        return heap[0][1] if heap and not heap[0][1].outstanding else None
+
+    def pop(self, sequence: Sequence) -> None:
+        """Remove the request that `first` returned."""
+        heappop(self._heap)
+
+    def discard_done(self) -> None:
+        """Remove all requests that have ended."""
+        self._heap = [entry for entry in self._heap if not entry[1].done]
+        heapify(self._heap)
+
+
+class Owner:
+    """A client of the engine: its share, what it has been served, and its requests.
+
+    `served` is in tokens of steps divided by the `weight`. `unfinished` and `running` count requests.
+    """
+
+    __slots__ = ("queue", "running", "served", "unfinished", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.served = 0.0
+        self.unfinished = 0
+        self.running = 0
+        self.queue = OrderedQueue()
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Place among the owners: the least served first, of those the one with the fewest requests."""
+        return self.served, self.unfinished
+
+
+class FairQueue(OrderedQueue):
+    """Waiting requests of several owners, the least served owner first. While `only` is set, of that owner alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: dict[int, Owner] = {}
+        self.only: Owner | None = None
+
+    def __len__(self) -> int:
+        return sum(len(owner.queue) for owner in self.owners.values())
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a request to its owner's queue."""
+        self.owners[sequence.request.owner].queue.push(sequence)
+
+    def first(self) -> Sequence | None:
+        """The first request of the least served owner that has one to admit."""
+        owners = self.owners.values() if self.only is None else (self.only,)
+        for owner in sorted((owner for owner in owners if len(owner.queue)), key=lambda owner: owner.rank):
+            if sequence := owner.queue.first():
+                return sequence
+        return None
+
+    def pop(self, sequence: Sequence) -> None:
+        """Remove the request that `first` returned."""
+        self.owners[sequence.request.owner].queue.pop(sequence)
+
+    def discard_done(self) -> None:
+        """Remove all requests that have ended."""
+        for owner in self.owners.values():
+            owner.queue.discard_done()

@@ -1,0 +1,63 @@
+"""Middleware that lets clients with a key in, within their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from weft.serving.access import comes_from_here
+from weft.serving.clients import ANYBODY, Client, Clients, current
+from weft.serving.errors import HttpError, api_path, error_response
+
+# What --open-listing shows to processes of this machine.
+LISTINGS = ("/v1/models", "/api/tags", "/api/version", "/api/ps")
+
+
+class RequireKey:
+    """Middleware that answers 401 to requests without a key, and 429 to those that a key's rates forbid.
+
+    `keyless` paths need no key, nor do listings from this machine if they are `open_listing`.
+    """
+
+    def __init__(self, app: ASGIApp, clients: Clients, keyless: Iterable[str], open_listing: bool) -> None:
+        self._app, self._clients = app, clients
+        self._keyless, self._open_listing = frozenset(keyless), open_listing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            client = self._identify(scope)
+            rates, counted = self._clients.rates, scope["method"] == "POST"
+            if counted:
+                # At least one token: a client without any left is refused before its body is read.
+                rates.test(client.name, requests=1, tokens=1)
+        except HttpError as error:
+            await error_response(error, api_path(scope))(scope, receive, send)
+            return
+        token = current.set(client)
+        if counted:
+            rates.enter(client.name)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if counted:
+                rates.leave(client.name)
+            current.reset(token)
+
+    def _identify(self, scope: Scope) -> Client:
+        client = self._clients.find(Headers(scope=scope))
+        if client is not None:
+            return client
+        path = api_path(scope)
+        if path in self._keyless or (self._open_listing and _lists(scope, path) and comes_from_here(scope)):
+            return ANYBODY
+        raise HttpError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid-api-key")
+
+
+def _lists(scope: Scope, path: str) -> bool:
+    listed = path in LISTINGS or path.startswith("/v1/models/")
+    return listed and scope["method"] in ("GET", "HEAD")

@@ -1,0 +1,97 @@
+"""The clients of a server by their keys: what each may do, its rates, and its share of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from msgspec.structs import replace
+from starlette.datastructures import Headers
+
+from weft.core.identity import RequestIdentity
+from weft.core.request import Request
+from weft.errors import ConfigError
+from weft.serving.key_file import ClientKey, read_keys
+from weft.serving.key_rates import KeyRates
+from weft.serving.keys import digest_key, matching_index, sent_key
+from weft.serving.options import ServeOptions
+
+
+class Client(NamedTuple):
+    """The sender of a request. `number` is 0 for a client without a key, and tells those with keys apart.
+
+    `models`: the only ones that it may use; None for all. `salt`: goes into the identity of its cached prefixes.
+    """
+
+    name: str = ""
+    number: int = 0
+    weight: float = 1.0
+    admin: bool = False
+    models: frozenset[str] | None = None
+    salt: str = ""
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def sign(self, request: Request) -> Request:
+        """The request as the engine gets it: with its owner, whose cached prefixes are its own."""
+        if not self.number:
+            return request
+        identity = request.identity
+        if self.salt:
+            identity = RequestIdentity(cache_salt=f"{self.salt}\0{identity.cache_salt or ''}")
+        return replace(request, owner=self.number, weight=self.weight, identity=identity)
+
+
+ANYBODY = Client()
+current: ContextVar[Client] = ContextVar("client", default=ANYBODY)
+
+
+class Clients:
+    """The clients that have keys: those of --api-key, of --api-key-file, and the administrator."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        """Read the key file. Raises ConfigError."""
+        keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
+        _check_served(keys, options.api_key_file or "")
+        self.weighted = next((key.name for key in keys if key.weight is not None), None)
+        self.rates = KeyRates(keys)
+        given = [ClientKey(name=f"--api-key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
+        # Whether keys may share prefixes matters only if there are several.
+        salted = options.prefix_cache_per_key and len(keys) + len(given) > 1
+        self._digests: list[bytes] = []
+        self._clients: list[Client] = []
+        for number, key in enumerate((*given, *keys), 1):
+            self._digests.append(bytes.fromhex(key.sha256) if key.sha256 is not None else digest_key(key.key or ""))
+            models = None if key.models is None else frozenset(key.models)
+            salt = f"key\0{key.name}" if salted else ""
+            self._clients.append(Client(key.name, number, key.weight or 1.0, key.admin, models, salt))
+        self.required = bool(self._clients)
+        self.has_admin = options.admin_key is not None or any(key.admin for key in keys)
+        if options.admin_key:
+            # Whoever has the admin key may do what clients may, and continue answers.
+            self._digests.append(digest_key(options.admin_key))
+            self._clients.append(Client("admin", len(self._clients) + 1, admin=True))
+
+    def find(self, headers: Headers) -> Client | None:
+        """The client whose key a request has; None without one."""
+        index = matching_index(self._digests, sent_key(headers))
+        return None if index is None else self._clients[index]
+
+    def of_storage(self, owner: str) -> Client:
+        """The client that stored a batch, by the name under which its files are kept."""
+        for digest, client in zip(self._digests, self._clients, strict=True):
+            if digest.hex().startswith(owner or " "):
+                return client
+        return ANYBODY
+
+
+def _check_served(keys: Iterable[ClientKey], path: str) -> None:
+    """Raise ConfigError for what only a gateway counts."""
+    for key in keys:
+        if key.quota is not None:
+            raise ConfigError(
+                f"quota of {key.name!r} in {path} needs a gateway's ledger; weft serve has rpm, tpm and concurrent",
+                code="quota-without-ledger",
+            )
