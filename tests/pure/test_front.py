@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.pure.servers import Exchange, serving
 from tests.pure.worlds import refused
@@ -25,6 +26,7 @@ from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import Need, Residency, State
 from weft.hosting.set_plan import ModelPlan, SetPlan
 from weft.serving.errors import HttpError
+from weft.serving.joined import WHOLE
 from weft.serving.key_file import ClientKey
 
 ENTRIES = (
@@ -81,7 +83,7 @@ class Front:
         catalogue.take_plan(SetPlan(models=tuple(plans), rooms={"cpu": 100}))
         client_keys = [ClientKey(name=f"key {number}", key=key) for number, key in enumerate(keys)]
         self.proxy = SetProxy(fleet, client_keys, admin_key, catalogue, self.keeper, body_bytes=2**20)
-        transport = httpx.ASGITransport(create_app(self.proxy), client=("127.0.0.1", 9))
+        transport = httpx.ASGITransport(in_two_messages(create_app(self.proxy)), client=("127.0.0.1", 9))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 
     def state(self, name: str) -> State:
@@ -89,6 +91,21 @@ class Front:
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return await self.client.post(path, json=body, headers=headers)
+
+
+def in_two_messages(app: ASGIApp) -> ASGIApp:
+    """The application for a server that does not know of whole responses in one message."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_apart(message: Message) -> None:
+            whole = message.pop(WHOLE, None)
+            await send(message)
+            if whole is not None:
+                await send({"type": "http.response.body", "body": whole})
+
+        await app(scope, receive, send_apart)
+
+    return respond
 
 
 @asynccontextmanager
