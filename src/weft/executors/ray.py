@@ -30,7 +30,7 @@ from weft.executors.rank import WORKER
 from weft.executors.rank_processes import rank_environment
 from weft.executors.ranks import RankExecutor
 from weft.executors.ray_actor import RankActor
-from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Alive, Attached, FromActor, RayNodes
+from weft.executors.ray_nodes import ENGINE_NAME, NODE_LABEL, Attached, FromActor, Present, RayNodes
 from weft.executors.secure import Greeter, accept_securely
 from weft.plan.plan import Plan
 from weft.plan.wiring import Network, Tcp
@@ -264,7 +264,7 @@ class RayExecutor(RankExecutor):
         try:
             for message in messages:
                 attached.watch.heard()
-                if not isinstance(message, Alive | Attached):
+                if not isinstance(message, Present | Attached):
                     self._take_message(rank, self._with_node(rank, message))
         except FrameError as error:
             self._fail(Cause(rank=rank, phase=self._phases[rank], code=error.code, cause=str(error)))

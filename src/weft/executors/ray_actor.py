@@ -19,7 +19,7 @@ from weft.executors.framing import Channel, FrameError, encode_frame
 from weft.executors.node_messages import Ping, PrintStacks, ToActor
 from weft.executors.rank import RankWorker, gc_paused, run_rank, worker_class
 from weft.executors.rank_processes import nccl_log_variables
-from weft.executors.ray_nodes import Alive, Attached
+from weft.executors.ray_nodes import Attached, Present
 from weft.executors.rendezvous import join_rendezvous
 from weft.executors.secure import connect_securely
 from weft.hardware.addresses import interface_of
@@ -81,7 +81,7 @@ class Driver:
         self.inbox: SimpleQueue[Any] = SimpleQueue()
         self._channel: Channel[ToActor] = Channel(connection, ToActor)
         self._sending = threading.Lock()
-        self._watch = Watch(lambda: self._channel.offer(Alive(), self._sending), self._channel.hang_up, "driver")
+        self._watch = Watch(lambda: self._channel.offer(Present(), self._sending), self._channel.hang_up, "driver")
         self._watch.start()
         threading.Thread(target=self._listen, name="weft-driver", daemon=True).start()
 

@@ -50,8 +50,8 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     gpu: int | None
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True):
+class Present(msgspec.Struct, frozen=True, tag=True):
     """The actor is there."""
 
 
-FromActor = Attached | Alive | FromRank
+FromActor = Attached | Present | FromRank
