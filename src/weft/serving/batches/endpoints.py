@@ -29,6 +29,7 @@ from weft.serving.batches.types import (
     FileObject,
 )
 from weft.serving.batches.uploads import Form, boundary_of, read_form, receive_body
+from weft.serving.clients import current
 from weft.serving.errors import HttpError, JsonResponse
 from weft.serving.keys import sent_key
 from weft.serving.service import Service
@@ -55,10 +56,20 @@ def _owner(request: Request) -> str:
     """
     service: Service = request.app.state.service
     key = sent_key(request.headers) if service.clients.required else ""
-    part = request.headers.get(OWNER_HEADER, "")
+    part = request.headers.get(OWNER_HEADER, "") if _heeds_owner(request) else ""
     if not key and not part:
         return ""
     return hashlib.sha256(f"{key}\0{part}".encode() if part else key.encode()).hexdigest()[:32]
+
+
+def _heeds_owner(request: Request) -> bool:
+    """Return True if X-Weft-Owner may name an owner.
+
+    A batch runs under the key that stored it, and with another owner's name under none: where keys have limits, only
+    the administrator's may.
+    """
+    service: Service = request.app.state.service
+    return service.options.api_key_file is None or current.get().admin
 
 
 def by_owner(endpoint: Endpoint) -> Endpoint:
@@ -67,7 +78,7 @@ def by_owner(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def answer(request: Request) -> Response:
         response = await endpoint(request)
-        if OWNER_HEADER in request.headers:
+        if OWNER_HEADER in request.headers and _heeds_owner(request):
             response.headers[OWNER_HEADER] = "heeded"
         return response
 
