@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+
+KNOWN_S = 3.0  # after which all of Ray's nodes have told what is free; until then a new bundle may seem taken
+LOOK_S = 0.1
 
 
 class OwnGroup(msgspec.Struct, frozen=True):
@@ -37,9 +41,15 @@ def own_group(ray: Any, kind: str) -> OwnGroup | None:
     if current is None:
         return None
     name = current.id.hex()
-    nodes = placement_group_table(current)["bundles_to_node_id"]
-    bundles = free_bundles(name, kind, nodes, ray.available_resources())
-    return OwnGroup(name, bundles) if bundles else None
+    table = placement_group_table(current)
+    room = sum(int(bundle.get(kind, 0)) for bundle in table["bundles"].values())
+    room -= int(ray.get_runtime_context().get_assigned_resources().get(kind, 0))  # this process's own
+    deadline = time.monotonic() + KNOWN_S
+    while True:
+        bundles = free_bundles(name, kind, table["bundles_to_node_id"], ray.available_resources())
+        if sum(map(len, bundles.values())) >= room or time.monotonic() > deadline:
+            return OwnGroup(name, bundles) if bundles else None
+        time.sleep(LOOK_S)
 
 
 def free_bundles(
