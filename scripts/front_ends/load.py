@@ -71,22 +71,31 @@ class Client:
 
 
 async def saturate(port: int, seconds: float, *, stream: bool, tokens: int) -> tuple[Figures, float]:
-    """CLIENTS clients that each ask again once they are answered; their figures and the seconds that it took."""
+    """CLIENTS clients that each ask, at least once, as soon as they are answered; their figures and the seconds that it
+    took, without those of connecting."""
     asked, figures = request(stream, tokens), Figures()
+    clients = [Client(port) for _ in range(CLIENTS)]
+    for client in clients:
+        await client.open()
     began = time.perf_counter()
 
-    async def go_on() -> None:
-        client = Client(port)
-        await client.open()
-        while (at := time.perf_counter()) < began + seconds:
+    async def go_on(client: Client) -> None:
+        at = began
+        while True:
             body = await client.ask(asked)
-            figures.seconds.append(time.perf_counter() - at)
+            answered = time.perf_counter()
+            figures.seconds.append(answered - at)
             figures.tokens += tokens
             figures.events += body.count(b'"content":"')
-        client.close()
+            if answered >= began + seconds:
+                return
+            at = answered
 
-    await asyncio.gather(*(go_on() for _ in range(CLIENTS)))
-    return figures, time.perf_counter() - began
+    await asyncio.gather(*(go_on(client) for client in clients))
+    ended = time.perf_counter()
+    for client in clients:
+        client.close()
+    return figures, ended - began
 
 
 async def paced(port: int, seconds: float, rate: float, *, tokens: int) -> Figures:

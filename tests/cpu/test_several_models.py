@@ -58,6 +58,12 @@ def states(server: Server) -> dict[str, dict[str, Any]]:
     return {row["names"][0]: row for row in found["models"]}
 
 
+def load(server: Server, model: str) -> dict[str, Any]:
+    """Load a model, if it is not, and return its state. The tests may run in any order, and in several processes."""
+    assert change(server, "load", model).json()["state"] == "awake"
+    return states(server)[model]
+
+
 def change(server: Server, what: str, model: str) -> httpx.Response:
     url = f"{server.url}/admin/models/{what}"
     return httpx.post(url, json={"model": model}, headers=OWNER, timeout=PATIENCE_S)
@@ -103,7 +109,7 @@ def test_all_models_are_listed_before_they_are_loaded(several: Server) -> None:
 
 
 def test_both_answer_by_name_and_take_the_bytes_of_the_plan(several: Server) -> None:
-    assert change(several, "load", "two").json()["state"] == "awake"
+    load(several, "two")
     assert ask(several, "uno").json()["model"] == "uno"
     assert ask(several, "two").json()["model"] == "two"
     body = {"model": "two:latest", "messages": HI, "stream": False, "options": {"num_predict": 4}}
@@ -117,6 +123,7 @@ def test_both_answer_by_name_and_take_the_bytes_of_the_plan(several: Server) -> 
 
 
 def test_wake_ups_under_load_fail_no_request(several: Server) -> None:
+    load(several, "two")
     with Asking(several, "one", "two") as asking:
         for _ in range(3):
             assert change(several, "sleep", "two").status_code == 200
@@ -127,6 +134,7 @@ def test_wake_ups_under_load_fail_no_request(several: Server) -> None:
 
 
 def test_a_dead_model_does_not_touch_the_other(several: Server) -> None:
+    load(several, "two")
     before = states(several)
     with Asking(several, "one") as asking:
         asking.some_more("one")
@@ -165,7 +173,7 @@ def test_only_the_administrator_changes_models(several: Server) -> None:
 
 
 def test_unloading_ends_the_process(several: Server) -> None:
-    pid = states(several)["two"]["pid"]
+    pid = load(several, "two")["pid"]
     assert change(several, "unload", "two").json()["state"] == "unloaded"
     assert not psutil.pid_exists(pid)
     assert ask(several, "one").status_code == 200

@@ -175,3 +175,17 @@ def test_contexts_are_those_of_the_first_round() -> None:
 )
 def test_a_state_that_needs_single_steps_is_not_steady(change: dict[str, Any], params: dict[str, Any]) -> None:
     assert steady_after_prompt(change, max_tokens=20, **params) is None
+
+
+def test_a_shared_block_behind_a_window_is_no_room() -> None:
+    """Two requests that share the first block of their prompt: it is free only once both have left it behind."""
+    needed = {}
+    for other in (8, 9):
+        side = Keyed(stages=1, ahead=False, blocks=8, caching=True, policy="fcfs", windows=(5,))
+        for number, token in enumerate([9, other]):
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            prompt = TokenIds.pack([token] * 4 + [number, number])
+            side.scheduler.add(Request(id=str(number), prompt=prompt, params=params, key=number))
+            side.step()
+        needed[other] = side.scheduler.kv.blocks_of_rounds(side.scheduler._running.values(), 30)
+    assert needed == {8: 0, 9: 2}

@@ -38,6 +38,10 @@ class BlockPool(Protocol):
         """Number of these blocks that are free."""
         ...
 
+    def count_shared(self, blocks: Iterable[int]) -> int:
+        """Number of these blocks that have more than one reference."""
+        ...
+
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these matched blocks, free or not."""
         ...
@@ -97,6 +101,9 @@ class NumberedBlocks:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         return sum(self.references[block] == 0 for block in blocks)
+
+    def count_shared(self, blocks: Iterable[int]) -> int:
+        return sum(self.references[block] > 1 for block in blocks) if self._caching else 0
 
     def hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -164,6 +171,9 @@ class CountedBlocks:
         return None
 
     def count_free(self, blocks: Iterable[int]) -> int:
+        return 0
+
+    def count_shared(self, blocks: Iterable[int]) -> int:
         return 0
 
     def hold(self, blocks: Iterable[int]) -> None:

@@ -113,8 +113,10 @@ class KVManager:
                 if group.reach is None:
                     blocks += grown
                 else:
-                    held = sequence.room // self.block_size - sequence.freed[group.number]
-                    blocks += min(grown, max(0, self.count_blocks(group.reach) + 1 - held))
+                    held = sequence.blocks[group.number][sequence.freed[group.number] :]
+                    # A block that others hold as well is not free once this sequence frees it.
+                    own = len(held) - group.pool.count_shared(held)
+                    blocks += min(grown, max(0, self.count_blocks(group.reach) + 1 - own))
         return blocks
 
     def freed_by_decoding(self, running: Iterable[Sequence]) -> int:
@@ -244,22 +246,46 @@ class KVManager:
         end = (sequence.computed + count) // self.block_size * self.block_size
         return end - sequence.computed if self.has_states and self.caching and end > sequence.computed else count
 
-    def advance(self, sequence: Sequence, end: int) -> None:
-        """Bring a sequence to the state after steps of one token each, up to position `end`."""
+    def advance(self, sequence: Sequence, end: int, *, unknown: int = 0) -> None:
+        """Bring a sequence to the state after steps of one token each, up to position `end`.
+
+        When such a step is scheduled, the last `unknown` of the tokens that it and earlier ones compute are not known.
+        """
         while sequence.computed < end:
             if self.frees:
                 self.free_behind(sequence, sequence.computed)
             if sequence.computed == sequence.room:
                 self.grow_tables(sequence, sequence.room + 1 if self.frees else end)
             sequence.computed = min(end, sequence.room)
-            self.register_full_blocks(sequence)
+            self.register_full_blocks(sequence, sequence.computed - unknown)
         if self.frees:
             self.free_behind(sequence, end - 1)
 
-    def register_full_blocks(self, sequence: Sequence) -> None:
-        """Add the blocks that the scheduled tokens fill to the prefix cache."""
+    def advance_in_turns(self, turns: list[Sequence], rounds: int, *, unknown: int) -> None:
+        """Bring sequences to the state after `rounds` rounds of steps, in which each computes one token in its turn."""
+        starts = [sequence.computed for sequence in turns]
+        if self.caching:
+            # In the order of the steps: of equal blocks the first is found again, and those freed last stay longest.
+            for number, turn in sorted(
+                (number, turn) for turn, start in enumerate(starts) for number in self._rounds_of_change(start, rounds)
+            ):
+                self.advance(turns[turn], starts[turn] + number, unknown=unknown)
+        for sequence, start in zip(turns, starts, strict=True):
+            self.advance(sequence, start + rounds, unknown=unknown)
+
+    def _rounds_of_change(self, start: int, rounds: int) -> set[int]:
+        """Numbers, from 1 on, of the rounds in which a sequence that computes position `start` in the first one fills,
+        takes or frees a block."""
+        size = self.block_size
+        changes = {0, size - 1, *((group.reach or 0) % size for group in self._limited)}
+        return {number for change in changes for number in range((change - start) % size + 1, rounds + 1, size)}
+
+    def register_full_blocks(self, sequence: Sequence, known: int | None = None) -> None:
+        """Add the blocks that the scheduled tokens fill to the prefix cache: those of the first `known` tokens, or of
+        all that are known by now."""
         # A token that is still being sampled has no digest yet.
-        full = min(sequence.computed, len(sequence.tokens)) // self.block_size
+        known = len(sequence.tokens) if known is None else known
+        full = min(sequence.computed, known) // self.block_size
         if not self.caching or full <= sequence.registered:
             return
         digests = sequence.digests(full, self.block_size)

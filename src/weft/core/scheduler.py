@@ -325,14 +325,18 @@ class Scheduler(RequestSets):
         flight stay in flight.
         """
         counters, ended = self._counters, []
-        for group in self._groups():
+        groups = self._groups()
+        for group in groups:
             counters.steps += rounds
             counters.step_sizes[(len(group) - 1).bit_length()] += rounds
         counters.generation_tokens += rounds * len(self._running)
         counters.computed_tokens += rounds * len(self._running)
         for sequence in self._running.values():
             sequence.tokens += sequence.tokens[-1:] * rounds
-            self.kv.advance(sequence, sequence.computed + rounds)
+        # With lookahead, the token that a step computes is still being sampled when it is scheduled.
+        turns = [sequence for group in groups for sequence in group]
+        self.kv.advance_in_turns(turns, rounds, unknown=int(self.lookahead))
+        for sequence in self._running.values():
             if len(sequence.tokens) >= sequence.limit:
                 ended.append(sequence)
         # All requests of the last step get their blocks before any request frees its own.

@@ -11,7 +11,8 @@ from weft.executors.beats import STACKS_S
 from weft.executors.liveness import BEAT_S, Alive, Heartbeat, idle_beat_s
 from weft.executors.rank_processes import RankProcesses
 
-# Of a core: a rank that uses that much computes, if little in the company of other programs. One that waits uses none.
+# Share of a core from which on a rank counts as computing. Beside other programs it may get little; one that waits
+# uses none.
 COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
 

@@ -23,7 +23,7 @@ log = logging.getLogger("weft.gateway")
 CHECK_EVERY_S = 2.0
 CHECK_S = 5.0  # for the response to a check
 MODELS_EVERY_S = 30.0  # between two looks at the models of a replica; at once after it has recovered
-LIST_BYTES = 2**22  # of /v1/models
+SMALL_BYTES = 2**22  # of a response that is read whole, such as that of /v1/models
 MODEL_ROWS = 10_000
 
 
@@ -131,20 +131,31 @@ async def _read_speed(replica: Replica, timeouts: Timeouts) -> None:
 
 
 async def get_small(attempt: Attempt, path: str, timeouts: Timeouts) -> tuple[int, bytes]:
-    """Status and body of a small response. Raises UpstreamError."""
-    replica = attempt.replica
-    key = f"authorization: Bearer {replica.key}\r\n" if replica.key else ""
-    head = f"GET {replica.url.path}{path} HTTP/1.1\r\nhost: {replica.url.authority}\r\n{key}\r\n".encode()
+    """Status and body of a small response to a check. Raises UpstreamError."""
+    return await ask_small(attempt, "GET", path, key=attempt.replica.key, limit_s=CHECK_S, timeouts=timeouts)
+
+
+async def ask_small(
+    attempt: Attempt, method: str, path: str, *, key: str | None, limit_s: float, timeouts: Timeouts
+) -> tuple[int, bytes]:
+    """Status and body of a small response to a request without a body. Raises UpstreamError."""
+    url = attempt.replica.url
+    lines = [f"{method} {url.path}{path} HTTP/1.1", f"host: {url.authority}"]
+    if key:
+        lines.append(f"authorization: Bearer {key}")
+    if method != "GET":
+        lines.append("content-length: 0")
+    head = "\r\n".join([*lines, "", ""]).encode()
     body = bytearray()
     try:
-        async with asyncio.timeout(CHECK_S):
-            response = await attempt.request(b"GET", head, b"", connect_s=timeouts.connect, first_byte_s=0)
+        async with asyncio.timeout(limit_s):
+            response = await attempt.request(method.encode(), head, b"", connect_s=timeouts.connect, first_byte_s=0)
             while piece := await attempt.read():
                 body += piece
-                if len(body) > LIST_BYTES:
-                    raise UpstreamError(f"{path} has more than {LIST_BYTES} bytes", code="response-too-large")
+                if len(body) > SMALL_BYTES:
+                    raise UpstreamError(f"{path} has more than {SMALL_BYTES} bytes", code="response-too-large")
     except TimeoutError:
-        raise UpstreamError(f"no response to {path} within {CHECK_S:g} s", code="check-timeout") from None
+        raise UpstreamError(f"no response to {path} within {limit_s:g} s", code="check-timeout") from None
     return response.status, bytes(body)
 
 

@@ -88,7 +88,7 @@ class Keeper:
         self.fleet.replicas[member.replica.name] = member.replica
         return hosted
 
-    # What requests and administrators ask for
+    # Requests and commands of the administrator
 
     @contextlib.asynccontextmanager
     async def using(

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from weft.errors import error_reason
+from weft.gateway.checks import ask_small
 from weft.gateway.config import Timeouts, UpstreamConfig
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
@@ -25,7 +26,6 @@ log = logging.getLogger("weft.hosting")
 POLL_S = 0.05  # between two looks at a process that starts
 STOP_S = 3.0  # from SIGTERM to SIGKILL
 COMMAND_S = 300.0  # for the answer to a command: a large model may have to be read again
-ANSWER_BYTES = 2**22
 TAIL = 20  # of the last lines of a process that are kept
 MODULE = "weft.cli.member"
 
@@ -143,29 +143,11 @@ class Member:
 
     async def request(self, method: str, path: str, limit_s: float, *, admin: bool = False) -> tuple[int, bytes]:
         """Status and body of a small response. Raises UpstreamError."""
-        replica, timeouts = self.replica, Timeouts()
-        attempt = Attempt(replica, counted=False)
-        key = self._admin_key if admin else self._key
-        head = f"{method} {path} HTTP/1.1\r\nhost: {replica.url.authority}\r\nauthorization: Bearer {key}\r\n"
-        body = bytearray()
+        attempt, key = Attempt(self.replica, counted=False), self._admin_key if admin else self._key
         try:
-            async with asyncio.timeout(limit_s):
-                response = await attempt.request(
-                    method.encode(),
-                    f"{head}content-length: 0\r\n\r\n".encode(),
-                    b"",
-                    connect_s=timeouts.connect,
-                    first_byte_s=0,
-                )
-                while piece := await attempt.read():
-                    body += piece
-                    if len(body) > ANSWER_BYTES:
-                        raise UpstreamError(f"{path} has more than {ANSWER_BYTES} bytes", code="response-too-large")
-        except TimeoutError:
-            raise UpstreamError(f"no response to {path} within {limit_s:g} s", code="check-timeout") from None
+            return await ask_small(attempt, method, path, key=key, limit_s=limit_s, timeouts=Timeouts())
         finally:
             attempt.close()
-        return response.status, bytes(body)
 
     async def stop(self) -> None:
         """End the process group: gently, and after STOP_S at once."""

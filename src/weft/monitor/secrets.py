@@ -62,7 +62,7 @@ class Secrets:
                 self.learn(one)
         elif value is not None and not isinstance(value, bool):
             text = f"{value}".strip()
-            # Of "Bearer KEY" the key as well.
+            # "Bearer KEY" holds the key as its last word.
             self._known |= {secret for secret in (text, text.split(" ")[-1]) if len(secret) >= SHORTEST}
 
     def learn_address(self, value: str) -> None:

@@ -11,7 +11,7 @@ from weft.serving.access import comes_from_here
 from weft.serving.clients import ANYBODY, Client, Clients, current
 from weft.serving.errors import HttpError, api_path, error_response
 
-# What --open-listing shows to processes of this machine.
+# Paths that --open-listing shows to processes of this machine.
 LISTINGS = ("/v1/models", "/api/tags", "/api/version", "/api/ps")
 
 

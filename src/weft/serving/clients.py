@@ -58,7 +58,7 @@ class Clients:
         self.weighted = next((key.name for key in keys if key.weight is not None), None)
         self.rates = KeyRates(keys)
         given = [ClientKey(name=f"--api-key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
-        # Whether keys may share prefixes matters only if there are several.
+        # A single key has nobody to share prefixes with.
         salted = options.prefix_cache_per_key and len(keys) + len(given) > 1
         self._digests: list[bytes] = []
         self._clients: list[Client] = []
