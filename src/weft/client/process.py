@@ -47,15 +47,21 @@ LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is 
 
 
 class CoreProcess(CoreLoop):
-    """The core's loop in its own process: takes the client's messages and sends the steps' outputs."""
+    """The core's loop in its own process: takes the client's messages and sends the steps' outputs.
 
-    def __init__(self, parent: Parent[ToCore], core: EngineCore) -> None:
+    `failure` is the executor's, with the cause of the end of a rank.
+    """
+
+    def __init__(self, parent: Parent[ToCore], core: EngineCore, failure: Future[Cause]) -> None:
         super().__init__(core, parent.inbox)
-        self.parent = parent
+        self.parent, self._failure = parent, failure
+        failure.add_done_callback(self.inbox.put)
         self._memory_release = memory.DelayedRelease(time.monotonic)
         self._large: set[str] = set()  # requests that came in large messages
+        self._calls: dict[int, Future[Replies]] = {}  # commands, by the ids of their callers
 
     def _deliver(self, outputs: list[Output]) -> None:
+        self._answer_calls()
         self._note_ended(output.id for output in outputs if output.finish_reason is not None)
         self.parent.send(StepOutputs(outputs, self.core.stats()))
 
@@ -85,20 +91,24 @@ class CoreProcess(CoreLoop):
                 self._note_ended(ids)
             case CallRanks():
                 self._call(event)
-            case Cause():
-                raise EngineError(event)
+            case Future() if event is self._failure:
+                raise EngineError(event.result())
 
     def _call(self, call: CallRanks) -> None:
-        """Pass a command on, and send the replies once they are there."""
-
-        def answer(promise: Future[Replies]) -> None:
-            if not promise.exception():  # a failure is sent for all requests and calls at once
-                self.parent.send(CallDone(call.id, promise.result(), self.core.stats()))
-
+        """Pass a command on."""
         try:
-            self.core.call(call.command).add_done_callback(answer)
+            self._calls[call.id] = self.core.call(call.command)
         except RequestError as error:
             self.parent.send(CallRefused(call.id, str(error), error.code, error.param))
+
+    def _answer_calls(self) -> None:
+        """Send the replies that are there.
+
+        The loop does so, and no callback of a future: an exception there would be logged, and the caller would wait for
+        ever. The replies of a command that has failed are never sent: the loop ends, and the cause fails all callers.
+        """
+        for id in [id for id, promise in self._calls.items() if promise.done()]:
+            self.parent.send(CallDone(id, self._calls.pop(id).result(), self.core.stats()))
 
     def _add(self, request: Request) -> None:
         try:
@@ -137,9 +147,8 @@ def main(descriptor: int) -> None:
         core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True, grammars=grammars)
         parent.send(CoreStarted(plan, ready))
         phase = "step"
-        executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
         gc.freeze()  # the objects that exist by now stay
-        CoreProcess(parent, core).step_until_failure()
+        CoreProcess(parent, core, executor.failure).step_until_failure()
     except Exception as error:
         parent.send(CoreFailed(cause_of(error, CORE, phase)))
     parent.exit()

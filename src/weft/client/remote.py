@@ -45,6 +45,9 @@ from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
+LOST = Cause(
+    rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
+)
 SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
 
 
@@ -91,6 +94,7 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[Replies]] = {}
         self._call_ids = count()
         self._closed = False
+        self._lost = False  # the connection has ended, and its cause is not known yet
         self._started: asyncio.Future[CoreStarted] = loop.create_future()
         self._died: asyncio.Future[None] = loop.create_future()
         self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
@@ -143,7 +147,12 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        return self.failure is None and not self._closed
+        """True while requests and commands reach the core."""
+        return not self._lost and not self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.failure is not None or self._closed
 
     @property
     def calling(self) -> bool:
@@ -153,7 +162,7 @@ class AsyncEngine:
     @property
     def outage(self) -> str:
         """The reason why no request can run now; "" if requests can."""
-        return str(self.failure or "")
+        return str(self.failure or (EngineError(LOST) if self._lost else ""))
 
     @property
     def replicas(self) -> list[RunningReplica]:
@@ -219,7 +228,7 @@ class AsyncEngine:
     def withdraw(self, ids: Iterable[str]) -> dict[str, OutputSink]:
         """Forget requests that go on elsewhere; return their sinks, which hear no more of them."""
         known = {id: self._streams.pop(id) for id in ids if id in self._streams}
-        if known and self.alive:
+        if known:
             self._connection.send(AbortRequests(list(known)))
         return known
 
@@ -260,7 +269,7 @@ class AsyncEngine:
 
     def abandon(self) -> None:
         """Fail all callers; the engine takes no more requests. Its processes go on until `close`."""
-        if self.alive:
+        if not self._has_ended:
             self._closed = True
             self._fail_callers(CLOSED)
 
@@ -305,13 +314,17 @@ class AsyncEngine:
             reply.set_exception(RequestError(message.message, param=message.param, code=message.code))
 
     def connection_ended(self, error: Exception | None) -> None:
-        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause."""
-        if self.alive:
+        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
+
+        That takes up to two seconds, in which the engine takes nothing. What it has fails with the cause.
+        """
+        self._lost = True
+        if not self._has_ended:
             self._exit_task = asyncio.create_task(self._fail_by_exit(error))
 
     def fail(self, cause: Cause) -> None:
         """Fail all requests, and those to come, with this cause. Only the first call counts."""
-        if not self.alive:
+        if self._has_ended:
             return
         self.failure = EngineError(cause)
         if not self._started.done():
@@ -350,8 +363,8 @@ class AsyncEngine:
     def _raise_failure(self) -> None:
         if self.failure:
             raise EngineError(self.failure.cause)
-        if self._closed:
-            raise EngineError(CLOSED)
+        if self._closed or self._lost:
+            raise EngineError(CLOSED if self._closed else LOST)
 
 
 class OutputStream(AsyncGenerator[Output, None]):
@@ -436,8 +449,11 @@ class CoreConnection(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=child.channel.socket)
 
     def send(self, message: ToCore) -> None:
+        """Send a message; without effect if the connection has ended: uvloop raises for a transport that is closed."""
         assert self._transport is not None
-        self._transport.write(encode_frame(message))
+        frame = encode_frame(message)
+        if not self._transport.is_closing():
+            self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport:

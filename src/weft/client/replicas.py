@@ -171,7 +171,8 @@ class ReplicaSet:
         if any(replica.alive for replica in self._replicas):
             return ""
         none = "no replica runs" if len(self._replicas) > 1 else "the engine starts again"
-        return f"{none}: {self._requests.last_death or 'they start'}"
+        dying = (replica.engine.outage for replica in self._replicas if replica.engine is not None)
+        return f"{none}: {next(dying, None) or self._requests.last_death or 'they start'}"
 
     @property
     def silent_s(self) -> float:
@@ -231,11 +232,13 @@ class ReplicaSet:
             running = self.replicas
             engines = [replica.engine for replica in self._replicas if replica.engine is not None]
             results = await asyncio.gather(*(engine.call(command) for engine in engines), return_exceptions=True)
-            answers, refusals = [], []
+            answers, refusals, deaths = [], [], []
             for engine, replica, result in zip(engines, running, results, strict=True):
                 if not isinstance(result, BaseException):
                     answers.append((replica, result))
-                elif not isinstance(result, EngineError):
+                elif isinstance(result, EngineError):
+                    deaths.append(result)
+                else:
                     refusals.append((engine, result))
             if answers and self._note_state(command):
                 for engine, refusal in refusals:
@@ -243,7 +246,7 @@ class ReplicaSet:
         if refusals:
             raise refusals[0][1]
         if not answers:
-            raise self._requests.last_death or EngineError(CLOSED)
+            raise next(iter(deaths), None) or self._requests.last_death or EngineError(CLOSED)
         return answers
 
     def _note_state(self, command: Command | ResetPrefixCache) -> bool:
