@@ -218,6 +218,10 @@ def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environ
     second.end()
     first.end()
     assert own.alive, "it is its starter's to end"
+    own.reclaim()
+    process, facts, _ = run("exit", environment, own)
+    end(process)
+    assert facts["parent"] == own.pid and process.returncode == 7
 
 
 # Stops the server between its fork and its answer.

@@ -621,7 +621,8 @@ async def test_an_engine_that_executes_a_command_does_not_stall() -> None:
         await until(lambda: first.calling)
         replica = engine._replicas[0]
         now = replica.moved_s
-        assert replica.stalled_s(now + 1) == 1 < step_limit_s(cast(Any, first), 0.1), "a command has more time"
+        assert replica.stalled_s(now + 1) == pytest.approx(1)
+        assert step_limit_s(cast(Any, first), 0.1) > 10, "a command has more time than a step"
         first.computes = True
         assert replica.stalled_s(now + 50) == 0
         first.computes = first.watched = False  # nobody sees whether ranks execute it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -121,10 +122,14 @@ class CoreProcess(CoreLoop):
             self.parent.send(RequestRefused(request.id, str(error), error.code, False, error.param))
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, lifeline: int) -> None:
+    """Run the core, until its parent ends it. `descriptor` is its socket.
+
+    The parent's death pipe `lifeline` stays unused: it would kill this process at once, which takes the time to end its
+    ranks. These have their own.
+    """
     malloc.limit_arenas()
-    # Without the lifeline, which would kill this process at once: it takes the time to end its ranks, which have their
-    # own lifelines.
+    os.set_inheritable(lifeline, False)
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     logs.configure()
     start = parent.inbox.get()
@@ -155,4 +160,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -11,6 +11,7 @@ from itertools import count
 from types import TracebackType
 from typing import NoReturn, Protocol, cast
 
+from weft.client.core_start import start_core
 from weft.client.messages import (
     AbortRequests,
     AddRequests,
@@ -84,7 +85,7 @@ class AsyncEngine:
     plan: Plan
     ready: Ready
 
-    def __init__(self, room: Room, files: Iterable[int] = ()) -> None:
+    def __init__(self, room: Room, child: Child[FromCore]) -> None:
         loop = asyncio.get_running_loop()
         self.stats = Stats()
         self.failure: EngineError | None = None
@@ -97,7 +98,7 @@ class AsyncEngine:
         self._lost = False  # the connection has ended, and its cause is not known yet
         self._started: asyncio.Future[CoreStarted] = loop.create_future()
         self._died: asyncio.Future[None] = loop.create_future()
-        self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
+        self._child = child
         self._connection = CoreConnection(self)
         self._silence = Silence(self._child.process.pid)
         self.alive_sign = Alive()
@@ -115,19 +116,22 @@ class AsyncEngine:
         others: OtherNodes | RayNodes | None = None,
         stall_s: float | None = None,
         forks: Server | None = None,
+        *,
+        forks_core: bool = False,
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
-        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it
-        outlives the core. It may be cancelled.
+        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and
+        with `forks_core` the core too; it outlives them. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
         files = [*descriptors, inherited.descriptor] if inherited else descriptors
+        room = Room.of(config, plan.max_running + config.max_num_queued_reqs)
         try:
-            engine = cls(Room.of(config, plan.max_running + config.max_num_queued_reqs), files)
+            engine = cls(room, await start_core(files, forks if forks_core else None))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -66,6 +66,7 @@ class ReplicaSet:
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: Server | None = None
+        self._warm_forks: Server | None = None  # the same, once an engine has started with it
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins
         self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
@@ -98,12 +99,18 @@ class ReplicaSet:
         """Start an engine with the plan of a replica, or with a new one for the nodes that are there now."""
         if self._nodes is None:
             forks = self._prepare_forks(replica.plan)
-            return await AsyncEngine.start(replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks)
+            # The first core is started while the server imports torch.
+            warm = forks is not None and forks is self._warm_forks
+            engine = await AsyncEngine.start(
+                replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks, forks_core=warm
+            )
+            self._warm_forks = forks
+            return engine
         replica.plan, others = await self._nodes.take(replica.number)
         return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
 
     def _prepare_forks(self, plan: Plan) -> Server | None:
-        """Return a server that forks the ranks of the only engine, and outlives it: torch is imported once."""
+        """Return a server that forks the processes of the only engine, and outlives it: torch is imported once."""
         kind = self._config.executor or "processes"
         if len(self._replicas) > 1 or self._stall_s is None or not plan.on_cpu or kind != "processes":
             return None

@@ -139,6 +139,11 @@ class Server:
         """The socket, for a process that inherits it and adopts the server. Nobody else may use the server then."""
         return self._socket.fileno()
 
+    def reclaim(self) -> None:
+        """Use the server again, once the process that had adopted it has ended."""
+        self._ready = False
+        self._statuses.clear()
+
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Return True if the server's libraries have read the same variables."""
         return read_variables(environment) == self.environment
@@ -195,8 +200,15 @@ class Server:
         raise ForkError(message.reason)
 
     def _await_ready(self) -> None:
-        message, _ = self._receive()
-        assert isinstance(message, ServerReady)
+        """Greet the server, and drop what it had to say to a process before this one."""
+        number = int.from_bytes(os.urandom(6), "little") + 1
+        self._socket.send(msgspec.msgpack.encode(Greeting(number)))
+        while True:
+            message, files = self._receive_any()
+            for file in files:
+                os.close(file)
+            if isinstance(message, ServerReady) and message.number == number:
+                break
         if message.problem:
             raise ForkError(message.problem)
         self._ready = True
@@ -240,9 +252,11 @@ class Server:
             while pid not in self._statuses:
                 if not wait_readable(self._socket.fileno(), deadline):
                     return None
-                message, _ = self._receive_any()
-                assert isinstance(message, Exited)
-                self._statuses[message.pid] = message.returncode
+                message, files = self._receive_any()
+                for file in files:  # of an answer to a process before this one
+                    os.close(file)
+                if isinstance(message, Exited):
+                    self._statuses[message.pid] = message.returncode
             return self._statuses.pop(pid)
         except (ForkError, OSError):
             return None
@@ -286,20 +300,6 @@ class AdoptedServer(Server):
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Return True: its starter has planned the same ranks."""
         return True
-
-    def _await_ready(self) -> None:
-        """Greet the server, and drop what it had to say to the process before this one."""
-        number = int.from_bytes(os.urandom(6), "little") + 1
-        self._socket.send(msgspec.msgpack.encode(Greeting(number)))
-        while True:
-            message, files = self._receive_any()
-            for file in files:
-                os.close(file)
-            if isinstance(message, ServerReady) and message.number == number:
-                break
-        if message.problem:
-            raise ForkError(message.problem)
-        self._ready = True
 
     def end(self) -> None:
         """Leave the server to its starter."""

@@ -130,3 +130,8 @@ class RankWatch:
     def _print_stacks(self) -> None:
         self._processes.print_stacks()
         self._stopped.wait(STACKS_S)
+
+
+def watch_silence(processes: RankProcesses, limit_s: float, fail: Callable[[Cause], None]) -> RankWatch:
+    """Create a watch over ranks whose work others see, too: those of one of several nodes, of which any may compute."""
+    return RankWatch(processes, limit_s, lambda: None, fail)
