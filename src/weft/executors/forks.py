@@ -330,8 +330,8 @@ class ForkedProcess:
             os.close(watched)
         with self._lock:
             if self._pidfd is not None:
-                # The server reports the end at once, unless it is gone.
-                self.returncode = self._server.wait_status(self.pid, max(deadline, time.monotonic() + END_S))
+                # The server reports the end at once, unless it is gone, or has told a process before this one.
+                self.returncode = self._server.wait_status(self.pid, time.monotonic() + END_S)
                 os.close(self._pidfd)
                 self._pidfd = None
         return self.returncode
