@@ -250,9 +250,7 @@ def test_a_fork_whose_server_does_not_answer_never_runs(
     server.end()
 
 
-def test_a_server_that_does_nothing_is_given_up(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_nothing_is_given_up(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "SILENT_S", 0.5)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with subprocess.Popen(["sleep", "600"]) as idle, theirs:

@@ -18,7 +18,6 @@ from weft.core.commands import ResetPrefixCache
 from weft.core.request import Stats
 from weft.errors import CORE, Cause, EngineError
 
-
 CAUSE = Cause(rank=CORE, phase="step", code="test-over", cause="the test is over")
 
 

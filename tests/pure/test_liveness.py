@@ -125,9 +125,7 @@ def test_a_step_that_computes_has_more_time(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("phase", ["load", "report"])
-def test_a_start_and_a_command_that_never_finish(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+def test_a_start_and_a_command_that_never_finish(clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """No progress, no CPU time, no file read: but they have no limit while there is one of these."""
     other_work = [0, 0]
     monkeypatch.setattr(rank_watch, "read_other_work", lambda pid: other_work[pid - 10])
