@@ -59,7 +59,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 WORDS = {
     "kill": r"killed by SIGKILL|most likely killed",
     "stop": r"stopped \(SIGSTOP\)",
-    "memory": r"memory|bad_alloc",
+    "memory": r"memory|bad_alloc|can't start new thread",
     "disk": r"File too large|EFBIG|No space left",
     "socket": r"connection .*closed|closed its connection",
     "exception": r"injected into a kernel",

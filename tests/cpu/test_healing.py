@@ -167,7 +167,7 @@ def test_two_minutes_of_the_soak(model: str) -> None:
     assert not report["missed"], report
 
 
-@pytest.mark.long  # the injector itself has still ended once with a timeout
+@pytest.mark.long  # a minute or two: the other tests of this file show its parts
 def test_twenty_faults(model: str) -> None:
     """The time to serve again is not judged: other tests run at the same time."""
     report = run_script("scripts.soaking.faults", model, "--faults", "20", "--seed", "1")
