@@ -216,7 +216,7 @@ def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environ
     end(process)
     assert facts["parent"] == own.pid and process.returncode == 7
     with left.stdout or nullcontext():
-        assert left.wait(1) is None, "its status was among what is dropped"
+        assert left.wait(WAIT_S) is None, "its status was among what is dropped"
     second.end()
     first.end()
     assert own.alive, "it is its starter's to end"

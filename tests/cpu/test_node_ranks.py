@@ -134,7 +134,7 @@ def test_a_rank_of_the_other_node_fails(create: Callable[[], Cluster]) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_stopped(create: Callable[..., Cluster], victim: int) -> None:
     """Its own node finds it, though nothing runs."""
-    cluster = create(stall_s=1.0)
+    cluster = create(stall_s=2.0)
     cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
     here, there = cluster.executor._processes.silences, cluster.ranks._processes.silences
     os.kill({**here, **there}[victim].pid, signal.SIGSTOP)

@@ -149,7 +149,7 @@ def test_a_start_and_a_command_that_never_finish(clock: Clock, monkeypatch: pyte
 
 
 def test_other_work_of_a_process() -> None:
-    """What its children compute counts, and so does what they read."""
+    """The CPU time of its children counts."""
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         before = read_other_work(os.getpid())

@@ -138,7 +138,7 @@ def main(descriptor: int, lifeline: int) -> None:
     if start.forks:
         pool.adopt(start.forks.descriptor, start.forks.pid)
     try:
-        # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
+        # Each rank gets a process of its own, even a single one: this process runs no torch, and stays responsive.
         executor = create_executor(start.config.executor or "processes", start.worker, start.others, start.stall_s)
         if isinstance(executor, ProcessExecutor):
             parent.sign = lambda: executor.state

@@ -37,7 +37,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks have had for the longest: a step, a command, or a phase of their start.
+    """Work that the ranks have had for the longest: a step, a command, or a phase of their start.
 
     `key` changes with each sign of progress. `awaited` are the ranks that have not finished it; of a step they are not
     known, since all ranks but one report nothing.

@@ -191,7 +191,7 @@ class RankExecutor(ABC):
         """End all ranks and wait until they are gone. May be called twice, and before `_launch` has returned."""
 
     def _oldest_work(self) -> Work | None:
-        """What the ranks have had for the longest; None if they have nothing to do."""
+        """Return the work that the ranks have had for the longest; None if they have nothing to do."""
         with self._lock:
             if self._pending:
                 return Work(STEP, self._pending[0])
