@@ -69,6 +69,10 @@ FAILURE = re.compile(
 )
 
 
+class ServerEndedError(Exception):
+    """A server that no fault has ended by itself; its log, which is printed, tells why."""
+
+
 class Fault(NamedTuple):
     kind: str
     victim: str
@@ -323,6 +327,9 @@ class Injector:
         return right, f"{who} failed during {phase}: {cause}"
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise ServerEndedError(f"the server has ended with status {self._process.returncode}")
         with contextlib.suppress(httpx.HTTPError):
             body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
             return httpx.post(f"{self._url}/v1/completions", json=body, timeout=UP_S).status_code == 200

@@ -23,7 +23,8 @@ class Clock:
     """A process whose state and CPU seconds a test sets, and a time that goes on by heartbeats."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.state, self.cpu_s, self.now = "S", 1.0, 100.0
+        self.state, self.cpu_s, self.read_bytes, self.now = "S", 1.0, 0, 100.0
+        monkeypatch.setattr(liveness, "read_other_work", lambda pid: self.read_bytes)
         monkeypatch.setattr(liveness, "read_times", lambda pid: ProcessTimes(self.state, self.cpu_s))
 
     def beat(self, *silences: Silence, count: int = 1, cpu_s: float = 0.0) -> None:
@@ -54,6 +55,10 @@ def test_silence(clock: Clock) -> None:
     assert silence.seconds == 0
     clock.beat(silence, count=4, cpu_s=0.01)  # it computes, and cannot answer
     assert silence.seconds == 0 and silence.cpu_share == pytest.approx(0.01 / BEAT_S)
+    for _ in range(4):  # it reads, and cannot answer
+        clock.read_bytes += 1
+        clock.beat(silence)
+    assert silence.seconds == 0
     clock.now += 1000  # this process was stopped itself
     clock.beat(silence)
     assert silence.seconds == pytest.approx(2 * BEAT_S)

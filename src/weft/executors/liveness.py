@@ -89,9 +89,10 @@ def idle_beat_s(limit_s: float) -> float:
 
 
 class Silence:
-    """Seconds for which a process has answered no heartbeat and used no CPU time.
+    """Seconds for which a process has answered no heartbeat, used no CPU time and read no file.
 
-    One that computes with Python's lock held, as an import does, cannot answer: its CPU time shows that it lives.
+    One that computes with Python's lock held, as an import does, cannot answer: its CPU time shows that it lives. So do
+    the files that it reads, as weights from a slow disk.
     Call `tick` once for each heartbeat that is sent.
     """
 
@@ -101,6 +102,7 @@ class Silence:
         self.times: ProcessTimes | None = None
         self.pid = pid
         self.is_busy = False  # by its own words: others compute for it
+        self._other_work = 0
         self._heard = False
         self._ticked_s: float | None = None
 
@@ -118,13 +120,23 @@ class Silence:
         before, self.times = self.times, read_times(self.pid)
         used_s = self.times.cpu_s - before.cpu_s if before and self.times else 0.0
         self.cpu_share = used_s / passed if passed else 0.0
-        self.seconds = 0.0 if self._heard or used_s > 0 else self.seconds + min(passed, 2 * beat_s)
+        if self._heard or used_s > 0 or self._reads():
+            self.seconds = 0.0
+        else:
+            self.seconds += min(passed, 2 * beat_s)
         self._heard, self._ticked_s = False, now
+
+    def _reads(self) -> bool:
+        """Return True if the process has read files since the last call, and is not stopped."""
+        if self.times is not None and self.times.stopped:
+            return False
+        before, self._other_work = self._other_work, read_other_work(self.pid)
+        return self._other_work != before
 
     @property
     def reason(self) -> ExitReason:
         """The reason why the process counts as dead."""
         if self.times is not None and self.times.stopped:
             return ExitReason("process-stopped", f"stopped (SIGSTOP), and not continued for {self.seconds:.0f} s")
-        text = f"has answered no heartbeat and used no CPU time for {self.seconds:.0f} s"
+        text = f"has answered no heartbeat, used no CPU time and read no file for {self.seconds:.0f} s"
         return ExitReason("process-silent", text)
