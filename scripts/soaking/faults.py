@@ -57,9 +57,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "exception": (("rank", "rank", "core"), PHASES),
 }
 WORDS = {
-    "kill": r"killed by SIGKILL",
+    "kill": r"killed by SIGKILL|most likely killed",
     "stop": r"stopped \(SIGSTOP\)",
-    "memory": r"memory|bad_alloc",
+    "memory": r"memory|bad_alloc|can't start new thread",
     "disk": r"File too large|EFBIG|No space left",
     "socket": r"connection .*closed|closed its connection",
     "exception": r"injected into a kernel",
@@ -67,6 +67,10 @@ WORDS = {
 FAILURE = re.compile(
     r"ERROR .*(?:starts again|does not start): (rank \d+|the engine core) failed during ([\w-]+): (.*)"
 )
+
+
+class ServerEndedError(Exception):
+    """A server that no fault has ended by itself; its log, which is printed, tells why."""
 
 
 class Fault(NamedTuple):
@@ -172,10 +176,17 @@ class Injector:
 
     @property
     def _family(self) -> list[psutil.Process]:
-        """The server's processes, with ranks whose fork server has been killed."""
+        """The server's processes, with those whose fork server has been killed, and their children."""
+        self._known = {member for member in self._known if lives(member)}
         with contextlib.suppress(psutil.Error):
-            self._known |= {self._first, *self._first.children(recursive=True)}
-        self._known = set(filter(lives, self._known))
+            self._known.add(self._first)
+        pids = {member.pid for member in self._known}
+        # In the order of their numbers, children come after their parents.
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid not in pids and process.ppid() in pids and lives(process):
+                    self._known.add(process)
+                    pids.add(process.pid)
         return sorted(self._known, key=lambda member: member.pid)
 
     def _members(self, victim: str) -> list[psutil.Process]:
@@ -183,6 +194,9 @@ class Injector:
         if victim == "http":
             return [self._first]
         members = [member for member in self._family if runs(member, MODULES[victim])]
+        if victim == "fork server":  # without a fork that does not have a name of its own yet
+            pids = {member.pid for member in members}
+            members = [member for member in members if parent_of(member) not in pids]
         return sorted(members, key=lambda member: member.pid)
 
     def _draw(self) -> Fault:
@@ -313,6 +327,9 @@ class Injector:
         return right, f"{who} failed during {phase}: {cause}"
 
     def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise ServerEndedError(f"the server has ended with status {self._process.returncode}")
         with contextlib.suppress(httpx.HTTPError):
             body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1}
             return httpx.post(f"{self._url}/v1/completions", json=body, timeout=UP_S).status_code == 200
@@ -379,6 +396,12 @@ def runs(member: psutil.Process, module: str) -> bool:
     with contextlib.suppress(psutil.Error):
         return any(module in word for word in member.cmdline())
     return False
+
+
+def parent_of(member: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return member.ppid()
+    return 0
 
 
 def environment_of(process: psutil.Process) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,18 @@ from tests.refusals import refuses
 from weft.core.commands import RankReport, RankStats
 from weft.core.step import StepResult
 from weft.errors import ConfigError, EngineError, PlanError
-from weft.executors import create_executor, launch
+from weft.executors import create_executor, launch, rank_watch
 from weft.executors.base import Executor
 from weft.executors.inline import InlineExecutor
 from weft.executors.messages import FromRank
 from weft.executors.processes import ProcessExecutor
 from weft.plan.memory import kv_blocks
 
-KINDS = {"inline": InlineExecutor, "processes": ProcessExecutor}
+KINDS: dict[str, Callable[..., Executor]] = {
+    "inline": InlineExecutor,
+    "processes": ProcessExecutor,
+    "watched": partial(ProcessExecutor, stall_s=2.0),
+}
 WAIT_S = 60  # what a test waits at most for something that comes at once
 
 Make = Callable[[], Executor]
@@ -46,7 +51,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert set(threading.enumerate()) - before == set()
 
 
-both = pytest.mark.parametrize("make", KINDS, indirect=True)
+both = pytest.mark.parametrize("make", ["inline", "processes"], indirect=True)
 processes = pytest.mark.parametrize("make", ["processes"], indirect=True)
 
 
@@ -63,6 +68,17 @@ def test_results_in_order(make: Make, tensor: int, stages: int) -> None:
     for step, future in zip(steps, futures, strict=True):
         assert future.result(WAIT_S) == StepResult(step.id, [total(plan, step.tokens)], [None], {})
     assert not executor.failure.done()
+
+
+@pytest.mark.parametrize(("make", "phase"), [("watched", "load"), ("watched", "report")], indirect=["make"])
+def test_a_start_or_a_command_that_hangs(make: Make, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """The rank answers heartbeats meanwhile."""
+    monkeypatch.setattr(rank_watch, "SHORTEST_WORK_S", 1.0)
+    executor, plan = make(), make_plan(f"hang 1 {phase}", stages=2)
+    with refuses(EngineError, "rank-stuck") as caught:
+        executor.start(plan)
+        executor.call(RankStats()).result(WAIT_S)
+    assert (caught.value.cause.rank, caught.value.cause.phase) == (1, phase)
 
 
 @both

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -215,21 +216,51 @@ def test_a_server_is_adopted_by_one_process_after_the_other(own: Server, environ
     end(process)
     assert facts["parent"] == own.pid and process.returncode == 7
     with left.stdout or nullcontext():
-        assert left.wait(1) is None, "its status was among what is dropped"
+        assert left.wait(WAIT_S) is None, "its status was among what is dropped"
     second.end()
     first.end()
     assert own.alive, "it is its starter's to end"
-
-
-def test_a_stopped_server_is_given_up(
-    own: Server, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forks, "STOPPED_S", 0.5)
-    own.process.send_signal(signal.SIGSTOP)
+    own.reclaim()
     process, facts, _ = run("exit", environment, own)
     end(process)
-    assert facts["parent"] == os.getpid()
-    own.process.wait(WAIT_S)
+    assert facts["parent"] == own.pid and process.returncode == 7
+
+
+# Stops the server between its fork and its answer.
+STOPS_AFTER_FORK = """
+import os, signal
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGSTOP))
+"""
+
+
+def test_a_fork_whose_server_does_not_answer_never_runs(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The client starts another process with the same sockets: two would share each stream."""
+    monkeypatch.setattr(forks, "STOPPED_S", 0.5)
+    (tmp_path / "sitecustomize.py").write_text(STOPS_AFTER_FORK)
+    environment = {**environment, "PYTHONPATH": os.pathsep.join((str(tmp_path), environment["PYTHONPATH"]))}
+    server = Server(environment)
+    reading, writing = os.pipe()
+    process = start_process("forked", (writing, DEEDS.index("exit")), (writing,), environment, server)
+    os.close(writing)
+    with open(reading) as pipe:
+        told = [json.loads(line) for line in pipe]  # until both have ended
+    end(process)
+    assert [one["pid"] for one in told] == [process.pid] and told[0]["parent"] == os.getpid()
+    server.process.wait(WAIT_S)
+    server.end()
+
+
+def test_a_server_that_does_nothing_is_given_up(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "SILENT_S", 0.5)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with subprocess.Popen(["sleep", "600"]) as idle, theirs:
+        server = AdoptedServer(ours.detach(), idle.pid)
+        with pytest.raises(ForkError):
+            server.fork("forked", (), (), environment)
+        assert idle.wait(WAIT_S) == -signal.SIGKILL
+        server.end()
 
 
 def test_engines_share_a_server(environment: dict[str, str]) -> None:

@@ -98,6 +98,8 @@ def test_a_single_engine_starts_again(server: Server, module: str, blow: signal.
     later.join(60)
     assert later.status == 200 and health(server).status_code == 200
     eventually(lambda: not any(member.is_running() for member in old))
+    parents = {psutil.Process(members(server, module)[0].ppid()) for module in ("weft.worker", "weft.client.process")}
+    assert [SERVER in parent.cmdline() for parent in parents] == [True], "one server forks all that start again"
     assert re.search(f"ERROR .*{cause}", next(line for line in reversed(server.lines) if "ERROR" in line))
 
 
@@ -165,7 +167,7 @@ def test_two_minutes_of_the_soak(model: str) -> None:
     assert not report["missed"], report
 
 
-@pytest.mark.long  # the injector itself has still ended once with a timeout
+@pytest.mark.long  # a minute or two: the other tests of this file show its parts
 def test_twenty_faults(model: str) -> None:
     """The time to serve again is not judged: other tests run at the same time."""
     report = run_script("scripts.soaking.faults", model, "--faults", "20", "--seed", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -44,10 +45,10 @@ def connected() -> tuple[socket.socket, socket.socket]:
 class Cluster:
     """A head with one other node, which is a thread of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, stall_s: float | None = None) -> None:
         ours, self.theirs = connected()
         about = NodeSocket(1, "there", "127.0.0.1", ours.detach())
-        self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE)
+        self.executor = NodesExecutor(OtherNodes("127.0.0.1", "lo", (about,)), HERE, stall_s=stall_s)
         self.channel: Channel[ToNode] = Channel(self.theirs, ToNode)
         self.ranks = NodeRanks(self.channel, 1, "127.0.0.1", "lo", "")
         self.ends: list[Cause] = []
@@ -69,13 +70,13 @@ class Cluster:
 
 
 @pytest.fixture
-def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Cluster]]:
+def create(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     """Creates clusters of fake workers, closes them, and sees that nothing of them is left."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     created: list[Cluster] = []
 
-    def create() -> Cluster:
-        created.append(Cluster())
+    def create(stall_s: float | None = None) -> Cluster:
+        created.append(Cluster(stall_s))
         return created[-1]
 
     yield create
@@ -128,6 +129,17 @@ def test_a_rank_of_the_other_node_fails(create: Callable[[], Cluster]) -> None:
     assert isinstance(error, EngineError)
     assert (error.cause.rank, error.cause.phase, error.cause.cause) == (1, "step", "killed by SIGKILL")
     assert cluster.end() == error.cause
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stopped(create: Callable[..., Cluster], victim: int) -> None:
+    """Its own node finds it, though nothing runs."""
+    cluster = create(stall_s=2.0)
+    cluster.executor.start(over_nodes(make_plan(stages=2), 0, 1))
+    here, there = cluster.executor._processes.silences, cluster.ranks._processes.silences
+    os.kill({**here, **there}[victim].pid, signal.SIGSTOP)
+    cause = cluster.executor.failure.result(WAIT_S)
+    assert (cause.rank, cause.phase, cause.code) == (victim, "step", "process-stopped")
 
 
 @pytest.mark.parametrize("side", ["node", "head"])

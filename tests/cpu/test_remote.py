@@ -237,12 +237,25 @@ async def test_idle_means_idle() -> None:
 
 
 def test_under_uvloop() -> None:
-    """The loop that serving takes where it is there."""
+    """The loop that serving takes where it is there. It raises for what is sent through a connection that is lost."""
 
     async def run() -> None:
         engine = await start()
         try:
             assert {id: len(tokens) for id, tokens in (await collect(engine.submit([ask("0")]))).items()} == {"0": 3}
+            left, told = engine.submit([ask("1", 50)]), engine.submit([ask("2", 50)])
+            engine._child.process.kill()
+            async with asyncio.timeout(WAIT_S):
+                while engine.alive:
+                    await asyncio.sleep(0)
+            assert engine.failure is None and engine.outage
+            with refuses(EngineError, "connection-closed"):
+                engine.submit([ask("3")])
+            await left.aclose()
+            assert [*engine._streams] == ["2"]
+            with refuses(EngineError, "process-killed"):
+                await collect(told)
+            assert engine.failure is not None and not engine._streams
         finally:
             await engine.close()
         with refuses(EngineError, "short-tensor"):

@@ -99,3 +99,9 @@ def test_the_words_of_causes(golden: Callable[[str, str], None]) -> None:
     exits = [describe_exit(returncode, words).of(0, "step") for returncode, words, _ in EXITS]
     memory = [cause_of(MemoryError(), 0, phase) for phase in ("load", "allocate", "step")]
     golden("errors/causes.txt", "".join(f"{cause.code}: {cause}\n" for cause in [*exits, *memory, CLOSED]))
+
+
+def test_a_process_whose_exit_status_nobody_knows() -> None:
+    """One that still runs has closed its connection; one that has ended was forked by a server that is gone."""
+    assert describe_exit(None, "").code == "connection-closed"
+    assert describe_exit(None, FATAL, ended=True).code == "process-ended"

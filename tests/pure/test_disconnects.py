@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.pure.worlds import CHAT, DEAD, FakeEngine, Wire, World, dying, endless, refused
+from tests.pure.worlds import CHAT, DEAD, FakeEngine, Stream, Wire, World, dying, endless, refused
 from weft.core.request import Stats
 from weft.serving.progress import Progress
 
@@ -23,6 +23,17 @@ async def test_a_client_that_goes_away_ends_its_requests(path: str, stream: bool
     await wire.task
     assert not world.engine.open and len(world.engine.aborted) == 2
     assert not world.service.streams
+
+
+async def test_a_stream_is_given_back_whatever_the_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(stream: Stream) -> None:
+        raise RuntimeError("the connection is lost")
+
+    monkeypatch.setattr(Stream, "aclose", broken)
+    world = World()
+    with pytest.raises(RuntimeError):
+        await world.complete()
+    assert world.engine.requests and not world.service.streams and world.service.idle.is_set()
 
 
 async def test_a_client_that_is_gone_before_the_first_byte_ends_its_requests() -> None:

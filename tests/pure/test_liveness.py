@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from weft.errors import CORE, Cause
-from weft.executors import liveness
-from weft.executors.liveness import BEAT_S, ProcessTimes, Silence, read_times
+from weft.executors import liveness, rank_watch
+from weft.executors.liveness import BEAT_S, STEP, ProcessTimes, Silence, Work, read_other_work, read_times
 from weft.executors.rank_processes import RankProcesses
-from weft.executors.rank_watch import LONG_STEP, RankWatch
+from weft.executors.rank_watch import LONG_STEP, SHORTEST_WORK_S, RankWatch
 
 LIMIT_S = 3.0
 
@@ -21,7 +23,8 @@ class Clock:
     """A process whose state and CPU seconds a test sets, and a time that goes on by heartbeats."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.state, self.cpu_s, self.now = "S", 1.0, 100.0
+        self.state, self.cpu_s, self.read_bytes, self.now = "S", 1.0, 0, 100.0
+        monkeypatch.setattr(liveness, "read_other_work", lambda pid: self.read_bytes)
         monkeypatch.setattr(liveness, "read_times", lambda pid: ProcessTimes(self.state, self.cpu_s))
 
     def beat(self, *silences: Silence, count: int = 1, cpu_s: float = 0.0) -> None:
@@ -52,6 +55,10 @@ def test_silence(clock: Clock) -> None:
     assert silence.seconds == 0
     clock.beat(silence, count=4, cpu_s=0.01)  # it computes, and cannot answer
     assert silence.seconds == 0 and silence.cpu_share == pytest.approx(0.01 / BEAT_S)
+    for _ in range(4):  # it reads, and cannot answer
+        clock.read_bytes += 1
+        clock.beat(silence)
+    assert silence.seconds == 0
     clock.now += 1000  # this process was stopped itself
     clock.beat(silence)
     assert silence.seconds == pytest.approx(2 * BEAT_S)
@@ -70,21 +77,27 @@ class Ranks:
         self.silences = {0: Silence(10), 1: Silence(11)}
         self.phases, self.steps = {0: "step", 1: "step"}, {0: 5, 1: 5}
         self.stacks = 0
+        self.waits_for_compiler = False
 
     def print_stacks(self) -> None:
         self.stacks += 1
 
 
-def watched(ranks: Ranks, clock: Clock, step: Any, beats: int, cpu_s: float = 0.0, deaf: tuple[int, ...] = ()) -> Any:
+A_STEP = Work(STEP, "the first")
+
+
+def watched(
+    ranks: Ranks, clock: Clock, work: Work | None, beats: int, cpu_s: float = 0.0, deaf: tuple[int, ...] = ()
+) -> Any:
     """The first cause that a watch finds, and the number of heartbeats until then."""
-    watch = RankWatch(cast(RankProcesses, ranks), LIMIT_S, lambda: step, lambda cause: None)
+    watch = RankWatch(cast(RankProcesses, ranks), LIMIT_S, lambda: work, lambda cause: None)
     watch._stopped = cast(Any, SimpleNamespace(wait=lambda seconds: None))
     for beat in range(beats):
         for rank, silence in ranks.silences.items():
             if rank not in deaf:
-                silence.hear()
+                silence.hear(busy=ranks.waits_for_compiler)
         clock.beat(*ranks.silences.values(), cpu_s=cpu_s)
-        cause = watch._silent_rank() or watch._stuck_step(clock.now)
+        cause = watch._silent_rank() or watch._stuck_work(clock.now)
         if cause is not None:
             return cause, beat
     return None, beats
@@ -93,7 +106,7 @@ def watched(ranks: Ranks, clock: Clock, step: Any, beats: int, cpu_s: float = 0.
 def test_a_silent_rank_is_the_cause(clock: Clock) -> None:
     clock.state = "T"
     ranks = Ranks()
-    cause, beats = watched(ranks, clock, object(), 100, deaf=(1,))
+    cause, beats = watched(ranks, clock, A_STEP, 100, deaf=(1,))
     assert (cause.rank, cause.phase, cause.code) == (1, "step", "process-stopped")
     assert beats * BEAT_S == pytest.approx(LIMIT_S, abs=2 * BEAT_S)
     assert ranks.stacks == 1  # a step was in flight
@@ -102,15 +115,52 @@ def test_a_silent_rank_is_the_cause(clock: Clock) -> None:
 def test_a_step_that_never_finishes(clock: Clock) -> None:
     ranks = Ranks()
     ranks.steps[1] = 4
-    cause, beats = watched(ranks, clock, object(), 100)
+    cause, beats = watched(ranks, clock, A_STEP, 100)
     assert isinstance(cause, Cause) and (cause.rank, cause.code) == (1, "step-stuck") and ranks.stacks == 1
     assert beats * BEAT_S == pytest.approx(LIMIT_S, abs=2 * BEAT_S)
     ranks.steps[1] = 5
-    assert watched(ranks, clock, object(), 100)[0].rank == CORE, "both have finished as many"
+    assert watched(ranks, clock, A_STEP, 100)[0].rank == CORE, "both have finished as many"
 
 
 def test_a_step_that_computes_has_more_time(clock: Clock) -> None:
-    cause, beats = watched(Ranks(), clock, object(), 1000, cpu_s=0.1)
+    cause, beats = watched(Ranks(), clock, A_STEP, 1000, cpu_s=0.1)
     assert cause.code == "step-stuck"
     assert beats * BEAT_S == pytest.approx(LONG_STEP * LIMIT_S, abs=2 * BEAT_S)
     assert watched(Ranks(), clock, None, 100)[0] is None, "nothing to do"
+
+
+@pytest.mark.parametrize("phase", ["load", "report"])
+def test_a_start_and_a_command_that_never_finish(clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """No progress, no CPU time, no file read: but they have no limit while there is one of these."""
+    other_work = [0, 0]
+    monkeypatch.setattr(rank_watch, "read_other_work", lambda pid: other_work[pid - 10])
+    work = Work(phase, "first sign", {1})
+    ranks = Ranks()
+    cause, beats = watched(ranks, clock, work, 100)
+    assert (cause.rank, cause.phase, cause.code) == (1, phase, "rank-stuck") and ranks.stacks == 1
+    assert beats * BEAT_S == pytest.approx(SHORTEST_WORK_S, abs=2 * BEAT_S)
+    assert watched(ranks, clock, Work(phase, "first sign", {0, 1}), 100)[0].rank == CORE, "either may be the one"
+    assert watched(ranks, clock, work, 1000, cpu_s=0.1)[0] is None
+    ranks.waits_for_compiler = True
+    assert watched(ranks, clock, work, 1000)[0] is None
+    ranks.waits_for_compiler = False
+
+    def read_on(pid: int) -> int:
+        other_work[1] += 1
+        return other_work[1]
+
+    monkeypatch.setattr(rank_watch, "read_other_work", read_on)
+    assert watched(ranks, clock, work, 1000)[0] is None
+
+
+def test_other_work_of_a_process() -> None:
+    """The CPU time of its children counts."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        before = read_other_work(os.getpid())
+        while read_other_work(os.getpid()) == before:
+            pass
+    finally:
+        child.kill()
+        child.wait()
+    assert read_other_work(2**31 - 1) == 0

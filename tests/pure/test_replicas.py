@@ -21,7 +21,7 @@ from weft.client.engine_nodes import EngineNodes
 from weft.client.handover import MOVES
 from weft.client.remote import OutputSink
 from weft.client.replicas import ReplicaSet, start_engine
-from weft.client.restarts import GIVE_UP
+from weft.client.restarts import GIVE_UP, step_limit_s
 from weft.client.routing import PIECE, Router
 from weft.config import EngineConfig
 from weft.core.commands import Command, Done, Replies, ResetPrefixCache, Sleep, SwapWeights, Wake
@@ -49,7 +49,7 @@ class FakeEngine:
         self.plan, self.ready, self.config = plan, READY, config
         self.stats = Stats(blocks_total=10)
         self.failure: EngineError | None = None
-        self.closed = False
+        self.closed = self.lost = False
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
@@ -74,7 +74,11 @@ class FakeEngine:
 
     @property
     def alive(self) -> bool:
-        return self.failure is None and not self.closed
+        return self.failure is None and not self.closed and not self.lost
+
+    @property
+    def outage(self) -> str:
+        return str(self.failure or ("the connection is lost" if self.lost else ""))
 
     @property
     def ids(self) -> set[str]:
@@ -617,11 +621,34 @@ async def test_an_engine_that_executes_a_command_does_not_stall() -> None:
         await until(lambda: first.calling)
         replica = engine._replicas[0]
         now = replica.moved_s
+        assert replica.stalled_s(now + 1) == pytest.approx(1)
+        assert step_limit_s(cast(Any, first), 0.1) > 10, "a command has more time than a step"
+        first.computes = True
+        assert replica.stalled_s(now + 50) == 0
+        first.computes = first.watched = False  # nobody sees whether ranks execute it
         assert replica.stalled_s(now + 100) == 0
         first.gate.set()
         await caller
         assert replica.stalled_s(now + 150) == 50
         await stream.aclose()
+
+
+async def test_an_engine_whose_connection_is_lost_gets_nothing() -> None:
+    """Its end is known only later."""
+    async with running(1) as engine:
+        first = FakeEngine.started[0]
+        gone, told = engine.submit([ask("0")]), engine.submit([ask("1")])
+        first.lost = True
+        assert "the connection is lost" in engine.outage and not engine.failure
+        later = engine.submit([ask("2", first=5)])
+        await gone.aclose()
+        assert first.ids == {"1"} and engine._replicas[0].open == 1
+        first.fail()
+        with refuses(EngineError, "process-killed"):
+            await collect(told)
+        assert await stepped(later) == [{"2": [6, 7, 8, 9]}]
+        replica = engine._replicas[0]
+        assert (replica.open, replica.load) == (0, 0) and replica.stalled_s(replica.moved_s + 100) == 0
 
 
 async def test_callers_are_told_of_the_end() -> None:

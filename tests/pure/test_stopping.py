@@ -101,6 +101,18 @@ async def test_a_thread_that_cannot_end_is_not_waited_for(
     await asyncio.gather(asked, return_exceptions=True)
 
 
+async def test_an_engine_that_starts_again_is_not_waited_for() -> None:
+    world = World(FakeEngine(endless))
+    asked = asyncio.create_task(world.complete())
+    while not world.engine.open:
+        await asyncio.sleep(0)
+    world.engine.failure = DEAD
+    await asyncio.wait_for(stopping.drain(world.service, time.monotonic() + 60), 10)
+    assert world.service.streams
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"), [(EngineError(CLOSED), 503, "shutting_down"), (DEAD, 500, "engine_dead")]
 )

@@ -15,7 +15,8 @@ class CoreLoop(ABC):
     """One thread that owns a core, with one inbox of events.
 
     Events are callers' messages, causes of failure, and the futures of finished steps and commands, which only wake the
-    loop.
+    loop. A future's callback is `inbox.put` itself, in which nothing of Python runs: a future logs and drops what a
+    callback raises, and the loop would never wake.
     """
 
     def __init__(self, core: EngineCore, inbox: SimpleQueue[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -47,15 +48,21 @@ LARGE_TOKENS = 50_000  # prompt tokens of a message from which on its memory is 
 
 
 class CoreProcess(CoreLoop):
-    """The core's loop in its own process: takes the client's messages and sends the steps' outputs."""
+    """The core's loop in its own process: takes the client's messages and sends the steps' outputs.
 
-    def __init__(self, parent: Parent[ToCore], core: EngineCore) -> None:
+    `failure` is the executor's, with the cause of the end of a rank.
+    """
+
+    def __init__(self, parent: Parent[ToCore], core: EngineCore, failure: Future[Cause]) -> None:
         super().__init__(core, parent.inbox)
-        self.parent = parent
+        self.parent, self._failure = parent, failure
+        failure.add_done_callback(self.inbox.put)
         self._memory_release = memory.DelayedRelease(time.monotonic)
         self._large: set[str] = set()  # requests that came in large messages
+        self._calls: dict[int, Future[Replies]] = {}  # commands, by the ids of their callers
 
     def _deliver(self, outputs: list[Output]) -> None:
+        self._answer_calls()
         self._note_ended(output.id for output in outputs if output.finish_reason is not None)
         self.parent.send(StepOutputs(outputs, self.core.stats()))
 
@@ -85,20 +92,24 @@ class CoreProcess(CoreLoop):
                 self._note_ended(ids)
             case CallRanks():
                 self._call(event)
-            case Cause():
-                raise EngineError(event)
+            case Future() if event is self._failure:
+                raise EngineError(event.result())
 
     def _call(self, call: CallRanks) -> None:
-        """Pass a command on, and send the replies once they are there."""
-
-        def answer(promise: Future[Replies]) -> None:
-            if not promise.exception():  # a failure is sent for all requests and calls at once
-                self.parent.send(CallDone(call.id, promise.result(), self.core.stats()))
-
+        """Pass a command on."""
         try:
-            self.core.call(call.command).add_done_callback(answer)
+            self._calls[call.id] = self.core.call(call.command)
         except RequestError as error:
             self.parent.send(CallRefused(call.id, str(error), error.code, error.param))
+
+    def _answer_calls(self) -> None:
+        """Send the replies that are there.
+
+        The loop does so, and no callback of a future: an exception there would be logged, and the caller would wait for
+        ever. The replies of a command that has failed are never sent: the loop ends, and the cause fails all callers.
+        """
+        for id in [id for id, promise in self._calls.items() if promise.done()]:
+            self.parent.send(CallDone(id, self._calls.pop(id).result(), self.core.stats()))
 
     def _add(self, request: Request) -> None:
         try:
@@ -111,10 +122,14 @@ class CoreProcess(CoreLoop):
             self.parent.send(RequestRefused(request.id, str(error), error.code, False, error.param))
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, lifeline: int) -> None:
+    """Run the core, until its parent ends it. `descriptor` is its socket.
+
+    The parent's death pipe `lifeline` stays unused: it would kill this process at once, which takes the time to end its
+    ranks. These have their own.
+    """
     malloc.limit_arenas()
-    # Without the lifeline, which would kill this process at once: it takes the time to end its ranks, which have their
-    # own lifelines.
+    os.set_inheritable(lifeline, False)
     parent: Parent[ToCore] = Parent(descriptor, ToCore)
     logs.configure()
     start = parent.inbox.get()
@@ -123,7 +138,7 @@ def main(descriptor: int) -> None:
     if start.forks:
         pool.adopt(start.forks.descriptor, start.forks.pid)
     try:
-        # Each rank gets a process of its own, even a single one: this process stays without torch, and responsive.
+        # Each rank gets a process of its own, even a single one: this process runs no torch, and stays responsive.
         executor = create_executor(start.config.executor or "processes", start.worker, start.others, start.stall_s)
         if isinstance(executor, ProcessExecutor):
             parent.sign = lambda: executor.state
@@ -137,13 +152,12 @@ def main(descriptor: int) -> None:
         core = EngineCore.from_plan(plan, ready.num_blocks, executor, start.config, paced=True, grammars=grammars)
         parent.send(CoreStarted(plan, ready))
         phase = "step"
-        executor.failure.add_done_callback(lambda failure: parent.inbox.put(failure.result()))
         gc.freeze()  # the objects that exist by now stay
-        CoreProcess(parent, core).step_until_failure()
+        CoreProcess(parent, core, executor.failure).step_until_failure()
     except Exception as error:
         parent.send(CoreFailed(cause_of(error, CORE, phase)))
     parent.exit()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

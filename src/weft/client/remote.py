@@ -11,6 +11,7 @@ from itertools import count
 from types import TracebackType
 from typing import NoReturn, Protocol, cast
 
+from weft.client.core_start import start_core
 from weft.client.messages import (
     AbortRequests,
     AddRequests,
@@ -45,6 +46,9 @@ from weft.executors.ray_nodes import RayNodes
 from weft.plan.plan import Plan
 
 TURN_S = 0.005  # seconds for which a reader with a backlog keeps the event loop
+LOST = Cause(
+    rank=CORE, phase="step", code="connection-closed", cause="its connection has closed, and the cause is not known yet"
+)
 SILENT_S = 1.5  # without a sign of life, after which a core that is to end gets no time for it
 
 
@@ -81,7 +85,7 @@ class AsyncEngine:
     plan: Plan
     ready: Ready
 
-    def __init__(self, room: Room, files: Iterable[int] = ()) -> None:
+    def __init__(self, room: Room, child: Child[FromCore]) -> None:
         loop = asyncio.get_running_loop()
         self.stats = Stats()
         self.failure: EngineError | None = None
@@ -91,9 +95,10 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[Replies]] = {}
         self._call_ids = count()
         self._closed = False
+        self._lost = False  # the connection has ended, and its cause is not known yet
         self._started: asyncio.Future[CoreStarted] = loop.create_future()
         self._died: asyncio.Future[None] = loop.create_future()
-        self._child: Child[FromCore] = Child("weft.client.process", FromCore, files=files)
+        self._child = child
         self._connection = CoreConnection(self)
         self._silence = Silence(self._child.process.pid)
         self.alive_sign = Alive()
@@ -111,19 +116,22 @@ class AsyncEngine:
         others: OtherNodes | RayNodes | None = None,
         stall_s: float | None = None,
         forks: Server | None = None,
+        *,
+        forks_core: bool = False,
     ) -> AsyncEngine:
         """Start the core and its ranks, and wait until all are warm. Raises EngineError with the root cause.
 
         `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one; the
         core inherits their connections, which are closed here. With `stall_s`, a process that shows no sign of life for
-        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks; it
-        outlives the core. It may be cancelled.
+        so many seconds has failed, and so has the engine if a step does not finish. `forks` forks the ranks, and
+        with `forks_core` the core too; it outlives them. It may be cancelled.
         """
         descriptors = others.descriptors if isinstance(others, OtherNodes) else []
         inherited = InheritedServer(forks.descriptor, forks.pid) if forks else None
         files = [*descriptors, inherited.descriptor] if inherited else descriptors
+        room = Room.of(config, plan.max_running + config.max_num_queued_reqs)
         try:
-            engine = cls(Room.of(config, plan.max_running + config.max_num_queued_reqs), files)
+            engine = cls(room, await start_core(files, forks if forks_core else None))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -143,7 +151,12 @@ class AsyncEngine:
 
     @property
     def alive(self) -> bool:
-        return self.failure is None and not self._closed
+        """True while requests and commands reach the core."""
+        return not self._lost and not self._has_ended
+
+    @property
+    def _has_ended(self) -> bool:
+        return self.failure is not None or self._closed
 
     @property
     def calling(self) -> bool:
@@ -153,7 +166,7 @@ class AsyncEngine:
     @property
     def outage(self) -> str:
         """The reason why no request can run now; "" if requests can."""
-        return str(self.failure or "")
+        return str(self.failure or (EngineError(LOST) if self._lost else ""))
 
     @property
     def replicas(self) -> list[RunningReplica]:
@@ -219,7 +232,7 @@ class AsyncEngine:
     def withdraw(self, ids: Iterable[str]) -> dict[str, OutputSink]:
         """Forget requests that go on elsewhere; return their sinks, which hear no more of them."""
         known = {id: self._streams.pop(id) for id in ids if id in self._streams}
-        if known and self.alive:
+        if known:
             self._connection.send(AbortRequests(list(known)))
         return known
 
@@ -260,7 +273,7 @@ class AsyncEngine:
 
     def abandon(self) -> None:
         """Fail all callers; the engine takes no more requests. Its processes go on until `close`."""
-        if self.alive:
+        if not self._has_ended:
             self._closed = True
             self._fail_callers(CLOSED)
 
@@ -305,13 +318,17 @@ class AsyncEngine:
             reply.set_exception(RequestError(message.message, param=message.param, code=message.code))
 
     def connection_ended(self, error: Exception | None) -> None:
-        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause."""
-        if self.alive:
+        """Handle the end of the connection. If the core has not sent a cause, its exit tells the cause.
+
+        That takes up to two seconds, in which the engine takes nothing. What it has fails with the cause.
+        """
+        self._lost = True
+        if not self._has_ended:
             self._exit_task = asyncio.create_task(self._fail_by_exit(error))
 
     def fail(self, cause: Cause) -> None:
         """Fail all requests, and those to come, with this cause. Only the first call counts."""
-        if not self.alive:
+        if self._has_ended:
             return
         self.failure = EngineError(cause)
         if not self._started.done():
@@ -350,8 +367,8 @@ class AsyncEngine:
     def _raise_failure(self) -> None:
         if self.failure:
             raise EngineError(self.failure.cause)
-        if self._closed:
-            raise EngineError(CLOSED)
+        if self._closed or self._lost:
+            raise EngineError(CLOSED if self._closed else LOST)
 
 
 class OutputStream(AsyncGenerator[Output, None]):
@@ -436,8 +453,11 @@ class CoreConnection(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=child.channel.socket)
 
     def send(self, message: ToCore) -> None:
+        """Send a message; without effect if the connection has ended: uvloop raises for a transport that is closed."""
         assert self._transport is not None
-        self._transport.write(encode_frame(message))
+        frame = encode_frame(message)
+        if not self._transport.is_closing():
+            self._transport.write(frame)
 
     def close(self) -> None:
         if self._transport:

@@ -75,9 +75,18 @@ class Replica:
         return now - self.started_s if self.started_s else 0.0
 
     def stalled_s(self, now: float) -> float:
-        """Seconds without a finished step, 0 for a replica that has nothing to do or executes a command."""
+        """Seconds without a finished step, 0 for a replica that has nothing to do, or whose ranks compute.
+
+        A command may take its time if nobody sees whether ranks execute it.
+        """
         engine = self.engine
-        if engine is None or not self.open or engine.calling or engine.stats.sleep_level or engine.computes:
+        if (
+            engine is None
+            or not self.open
+            or engine.stats.sleep_level
+            or engine.computes
+            or (engine.calling and not engine.watched)
+        ):
             self.moved_s = now
             return 0.0
         if engine.stats.steps != self._steps:

@@ -66,6 +66,7 @@ class ReplicaSet:
         self._keeper = EngineKeeper(self._replicas, self._requests, router, self._launch, self._join)
         self._stall_s: float | None = None
         self._forks: Server | None = None
+        self._warm_forks: Server | None = None  # the same, once an engine has started with it
         self._state: State = (None, None)
         self._turn = asyncio.Lock()  # held while a command runs or an engine joins
         self._calls: set[asyncio.Task[list[tuple[RunningReplica, Replies]]]] = set()
@@ -98,12 +99,18 @@ class ReplicaSet:
         """Start an engine with the plan of a replica, or with a new one for the nodes that are there now."""
         if self._nodes is None:
             forks = self._prepare_forks(replica.plan)
-            return await AsyncEngine.start(replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks)
+            # The first core is started while the server imports torch.
+            warm = forks is not None and forks is self._warm_forks
+            engine = await AsyncEngine.start(
+                replica.plan, self._config, self._worker, stall_s=self._stall_s, forks=forks, forks_core=warm
+            )
+            self._warm_forks = forks
+            return engine
         replica.plan, others = await self._nodes.take(replica.number)
         return await AsyncEngine.start(replica.plan, self._config, self._worker, others, stall_s=self._stall_s)
 
     def _prepare_forks(self, plan: Plan) -> Server | None:
-        """Return a server that forks the ranks of the only engine, and outlives it: torch is imported once."""
+        """Return a server that forks the processes of the only engine, and outlives it: torch is imported once."""
         kind = self._config.executor or "processes"
         if len(self._replicas) > 1 or self._stall_s is None or not plan.on_cpu or kind != "processes":
             return None
@@ -171,7 +178,8 @@ class ReplicaSet:
         if any(replica.alive for replica in self._replicas):
             return ""
         none = "no replica runs" if len(self._replicas) > 1 else "the engine starts again"
-        return f"{none}: {self._requests.last_death or 'they start'}"
+        dying = (replica.engine.outage for replica in self._replicas if replica.engine is not None)
+        return f"{none}: {next(dying, None) or self._requests.last_death or 'they start'}"
 
     @property
     def silent_s(self) -> float:
@@ -231,11 +239,13 @@ class ReplicaSet:
             running = self.replicas
             engines = [replica.engine for replica in self._replicas if replica.engine is not None]
             results = await asyncio.gather(*(engine.call(command) for engine in engines), return_exceptions=True)
-            answers, refusals = [], []
+            answers, refusals, deaths = [], [], []
             for engine, replica, result in zip(engines, running, results, strict=True):
                 if not isinstance(result, BaseException):
                     answers.append((replica, result))
-                elif not isinstance(result, EngineError):
+                elif isinstance(result, EngineError):
+                    deaths.append(result)
+                else:
                     refusals.append((engine, result))
             if answers and self._note_state(command):
                 for engine, refusal in refusals:
@@ -243,7 +253,7 @@ class ReplicaSet:
         if refusals:
             raise refusals[0][1]
         if not answers:
-            raise self._requests.last_death or EngineError(CLOSED)
+            raise next(iter(deaths), None) or self._requests.last_death or EngineError(CLOSED)
         return answers
 
     def _note_state(self, command: Command | ResetPrefixCache) -> bool:

@@ -14,7 +14,7 @@ from weft.client.replica import HEALTHY_S, Replica
 from weft.client.routing import Router
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.causes import cause_of
-from weft.executors.rank_watch import LONG_STEP
+from weft.executors.rank_watch import LONG_STEP, SHORTEST_WORK_S
 from weft.executors.ranks import CLOSED
 
 log = logging.getLogger("weft")
@@ -186,7 +186,12 @@ class EngineKeeper:
 
 
 def step_limit_s(engine: AsyncEngine, stall_s: float) -> float:
-    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt."""
+    """Seconds that a step may take. If nobody sees whether CPU ranks compute, it may be that of a long prompt.
+
+    While a command runs, they are those of a command: no step finishes meanwhile.
+    """
+    if engine.calling:
+        stall_s = max(stall_s, SHORTEST_WORK_S)
     return stall_s + CORE_STALL_S if engine.watched or not engine.plan.on_cpu else LONG_STEP * stall_s
 
 

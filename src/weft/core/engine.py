@@ -103,7 +103,7 @@ class EngineCore:
         self.scheduler.add(request, prepared=False)
         future = self._grammars.compile(request.grammar, list(request.answered))
         self._compiling[future] = request.id
-        future.add_done_callback(lambda done: self.wake(done))
+        future.add_done_callback(self.wake)
 
     def abort(self, ids: Iterable[str]) -> None:
         """Forget requests; they get no more output. Unknown ids are ignored."""

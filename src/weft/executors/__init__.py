@@ -18,8 +18,8 @@ def create_executor(
     """Create an executor that has not started. `kind` is "inline" or "processes"; nodes of Ray need no kind.
 
     `worker` is the class that each rank runs, as "module:Class". `others` are nodes that have joined this one, or the
-    nodes of a Ray cluster, whose actors are the ranks then. `stall_s` is that of ProcessExecutor, for ranks of this
-    machine alone. Raises ConfigError for an unknown kind.
+    nodes of a Ray cluster, whose actors are the ranks then. `stall_s` is that of ProcessExecutor and of NodesExecutor.
+    Raises ConfigError for an unknown kind.
     """
     match kind:
         case _ if isinstance(others, RayNodes):
@@ -29,7 +29,7 @@ def create_executor(
         case "processes" if others:
             from weft.executors.nodes import NodesExecutor
 
-            return NodesExecutor(others, worker)
+            return NodesExecutor(others, worker, stall_s=stall_s)
         case "inline":
             from weft.executors.inline import InlineExecutor
 

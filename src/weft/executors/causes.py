@@ -55,9 +55,12 @@ class ExitReason(NamedTuple):
         return Cause(rank=rank, phase=phase, code=self.code, cause=self.cause, hint=self.hint)
 
 
-def describe_exit(returncode: int | None, stderr: str) -> ExitReason:
-    """Return the reason why a process ended without a last message; `stderr` is the end of its output."""
-    if returncode is None:
+def describe_exit(returncode: int | None, stderr: str, *, ended: bool = False) -> ExitReason:
+    """Return the reason why a process sent no last message; `stderr` is the end of its output.
+
+    Without `returncode` it still runs, or it has `ended` and nobody knows its status.
+    """
+    if returncode is None and not ended:
         return ExitReason("connection-closed", "closed its connection")
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):  # faulthandler's: the process was stuck and ended itself
@@ -65,6 +68,9 @@ def describe_exit(returncode: int | None, stderr: str) -> ExitReason:
     # A crash in C ends with a long listing, whose first line names the crash.
     crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
     last = crash or (lines[-1] if lines else "")
+    if returncode is None:
+        text = "has ended, most likely killed; its exit status is not known, since its fork server was killed before"
+        return ExitReason("process-ended", text + (f": {last}" if last else ""))
     if returncode < 0:
         return _describe_signal(-returncode, last)
     if returncode == 0:  # as a child does whose parent is gone, for all that it knows

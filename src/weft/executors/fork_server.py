@@ -36,7 +36,9 @@ ARGUMENTS_FIELD = 45  # of /proc/self/stat behind the command's name: where the 
 class ForkRequest(msgspec.Struct, tag=True):
     """Fork a process that calls `main(*arguments)` of a module.
 
-    The descriptors that come with the request get the `numbers`. `cores` are those that it may use.
+    The descriptors that come with the request get the `numbers`; the last one, which gets none, is the gate: the
+    process waits there for a byte before it does anything, and ends if the other end closes without one. A client that
+    has given up the answer so has no process that it does not know of. `cores` are those that it may use.
     """
 
     module: str
@@ -184,8 +186,17 @@ def rename_process(words: Sequence[str]) -> None:
             ctypes.memmove(start, line.ljust(end - start, b"\0"), end - start)
 
 
+def await_admission(gate: int) -> None:
+    """Wait until the client has taken the answer to its request; exit if it has not."""
+    if not os.read(gate, 1):
+        os._exit(0)
+    os.close(gate)
+
+
 def become_child(request: ForkRequest, files: Sequence[int]) -> None:
     """Give a forked process what a direct start would have given it, and run its module."""
+    *files, gate = files
+    await_admission(gate)
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -36,8 +36,10 @@ BINDING_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PRO
 # No library reads it, and it differs from test to test.
 UNREAD_VARIABLES = ("PYTEST_CURRENT_TEST",)
 MIN_FORKS = 2  # processes for which a server pays: it imports as long as one of them does
+OWN_FILES = 3  # descriptors of a request beside the caller's: two of the output, and the gate
 END_S = 1.0  # seconds for a server to end by itself
-POLL_S, STOPPED_S = 0.5, 2.0  # a server that has been stopped (SIGSTOP) for that long is given up
+# A server is given up that has been stopped (SIGSTOP) for so long, or that answers nothing and uses no CPU time.
+POLL_S, STOPPED_S, SILENT_S = 0.5, 2.0, 30.0
 
 # Sockets between our processes. A fork made by somebody else must not hold them open: the other end would never see
 # the end of the stream.
@@ -137,6 +139,11 @@ class Server:
         """The socket, for a process that inherits it and adopts the server. Nobody else may use the server then."""
         return self._socket.fileno()
 
+    def reclaim(self) -> None:
+        """Use the server again, once the process that had adopted it has ended."""
+        self._ready = False
+        self._statuses.clear()
+
     def suits(self, environment: Mapping[str, str]) -> bool:
         """Return True if the server's libraries have read the same variables."""
         return read_variables(environment) == self.environment
@@ -147,9 +154,11 @@ class Server:
         """Fork a process, with the arguments of `start_process`. Raises ForkError."""
         if not self.suits(environment):
             raise ForkError("its environment differs from the server's")
-        if len(files) + 2 > MAX_FILES:
+        if len(files) + OWN_FILES > MAX_FILES:
             raise ForkError(f"{len(files)} descriptors are too many")
         reading, writing = os.pipe()
+        gate, their_gate = socket.socketpair()
+        open_sockets.add(gate)
         try:
             request = ForkRequest(
                 module=module,
@@ -160,7 +169,9 @@ class Server:
                 numbers=[1, 2, *files],
             )
             with self._lock:
-                pid, pidfd = self._converse(request, [writing, writing, *files])
+                pid, pidfd = self._converse(request, [writing, writing, *files, their_gate.fileno()])
+            with contextlib.suppress(OSError):  # it has been killed meanwhile
+                gate.send(b"\0")
         except OSError as error:
             os.close(reading)
             raise ForkError(str(error)) from error
@@ -169,6 +180,8 @@ class Server:
             raise
         finally:
             os.close(writing)
+            their_gate.close()
+            gate.close()  # without the byte, a process whose pid has not come ends
         return ForkedProcess(self, pid, pidfd, os.fdopen(reading, "rb", buffering=0))
 
     def _converse(self, request: ForkRequest, files: Sequence[int]) -> tuple[int, int]:
@@ -187,8 +200,15 @@ class Server:
         raise ForkError(message.reason)
 
     def _await_ready(self) -> None:
-        message, _ = self._receive()
-        assert isinstance(message, ServerReady)
+        """Greet the server, and drop what it had to say to a process before this one."""
+        number = int.from_bytes(os.urandom(6), "little") + 1
+        self._socket.send(msgspec.msgpack.encode(Greeting(number)))
+        while True:
+            message, files = self._receive_any()
+            for file in files:
+                os.close(file)
+            if isinstance(message, ServerReady) and message.number == number:
+                break
         if message.problem:
             raise ForkError(message.problem)
         self._ready = True
@@ -202,14 +222,22 @@ class Server:
             self._statuses[message.pid] = message.returncode
 
     def _receive_any(self) -> tuple[FromServer, list[int]]:
-        """Wait for a message. Raises ForkError for a server that has ended, or that has been stopped for STOPPED_S."""
-        stopped_s = 0.0
+        """Wait for a message.
+
+        Raises ForkError for a server that has ended, that has been stopped for STOPPED_S, or that has used no CPU time
+        for SILENT_S.
+        """
+        quiet_s, times = 0.0, read_times(self.pid)
         while not wait_readable(self._socket.fileno(), time.monotonic() + POLL_S):
-            times = read_times(self.pid)
-            stopped_s = stopped_s + POLL_S if times and times.stopped else 0.0
-            if stopped_s >= STOPPED_S:
-                os.kill(self.pid, signal.SIGKILL)
-                raise ForkError("the server is stopped")
+            before, times = times, read_times(self.pid)
+            if times is None or (times != before and not times.stopped):
+                quiet_s = 0.0
+                continue
+            quiet_s += POLL_S
+            if quiet_s >= (STOPPED_S if times.stopped else SILENT_S):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                raise ForkError("the server shows no sign of life")
         data, files, _, _ = socket.recv_fds(self._socket, MAX_REQUEST, 1)
         if not data:
             raise ForkError("the server has ended")
@@ -224,9 +252,11 @@ class Server:
             while pid not in self._statuses:
                 if not wait_readable(self._socket.fileno(), deadline):
                     return None
-                message, _ = self._receive_any()
-                assert isinstance(message, Exited)
-                self._statuses[message.pid] = message.returncode
+                message, files = self._receive_any()
+                for file in files:  # of an answer to a process before this one
+                    os.close(file)
+                if isinstance(message, Exited):
+                    self._statuses[message.pid] = message.returncode
             return self._statuses.pop(pid)
         except (ForkError, OSError):
             return None
@@ -271,20 +301,6 @@ class AdoptedServer(Server):
         """Return True: its starter has planned the same ranks."""
         return True
 
-    def _await_ready(self) -> None:
-        """Greet the server, and drop what it had to say to the process before this one."""
-        number = int.from_bytes(os.urandom(6), "little") + 1
-        self._socket.send(msgspec.msgpack.encode(Greeting(number)))
-        while True:
-            message, files = self._receive_any()
-            for file in files:
-                os.close(file)
-            if isinstance(message, ServerReady) and message.number == number:
-                break
-        if message.problem:
-            raise ForkError(message.problem)
-        self._ready = True
-
     def end(self) -> None:
         """Leave the server to its starter."""
         with self._lock:
@@ -314,8 +330,8 @@ class ForkedProcess:
             os.close(watched)
         with self._lock:
             if self._pidfd is not None:
-                # The server reports the end at once, unless it is gone.
-                self.returncode = self._server.wait_status(self.pid, max(deadline, time.monotonic() + END_S))
+                # The server reports the end at once, unless it is gone, or has told a process before this one.
+                self.returncode = self._server.wait_status(self.pid, time.monotonic() + END_S)
                 os.close(self._pidfd)
                 self._pidfd = None
         return self.returncode

@@ -98,10 +98,12 @@ class Child(Generic[M]):
 
     def describe_exit(self) -> ExitReason:
         """Return the reason why a child ended, whose socket has closed without a last message."""
+        ended = False
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_GAP_S)
+            ended = True
         self.drain_output()
-        return describe_exit(self.process.returncode, self._output_tail.decode("utf-8", "replace"))
+        return describe_exit(self.process.returncode, self._output_tail.decode("utf-8", "replace"), ended=ended)
 
     def drain_output(self) -> None:
         """Wait until everything that the child has printed is printed here."""

@@ -13,12 +13,14 @@ from weft.plan.wiring import Tcp
 class StartRanks(msgspec.Struct, frozen=True, tag=True):
     """Start the processes of this node's ranks. `worker` is "module:Class".
 
-    With `lasting`, an engine that fails starts again, and the node shall join again.
+    With `lasting`, an engine that fails starts again, and the node shall join again. With `stall_s`, a rank that shows
+    no sign of life for so many seconds has failed.
     """
 
     plan: Plan
     worker: str
     lasting: bool = False
+    stall_s: float | None = None
 
 
 class MeetAt(msgspec.Struct, frozen=True, tag=True):

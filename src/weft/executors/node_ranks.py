@@ -31,6 +31,7 @@ from weft.executors.node_messages import (
 )
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, RankProcesses, network_environment
+from weft.executors.rank_watch import RankWatch, watch_silence
 from weft.executors.ranks import compile_ahead
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
@@ -50,6 +51,7 @@ class NodeRanks:
         self._processes = RankProcesses(self._take, self._lose)
         self._watch = Watch(self._beat, self._head_silent, "head")
         self._addresses: SimpleQueue[Tcp | None] = SimpleQueue()  # of rank 0; None at the end
+        self._rank_watch: RankWatch | None = None
         self._starter: threading.Thread | None = None
         self._steps: Counter[int] = Counter()
         self._end: Cause | None = None
@@ -69,6 +71,8 @@ class NodeRanks:
             self._end = self._own_cause("unknown-message", str(error))
         finally:
             self._watch.stop()
+            if self._rank_watch:
+                self._rank_watch.stop()
             if self._starter:
                 self._addresses.put(None)
                 self._starter.join()
@@ -84,6 +88,9 @@ class NodeRanks:
             case StartRanks(plan, worker):
                 # In a thread: heartbeats are read meanwhile, and a fork server may import torch first.
                 self._watch.start()
+                if message.stall_s is not None:
+                    self._rank_watch = watch_silence(self._processes, message.stall_s, self._lose)
+                    self._rank_watch.start()
                 self._starter = threading.Thread(target=self._try_start, args=(plan, worker), name="weft-start")
                 self._starter.start()
             case MeetAt(address):

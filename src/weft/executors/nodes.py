@@ -34,6 +34,7 @@ from weft.executors.node_messages import (
 from weft.executors.processes import ProcessExecutor
 from weft.executors.rank import WORKER
 from weft.executors.rank_processes import NodeWirings, network_environment
+from weft.executors.rank_watch import watch_silence
 from weft.executors.ranks import CLOSED
 from weft.plan.plan import Plan
 from weft.plan.wiring import Tcp
@@ -100,11 +101,13 @@ class NodeLink:
 
 class NodesExecutor(ProcessExecutor):
     """Runs each rank as a process of its node. The tensors of a node's ranks go through shared memory, others through
-    the network."""
+    the network. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, on whichever node."""
 
-    def __init__(self, others: OtherNodes, worker: str = WORKER) -> None:
+    def __init__(self, others: OtherNodes, worker: str = WORKER, *, stall_s: float | None = None) -> None:
         super().__init__(worker)
-        self._others = others
+        if stall_s is not None:
+            self._watch = watch_silence(self._processes, stall_s, self._lose_rank)
+        self._others, self._stall_s = others, stall_s
         self._links = [NodeLink(node, self) for node in others.nodes]
         self._node_of: list[int] = []
 
@@ -112,7 +115,9 @@ class NodesExecutor(ProcessExecutor):
         self._node_of = [device.node for device in plan.devices]
         for link in self._links:
             link.start()
-            link.send(StartRanks(plan, self._worker, self._others.lasting))
+            link.send(StartRanks(plan, self._worker, self._others.lasting, self._stall_s))
+        if self._watch:
+            self._watch.start()
         own = plan.ranks_of(0)  # none, of a replica on other nodes
         if own and plan.on_cpu:
             self._processes.prepare_forks(self._environment(plan, 0), len(own))

@@ -34,7 +34,7 @@ class ProcessExecutor(RankExecutor):
 
     With `network`, ranks share no file: they find each other over TCP, and exchange tensors through sockets only, as
     ranks on several machines do. With `stall_s`, a rank that shows no sign of life for so many seconds has failed, and
-    so has the engine if no step finishes for as long.
+    so has the engine if a step, a command or the start makes no progress for as long.
     """
 
     def __init__(self, worker: str = WORKER, *, network: bool = False, stall_s: float | None = None) -> None:
@@ -43,17 +43,13 @@ class ProcessExecutor(RankExecutor):
         self._processes = RankProcesses(self._take_message, self._lose_rank)
         self._watch: RankWatch | None = None
         if stall_s is not None:
-            self._watch = RankWatch(self._processes, stall_s, self._oldest_step, self._lose_rank)
+            self._watch = RankWatch(self._processes, stall_s, self._oldest_work, self._lose_rank)
         self._folder: str | None = None
 
     @property
     def state(self) -> Alive:
         """Signs of life of the ranks together."""
         return self._watch.state if self._watch else Alive()
-
-    def _oldest_step(self) -> object | None:
-        with self._lock:
-            return self._pending[0] if self._pending else None
 
     def _launch(self, plan: Plan) -> None:
         if self._watch:

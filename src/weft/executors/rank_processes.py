@@ -96,7 +96,7 @@ class RankProcesses:
             for message in child.channel:
                 if isinstance(message, Alive):
                     self.steps[rank] = message.steps
-                    self.silences[rank].hear()
+                    self.silences[rank].hear(busy=message.computes)
                     continue
                 failed = isinstance(message, Failed)
                 if isinstance(message, PhaseEntered):

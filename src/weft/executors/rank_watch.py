@@ -1,4 +1,4 @@
-"""RankWatch: finds ranks that show no sign of life, and steps that never finish."""
+"""RankWatch: finds ranks that show no sign of life, and work that never finishes: steps, commands, and starts."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from collections.abc import Callable
 
 from weft.errors import CORE, Cause
 from weft.executors.beats import STACKS_S
-from weft.executors.liveness import BEAT_S, Alive, Heartbeat, idle_beat_s
+from weft.executors.liveness import BEAT_S, STEP, Alive, Heartbeat, Work, idle_beat_s, read_other_work
 from weft.executors.rank_processes import RankProcesses
 
 # Share of a core from which on a rank counts as computing. Beside other programs it may get little; one that waits
 # uses none.
 COMPUTING_SHARE = 0.03
 LONG_STEP = 10  # times the limit, for a step in which ranks compute
+SHORTEST_WORK_S = 10.0  # for which a start or a command may wait at least, for a system that is busy
 
 
 class RankWatch:
     """Watches the ranks of this machine in a thread of its own.
 
-    `oldest_step` returns the step that the ranks have had for the longest, None if they have none. `fail` gets the
-    cause once a rank has been silent for `limit_s` seconds, or a step has not finished for as long. If ranks compute
-    meanwhile, a step has LONG_STEP times as long: on a slow CPU a long prompt takes minutes.
+    `oldest_work` returns what the ranks have had for the longest, None if they have nothing to do. `fail` gets the
+    cause once a rank has been silent for `limit_s` seconds, or once the work has made no progress for as long while no
+    rank computes. A step in which ranks compute has LONG_STEP times as long: on a slow CPU a long prompt takes minutes.
+    A start or a command in which ranks compute, read files or wait for a compiler has no limit, and SHORTEST_WORK_S in
+    any case: large weights are read for long.
     """
 
     def __init__(
         self,
         processes: RankProcesses,
         limit_s: float,
-        oldest_step: Callable[[], object | None],
+        oldest_work: Callable[[], Work | None],
         fail: Callable[[Cause], None],
     ) -> None:
         self._processes, self._limit_s = processes, limit_s
-        self._oldest_step, self._fail = oldest_step, fail
-        self._step: object | None = None
-        self._began_s = self._computed_s = 0.0  # when the oldest step was first seen; when ranks were seen to compute
+        self._oldest_work, self._fail = oldest_work, fail
+        self._work: Work | None = None
+        self._moved_s = self._computed_s = 0.0  # when the oldest work was last seen to move, and a rank to compute
+        self._other_work = 0
         self._idle_s = idle_beat_s(limit_s)
         self._asked, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-rank-watch", daemon=True)
@@ -52,11 +56,11 @@ class RankWatch:
 
     @property
     def state(self) -> Alive:
-        """The longest silence of a rank, and whether ranks compute a step. Whoever asks has heartbeats sent to them."""
+        """The longest silence of a rank, and whether ranks compute. Whoever asks has heartbeats sent to them."""
         self._asked.set()
         silent_s = max((silence.seconds for silence in list(self._processes.silences.values())), default=0.0)
-        computes = self._step is not None and time.monotonic() - self._computed_s < 3 * BEAT_S
-        return Alive(silent_s=silent_s, computes=computes)
+        moved_s = max(self._moved_s, self._computed_s)
+        return Alive(silent_s=silent_s, computes=self._work is not None and time.monotonic() - moved_s < 3 * BEAT_S)
 
     def _run(self) -> None:
         while True:
@@ -68,7 +72,7 @@ class RankWatch:
             self._processes.offer(Heartbeat())
             for silence in list(self._processes.silences.values()):
                 silence.tick(now, self._idle_s)
-            cause = self._silent_rank() or self._stuck_step(now)
+            cause = self._silent_rank() or self._stuck_work(now)
             if cause is not None:
                 self._fail(cause)
                 return
@@ -77,28 +81,44 @@ class RankWatch:
         for rank, silence in list(self._processes.silences.items()):
             if silence.seconds >= self._limit_s:
                 cause = silence.reason.of(rank, self._processes.phases[rank])
-                if self._step is not None:
+                if self._work is not None:
                     self._print_stacks()
                 return cause
         return None
 
-    def _stuck_step(self, now: float) -> Cause | None:
-        """The cause if the oldest step has taken too long: it is that of the rank that is behind the others."""
-        silences = list(self._processes.silences.values())
-        if any(silence.cpu_share >= COMPUTING_SHARE for silence in silences):
+    def _stuck_work(self, now: float) -> Cause | None:
+        """The cause if the oldest work has taken too long: it is that of the rank that is behind the others."""
+        before, work = self._work, self._oldest_work()
+        self._work = work
+        if work is None or before is None or work.key != before.key:
+            self._moved_s = now
+        if self._is_computing(work):
             self._computed_s = now
-        if any(silence.seconds > BEAT_S for silence in silences):
-            return None  # that rank is the cause, and will be named
-        step = self._oldest_step()
-        if step is not self._step:
-            self._step, self._began_s = step, now
-        took_s = now - self._began_s
+        if work is None or any(silence.seconds > BEAT_S for silence in list(self._processes.silences.values())):
+            return None  # a silent rank is the cause, and will be named
+        took_s = now - self._moved_s
         idle_s = min(took_s, now - self._computed_s)
-        if step is None or (idle_s < self._limit_s and took_s < LONG_STEP * self._limit_s):
+        is_step = work.phase == STEP
+        limit_s = self._limit_s if is_step else max(self._limit_s, SHORTEST_WORK_S)
+        if idle_s < limit_s and not (is_step and took_s >= LONG_STEP * limit_s):
             return None
         self._print_stacks()
-        text = f"no step has finished for {took_s:.0f} s; the stacks of all ranks are printed above"
-        return Cause(rank=self._rank_behind(), phase="step", code="step-stuck", cause=text)
+        if is_step:
+            text = f"no step has finished for {took_s:.0f} s; the stacks of all ranks are printed above"
+            return Cause(rank=self._rank_behind(), phase=STEP, code="step-stuck", cause=text)
+        text = f"no progress for {idle_s:.0f} s, and no CPU time used; the stacks of all ranks are printed above"
+        rank = next(iter(work.awaited)) if len(work.awaited) == 1 else CORE
+        return Cause(rank=rank, phase=work.phase, code="rank-stuck", cause=text)
+
+    def _is_computing(self, work: Work | None) -> bool:
+        """Return True if a rank computes. For a start or a command it may also read files, or wait for a compiler."""
+        silences = list(self._processes.silences.values())
+        if any(silence.cpu_share >= COMPUTING_SHARE for silence in silences):
+            return True
+        if work is None or work.phase == STEP:
+            return False
+        before, self._other_work = self._other_work, sum(read_other_work(silence.pid) for silence in silences)
+        return self._other_work != before or any(silence.is_busy for silence in silences)
 
     def _rank_behind(self) -> int:
         """The rank that has finished fewer steps than all others; CORE if there is none."""
@@ -110,3 +130,8 @@ class RankWatch:
     def _print_stacks(self) -> None:
         self._processes.print_stacks()
         self._stopped.wait(STACKS_S)
+
+
+def watch_silence(processes: RankProcesses, limit_s: float, fail: Callable[[Cause], None]) -> RankWatch:
+    """Create a watch over ranks whose work others see, too: those of one of several nodes, of which any may compute."""
+    return RankWatch(processes, limit_s, lambda: None, fail)

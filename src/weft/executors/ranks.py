@@ -20,6 +20,7 @@ from weft.core.commands import CaptureGraph, Command, GraphsLeft, Replies, Reply
 from weft.core.step import EngineStep, LockStep, LockStepResult, StepPlan, StepResult
 from weft.errors import CORE, Cause, EngineError
 from weft.executors.base import Ready
+from weft.executors.liveness import STEP, Work
 from weft.executors.messages import (
     Allocate,
     Allocated,
@@ -55,7 +56,7 @@ CLOSED = Cause(
 IDLE_S = 0.1  # without a step for this long, no request runs or waits
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingStep:
     """A step that ranks are executing, and the results so far, by attention group."""
 
@@ -64,10 +65,11 @@ class PendingStep:
     results: dict[int, StepResult] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingCall:
     """A command that ranks are executing, and the replies so far, by rank."""
 
+    command: Command
     future: Future[Replies] = field(default_factory=Future)
     replies: dict[int, Reply] = field(default_factory=dict)
 
@@ -91,6 +93,9 @@ class RankExecutor(ABC):
         self._lock = threading.Lock()  # guards the attributes below
         self._pending: deque[PendingStep] = deque()
         self._calls: deque[PendingCall] = deque()
+        self._heard = 0  # messages of the ranks, each a sign of progress of a start or a command
+        self._starting = False  # all ranks have been launched, and `_awaited` are to report the end of a phase
+        self._awaited: set[int] = set()
         self._submitted = 0
         self._uncaptured = 0  # CUDA graphs, on the rank that has the most
         self._capturing = False
@@ -107,12 +112,16 @@ class RankExecutor(ABC):
         if self._worker == WORKER:
             compile_ahead(plan)
         try:
+            self._awaited = set(self._ranks)
             self._launch(plan)
+            self._starting = True
             capacities = sorted((report.capacity for report in self._await_all(Loaded)), key=lambda c: c.rank)
             self._reading.close()
             num_blocks = kv_blocks(plan, capacities)
+            self._awaited = set(self._ranks)
             self._send_all(Allocate(num_blocks))
             self._capture_later(max(report.uncaptured for report in self._await_all(Allocated)))
+            self._starting = False
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
             raise
@@ -135,7 +144,7 @@ class RankExecutor(ABC):
         return future
 
     def call(self, command: Command) -> Future[Replies]:
-        call = PendingCall()
+        call = PendingCall(command)
         call.future.set_running_or_notify_cancel()
         with self._sending:
             with self._lock:
@@ -181,8 +190,22 @@ class RankExecutor(ABC):
     def _end(self) -> None:
         """End all ranks and wait until they are gone. May be called twice, and before `_launch` has returned."""
 
+    def _oldest_work(self) -> Work | None:
+        """Return the work that the ranks have had for the longest; None if they have nothing to do."""
+        with self._lock:
+            if self._pending:
+                return Work(STEP, self._pending[0])
+            if self._calls:
+                call = self._calls[0]
+                return Work(call.command.phase, (call, self._heard), set(self._ranks) - call.replies.keys())
+            if not self._starting:
+                return None
+            awaited = set(self._awaited)
+            return Work(self._phases[min(awaited, default=0)], (None, self._heard), awaited)
+
     def _take_message(self, rank: int, message: FromRank) -> None:
         """Handle a message from a rank."""
+        self._heard += 1
         match message:
             case StepDone(result):
                 self._take_result(self._group_of[rank], result)
@@ -190,7 +213,10 @@ class RankExecutor(ABC):
                 self._take_reply(rank, reply)
             case Loading(number, done, read):
                 self._reading.update(number, done, read)
-            case Listening() | Loaded() | Allocated():
+            case Listening():
+                self._reports.put(message)
+            case Loaded() | Allocated():
+                self._awaited.discard(rank)
                 self._reports.put(message)
             case PhaseEntered(phase):
                 self._phases[rank] = phase

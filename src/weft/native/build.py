@@ -34,6 +34,7 @@ POLL_S = 0.02
 
 logger = logging.getLogger("weft")
 _building = threading.Lock()  # one thread of this process
+compiling = threading.Event()  # set while this process compiles, or waits for another that does
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def build_library(dtype: str) -> Path:
         return prebuilt
     recipe = library.build_recipe(dtype)
     path = recipe.path
-    with _building:
+    with _building, _noted(compiling):
         _make_folder(path.parent)
         if reason := library.objection(path):
             raise OSError(reason)
@@ -84,6 +85,15 @@ def build_ahead(dtype: str) -> threading.Thread:
     thread = threading.Thread(target=build_quietly, name="weft-compile", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def _noted(event: threading.Event) -> Iterator[None]:
+    event.set()
+    try:
+        yield
+    finally:
+        event.clear()
 
 
 def _build_locked(recipe: BuildRecipe, lock: Path) -> None:

@@ -462,14 +462,16 @@ class EngineStream:
 
     async def aclose(self) -> None:
         """Abort unfinished choices and leave the service's list of open streams."""
-        await self._outputs.aclose()
-        if self._timer is not None:
-            self._timer.cancel()
-        if not self._charged:
-            self._charged = True
-            self._service.clients.rates.count_answer(self._client.name, self.usage.completion_tokens)
-        if self._counted:
-            self._service.stream_closed(self)
+        try:
+            await self._outputs.aclose()
+        finally:  # whatever the engine raises: with a stream that stays open it would look stalled
+            if self._timer is not None:
+                self._timer.cancel()
+            if not self._charged:
+                self._charged = True
+                self._service.clients.rates.count_answer(self._client.name, self.usage.completion_tokens)
+            if self._counted:
+                self._service.stream_closed(self)
 
     @property
     def usage(self) -> Usage:

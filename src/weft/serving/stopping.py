@@ -63,12 +63,15 @@ async def drain(service: Service, end_s: float) -> None:
     """Wait until no request runs, at most until the monotonic clock reads `end_s`.
 
     The wait also ends if no step finishes for STALL_S seconds, or if a process shows no sign of life for SILENT_S
-    seconds: with a stopped rank no request ends.
+    seconds: with a stopped rank no request ends. Requests that wait for an engine to start again are not waited for.
     """
     progress = Progress(STALL_S, time.monotonic)
     while service.streams and (left := end_s - time.monotonic()) > 0:
         if progress.stalled_s(service.engine.stats.steps):
             log.warning("no step has finished for %g s; not waiting any longer", STALL_S)
+            return
+        if service.engine.outage:
+            log.warning("no engine runs; not waiting any longer")
             return
         if service.engine.silent_s >= SILENT_S:
             log.warning("a process of the engine shows no sign of life; not waiting any longer")

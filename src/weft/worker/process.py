@@ -13,6 +13,7 @@ from weft.executors.liveness import Alive
 from weft.executors.messages import Allocated, CommandDone, ToRank
 from weft.executors.rank import RankWorker, bind_to_cores, freeze_start, gc_paused, run_rank, worker_class
 from weft.executors.rendezvous import join_rendezvous
+from weft.native import build
 
 
 def main(descriptor: int, lifeline: int) -> None:
@@ -44,7 +45,7 @@ def main(descriptor: int, lifeline: int) -> None:
         nonlocal steps
         steps += 1
 
-    parent.sign = lambda: Alive(steps=steps)
+    parent.sign = lambda: Alive(steps=steps, computes=build.compiling.is_set())
     run_rank(launch.rank, parent.inbox, send, create_worker, note_step)
     # The rank has failed and has reported its cause. Its parent ends it: a connection that breaks before that would
     # make the other ranks fail as well.
