@@ -48,7 +48,7 @@ inline __attribute__((always_inline)) void mix_vectors(const float *scores, cons
 #pragma GCC unroll 6
         for (int64_t q = 0; q < N; q++)
 #pragma GCC unroll 2
-            for (int64_t v = 0; v < V; v++) sum[q][v] += scores[q * KEYS + j] * part[v];
+            for (int64_t v = 0; v < V; v++) sum[q][v] = fused_add(sum[q][v], Wide{} + scores[q * KEYS + j], part[v]);
     }
     for (int64_t q = 0; q < N; q++)
         for (int64_t v = 0; v < V; v++) vector_at(sums + q * padded + d + v * WIDE) = sum[q][v];
@@ -76,7 +76,7 @@ void score_few(const float *queries, const T *const *key, float *scores, int64_t
         for (int64_t k = 0; k < K; k++) {
             Wide part = widened(key[k] + d);
 #pragma GCC unroll 4
-            for (int64_t q = 0; q < N; q++) sum[q][k] += vector_at(queries + q * padded + d) * part;
+            for (int64_t q = 0; q < N; q++) sum[q][k] = fused_add(sum[q][k], vector_at(queries + q * padded + d), part);
         }
     for (int64_t q = 0; q < N; q++)
         for (int64_t k = 0; k < K; k++) {
@@ -124,8 +124,9 @@ public:
     }
 
 private:
-    // By the queries of one row, so that its result does not depend on the rows that share its keys.
-    bool few(const Tile &tile) const { return a.queries(tile) < FEW; }
+    // By the queries of one row, so that its result does not depend on the rows that share its keys. In a fixed order not
+    // even by these: a token's result is the same in a prompt's chunk as alone.
+    bool few(const Tile &tile) const { return a.fixed_order || a.queries(tile) < FEW; }
 
     // The queries of a part over its keys.
     void over(const Part &part, bool few) {
