@@ -50,6 +50,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("gpt-oss", {"dtype": "float32", "preempts": False}),
     "latents": ("deepseek-v3", {"dtype": "float32"}),
 }
+LIBRARY = LibraryModel(config="", layer="", embedding="", head=(), width=0, kinds=(), layers=())
 BATCHES = 4  # of each case in the fast tests
 
 
@@ -168,7 +169,7 @@ def test_gpus_and_groups_that_share_experts_are_refused(folder: Path) -> None:
     with refuses(ConfigError, "not-deterministic", "--data-parallel-size"):
         with_fixed_order(groups, shape, spec, here, ["cpu", "cpu"])
     assert with_fixed_order(config, shape, spec, here, ["cpu"]).attention_backend == "cpu"
-    library = replace(shape, architecture=f"{PREFIX}Olmo2ForCausalLM", library=LibraryModel(config="", layer="", embedding="", head=(), width=0))
+    library = replace(shape, architecture=f"{PREFIX}Olmo2ForCausalLM", library=LIBRARY)
     with refuses(ConfigError, "not-deterministic", "Olmo2ForCausalLM"):
         with_fixed_order(config, library, spec, here, ["cpu"])
 
