@@ -97,7 +97,11 @@ def test_without_a_fixed_order_a_chunk_differs() -> None:
 def test_rows_between_the_products_have_the_same_bits(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     rows = native(dtype, fixed_order=True).pointwise
-    x, weight, wide = torch.randn(13, width).to(dtype), torch.rand(width).to(dtype), torch.randn(13, 2 * width).to(dtype)
+    x, weight, wide = (
+        torch.randn(13, width).to(dtype),
+        torch.rand(width).to(dtype),
+        torch.randn(13, 2 * width).to(dtype),
+    )
     norms = torch.cat([rows.norm(row[None], weight, 1e-5) for row in x])
     activated = torch.cat([rows.silu_mul(row[None]) for row in wide])
     for tokens in (2, 5, 13):
