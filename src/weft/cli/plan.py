@@ -193,8 +193,11 @@ def planned_speculation(arguments: Namespace, model: Model) -> Speculation | Non
 
 
 def planned_determinism(given: dict[str, Any], model: Model, cluster: Cluster) -> bool:
-    """True with --deterministic. Raises UsageError for another engine, ConfigError if Weft's own cannot be deterministic
-    with this model and hardware."""
+    """True with --deterministic.
+
+    Raises UsageError for another engine, ConfigError if Weft's own cannot be deterministic on this hardware, or with
+    this model.
+    """
     if not given.get("deterministic"):
         return False
     if given["engine"] != "weft":

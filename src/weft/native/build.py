@@ -38,8 +38,9 @@ _building = threading.Lock()  # one thread of this process
 
 @functools.cache
 def build_library(dtype: str, narrow: bool = False) -> Path:
-    """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now. A `narrow`
-    one keeps to vectors of 256 bits.
+    """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now.
+
+    A `narrow` one keeps to vectors of 256 bits.
 
     One process compiles while others wait. A process that waits for longer than PATIENCE_S compiles as well. In
     whatever order they finish, the file is always a whole one. A damaged file is built again.

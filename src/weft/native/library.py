@@ -48,8 +48,10 @@ def find_compiler() -> str:
 
 
 def build_recipe(dtype: str, *, narrow: bool = False) -> BuildRecipe:
-    """The recipe for activations of a dtype of CPP_TYPES; `narrow` is with NARROW_FLAGS. Raises FileNotFoundError without
-    a compiler."""
+    """The recipe for activations of a dtype of CPP_TYPES; `narrow` is with NARROW_FLAGS.
+
+    Raises FileNotFoundError without a compiler.
+    """
     compiler = find_compiler()
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
     flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}", *(NARROW_FLAGS if narrow else ()))

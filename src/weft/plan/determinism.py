@@ -30,7 +30,7 @@ logger = logging.getLogger("weft")
 def with_fixed_order(
     config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
 ) -> EngineConfig:
-    """Set what a deterministic engine needs, if the config asks for one; VLLM_BATCH_INVARIANT=1 counts if it can be had.
+    """Set what a deterministic engine needs, if the config asks for one, or VLLM_BATCH_INVARIANT=1 where it can be had.
 
     Raises ConfigError if the config asks for one that cannot be had here.
     """
