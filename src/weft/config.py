@@ -288,6 +288,11 @@ class MemoryOptions(Options):
         help="auto (the fastest available), cpu (compiled), triton, flashinfer or varlen (GPUs; varlen is torch's "
         "FlashAttention, for prompts) or torch (slow, runs everywhere); vLLM's names work too",
     )
+    deterministic: bool = option(
+        False,
+        help="the same tokens for a request whatever else is in the batch, by kernels that sum in one order (on CPUs; "
+        "VLLM_BATCH_INVARIANT=1 counts too)",
+    )
     enforce_eager: bool = option(False, help="use no CUDA graphs")
 
 

@@ -23,10 +23,10 @@ def built(dtype: str) -> Path:
         pytest.skip(str(error))
 
 
-def native(dtype: torch.dtype) -> Kernels:
+def native(dtype: torch.dtype, *, fixed_order: bool = False) -> Kernels:
     """The compiled CPU kernels."""
     built(str(dtype).removeprefix("torch."))
-    shape = shaped(dtype)
+    shape = shaped(dtype, fixed_order=fixed_order)
     return complete_kernels(create_attention(CPU, shape), CPU, shape)
 
 

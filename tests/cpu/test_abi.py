@@ -60,7 +60,7 @@ def test_both_sides_are_the_same(dtype: str) -> None:
             rf"\bLayer\.extra .*\bmissing .*\b{EPS + 4} ",
         ),
         ("Step", lambda fields: fields[1:], r"\bStep\.angles .*\b8 .*\b0 "),
-        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b80 "),
+        ("Matrix", lambda fields: (*fields, ("", ctypes.c_int64)), r"\bMatrix\. .*\bmissing .*\b88 "),
         ("Rounding", swapped, r"\bRounding\.cols .*\b56 .*\b48 "),
     ],
 )

@@ -55,6 +55,14 @@ def test_the_best_library_that_the_cpu_runs(folder: Path, monkeypatch: pytest.Mo
 
 
 @X86
+def test_a_narrow_library_has_no_wider_vectors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for vnni, name in ((frozenset(), "avx2"), ({"avx_vnni"}, "avx2-vnni")):
+        monkeypatch.setattr(prebuilt, "cpu_features", lambda vnni=vnni: TARGETS[0].features | vnni)
+        path = find_prebuilt("bfloat16", narrow=True)
+        assert path is not None and path.read_text() == name
+
+
+@X86
 def test_a_library_that_must_not_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged, writable by others, or of other sources."""
     avx2 = TARGETS[-1]

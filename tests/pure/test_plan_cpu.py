@@ -213,3 +213,17 @@ def test_weft_plan_exits_with_3_where_nothing_fits(plan: Any) -> None:
     status, out, _ = plan("Llama-3.1-70B")
     assert status == 3 and "free beside the AMD EPYC" in out
     assert plan("Qwen2.5-0.5B --engine trtllm")[0] == 3
+
+
+def test_deterministic_plans_are_for_cpus_and_our_engine(plan: Any) -> None:
+    found = json.loads(plan("Qwen2.5-0.5B --deterministic --json")[1])
+    assert found["note_codes"] == ["deterministic_not_counted"] and "--deterministic" not in found["simulate"]
+    assert " --deterministic" in plan("Qwen2.5-0.5B --deterministic --emit weft")[1]
+    for words, status, values in (
+        ("Qwen2.5-0.5B --deterministic --gpus 1xH100", 1, "--device cpu"),
+        ("gemma-3-1b-it --deterministic", 1, "Gemma3"),
+        ("Qwen2.5-0.5B --deterministic --engine vllm", 2, "not for vllm"),
+        ("Qwen2.5-0.5B --deterministic --users 2 --slo ttft_p95=1s", 2, "not simulated"),
+    ):
+        found_status, out, err = plan(words)
+        assert (found_status, out, err.count("\n")) == (status, "", 1) and values in err, err

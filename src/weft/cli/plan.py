@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from weft.hardware import hardware_file
 from weft.hardware.cluster import Cluster, parse_gpus, parse_nodes
 from weft.hardware.cpus import typical_cpu
 from weft.hardware.gpus import BF16_CAPABILITY
+from weft.plan.determinism import ON_GPUS, against_model, not_deterministic
 from weft.plan.plan import DraftModel, Speculation
 from weft.plan.speculation import resolve_speculation
 from weft.planner.deployment import Workload, default_lengths
@@ -127,6 +129,7 @@ def build_question(arguments: Namespace, model: Model, cluster: Cluster | None =
         max_num_seqs=given.get("max_num_seqs"),
         max_num_batched_tokens=given.get("max_num_batched_tokens"),
         speculation=planned_speculation(arguments, model),
+        deterministic=planned_determinism(given, model, cluster),
         remarks=layout_flags.remarks(given, cluster),
         flags=tuple(repeated_flags(given)),
     )
@@ -187,6 +190,25 @@ def planned_speculation(arguments: Namespace, model: Model) -> Speculation | Non
         return DraftModel(model=name, checkpoint="", load_format="dummy", shape=find_model(named).shape)
 
     return resolve_speculation(config, model.name, model.shape, find_draft)
+
+
+def planned_determinism(given: dict[str, Any], model: Model, cluster: Cluster) -> bool:
+    """True with --deterministic.
+
+    Raises UsageError for another engine, ConfigError if Weft's own cannot be deterministic on this hardware, or with
+    this model.
+    """
+    if not given.get("deterministic"):
+        return False
+    if given["engine"] != "weft":
+        raise UsageError(
+            f"--deterministic is for Weft's own engine, not for {given['engine']}; leave it out",
+            code="deterministic-other-engine",
+        )
+    against = () if cluster.on_cpu else (ON_GPUS,)
+    if reason := next(chain(against, against_model(model.shape)), None):
+        raise not_deterministic(reason)
+    return True
 
 
 def compared_precisions(names: str | None, model: Model, cluster: Cluster) -> tuple[str, ...]:

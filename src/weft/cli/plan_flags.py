@@ -164,6 +164,7 @@ ENGINE = (
         help='count the memory of speculative decoding, as in weft serve: {"method": "ngram"} or {"model": NAME}; its '
         "gain in speed is not predicted",
     ),
+    engine_flag("deterministic"),
 )
 LOAD = (
     Flag(name="engine", choices=ENGINES, default="weft", help="the engine whose speed and memory are predicted"),

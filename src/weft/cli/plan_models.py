@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Flags that need a model.
-OF_ONE_MODEL = ("html", "emit", "revision", "refresh", "device_map", "pipeline_split", "speculative_config")
+OF_ONE_MODEL = (
+    "html",
+    "emit",
+    "revision",
+    "refresh",
+    "device_map",
+    "pipeline_split",
+    "speculative_config",
+    "deterministic",
+)
 RANGED = 100  # columns of a table with ranges
 SLOW = 10  # tokens per second, below which a decimal is shown
 

@@ -31,6 +31,7 @@ TURNS = 8  # requests of each user, each with the time to think
 REFUSED = {
     "concurrency": "the simulated load determines how many requests run at once; leave --concurrency out",
     "speculative_config": "speculative decoding is not simulated; leave --speculative-config out",
+    "deterministic": "the price of --deterministic is not simulated; leave it out",
     "emit": "--slo checks a plan and --emit writes one; give one of them",
     "check": "--slo checks a plan and --check a claim; give one of them",
 }

@@ -337,4 +337,5 @@ def compile_ahead(plan: Plan) -> None:
     backends = {plan.rank_backend(rank) for rank, device in enumerate(plan.devices) if device.kind == "cpu"}
     needed = backends & {"auto", "cpu"}
     if needed and cpu.supports(spec, KernelDevice(cards=(), packages=None)) is None:
+        # A deterministic plan may need a narrow one, which its ranks compile.
         build.build_ahead(plan.dtype)

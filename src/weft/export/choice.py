@@ -107,6 +107,9 @@ def translate_question(question: Question, target: ExportTarget) -> tuple[Questi
     if question.speculation and engine != "weft":
         gaps.append(create_note("speculation_left_out", engine=engine))
         translated = msgspec.structs.replace(translated, speculation=None)
+    if question.deterministic and engine != "weft":
+        gaps.append(create_note("deterministic_left_out", engine=engine))
+        translated = msgspec.structs.replace(translated, deterministic=False)
     return translated, gaps
 
 

@@ -82,6 +82,8 @@ def engine_flags(deployment: Deployment, server: ReplicaServer) -> Flags:
         flags["quantization"] = checkpoint.quantised
     if number_bytes(layout.kv_dtype) < 2:
         flags["kv-cache-dtype"] = "fp8"
+    if deployment.question.deterministic:
+        flags["deterministic"] = True
     if deployment.question.speculation:
         flags["speculative-config"] = json.dumps(speculation.to_speculative_config(deployment.question.speculation))
     return flags

@@ -18,7 +18,7 @@ from weft.hardware.cpu import Cpu
 from weft.hardware.topology import Gpu, GpuPair
 
 # Variables that influence a layout; the planner is pure and takes them from the Host.
-PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "TRITON_INTERPRET")
+PLANNING_VARIABLES = ("VLLM_PP_LAYER_PARTITION", "VLLM_ATTENTION_BACKEND", "VLLM_BATCH_INVARIANT", "TRITON_INTERPRET")
 
 # Packages with attention kernels for GPUs, and the module that each is imported as.
 KERNEL_PACKAGES = {"triton": "triton", "flashinfer-python": "flashinfer"}

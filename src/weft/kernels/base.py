@@ -50,6 +50,7 @@ class AttentionShape:
     `q_heads` and `kv_heads` are this rank's. `windows` are the sliding windows that its layers have, `groups` their
     pairs of KV group and window, if there are several groups. If `sinks`, each head has one. With `latent`, heads are
     those of the expanded form. Limits: `rows` of a decode step, `tokens` of a step, `length` of a row's context.
+    `fixed_order`: all kernels sum in one order, whatever other tokens are in a step.
     """
 
     q_heads: int
@@ -66,6 +67,7 @@ class AttentionShape:
     groups: tuple[tuple[int, int | None], ...] = ()
     sinks: bool = False
     latent: LatentAttention | None = None
+    fixed_order: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan, rank: int) -> AttentionShape:
@@ -88,6 +90,7 @@ class AttentionShape:
             rows=plan.max_num_seqs,
             tokens=plan.max_num_batched_tokens,
             length=plan.max_model_len,
+            fixed_order=plan.deterministic,
         )
 
     @property

@@ -152,6 +152,11 @@ class DecoderModel:
         mixtures = [layer.ffn for layer in self.layers if isinstance(layer.ffn, ExpertsBlock)]
         return all(mixture.exchange is None and mixture.experts.capturable for mixture in mixtures)
 
+    @property
+    def is_fused(self) -> bool:
+        """True if the kernels compute all layers, run by run."""
+        return all(isinstance(run, FusedLayers) for run in self.runs)
+
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Compute the rotary angles of the first `rows` positions; `length` is the longest text that is served."""
         self.ropes.fill(rows, length, device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.architectures.shape import Attention, Dense, Experts, FeedForward, LatentAttention, LayerSpec, Mixer
+from weft.architectures.fused import known_spec
 from weft.kernels.base import FusedLatent, FusedLayer, FusedMixture, FusedMLP, FusedStage, KVCache, PhaseTimes
 from weft.kernels.batch import Batch
 from weft.kernels.latents import LatentNorm
@@ -39,54 +39,6 @@ class FusedLayers:
         self._stage.trace(
             log and (lambda layer, phase, began_ns, ended_ns: log(first + layer, phase, began_ns, ended_ns))
         )
-
-
-def known_spec(mixer: Mixer, ffn: FeedForward) -> LayerSpec:
-    """The layer of this mixer and feed-forward part that fused kernels compute: all that is not named here is as
-    usual."""
-    if isinstance(mixer, LatentAttention):
-        return LayerSpec(mixer=mixer, ffn=known_ffn(ffn), norms="pre")
-    return LayerSpec(
-        mixer=Attention(
-            heads=mixer.heads,
-            kv_heads=mixer.kv_heads,
-            head_dim=mixer.head_dim,
-            scale=mixer.scale,
-            rope=mixer.rope,
-            window=mixer.window,
-            qk_norm="none" if mixer.qk_norm == "none" else "head",
-            bias=mixer.bias,
-            out_bias=mixer.out_bias,
-            sinks=mixer.sinks,
-        ),
-        ffn=known_ffn(ffn),
-        norms="pre",
-    )
-
-
-def known_ffn(ffn: FeedForward) -> FeedForward:
-    if isinstance(ffn, Dense):
-        return Dense(width=ffn.width, activation="silu", gated=True, bias=ffn.bias)
-    return Experts(
-        count=ffn.count,
-        top_k=ffn.top_k,
-        width=ffn.width,
-        shared=ffn.shared,
-        shared_width=ffn.shared_width,
-        shared_gate=ffn.shared_gate,
-        scoring=ffn.scoring,
-        normalised=ffn.normalised,
-        scaling=ffn.scaling,
-        groups=ffn.groups,
-        top_groups=ffn.top_groups,
-        group_score=ffn.group_score,
-        correction=ffn.correction,
-        activation="silu",
-        gain=ffn.gain,
-        limit=ffn.limit,
-        up_offset=ffn.up_offset,
-        bias=ffn.bias,
-    )
 
 
 def describe_layer(layer: DecoderLayer) -> FusedLayer | None:

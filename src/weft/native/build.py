@@ -38,8 +38,10 @@ compiling = threading.Event()  # set while this process compiles, or waits for a
 
 
 @functools.cache
-def build_library(dtype: str) -> Path:
+def build_library(dtype: str, narrow: bool = False) -> Path:
     """Path of the library for activations of a dtype of CPP_TYPES: prebuilt, from the cache, or compiled now.
+
+    A `narrow` one keeps to vectors of 256 bits.
 
     One process compiles while others wait. A process that waits for longer than PATIENCE_S compiles as well. In
     whatever order they finish, the file is always a whole one. A damaged file is built again.
@@ -47,9 +49,9 @@ def build_library(dtype: str) -> Path:
     Raises FileNotFoundError without a compiler, OSError if the cache cannot be written or could have been written by
     other users, and subprocess.SubprocessError if the compiler fails.
     """
-    if prebuilt := find_prebuilt(dtype):
+    if prebuilt := find_prebuilt(dtype, narrow=narrow):
         return prebuilt
-    recipe = library.build_recipe(dtype)
+    recipe = library.build_recipe(dtype, narrow=narrow)
     path = recipe.path
     with _building, _noted(compiling):
         _make_folder(path.parent)
@@ -69,18 +71,18 @@ def build_library(dtype: str) -> Path:
 
 
 @functools.cache
-def load_library(dtype: str) -> ctypes.CDLL:
+def load_library(dtype: str, narrow: bool = False) -> ctypes.CDLL:
     """The library for a dtype of CPP_TYPES, loaded into this process. Raises what `build_library` and
     `library.open_library` raise."""
-    return library.open_library(build_library(dtype))
+    return library.open_library(build_library(dtype, narrow))
 
 
-def build_ahead(dtype: str) -> threading.Thread:
+def build_ahead(dtype: str, narrow: bool = False) -> threading.Thread:
     """Begin to build, in a new thread. A later `build_library` waits for it, and raises what made it fail."""
 
     def build_quietly() -> None:
         with contextlib.suppress(Exception):
-            build_library(dtype)
+            build_library(dtype, narrow)
 
     thread = threading.Thread(target=build_quietly, name="weft-compile", daemon=True)
     thread.start()

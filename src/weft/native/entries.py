@@ -13,16 +13,19 @@ class Entries:
     """Entries of a loaded library for activations of `dtype`, one of CPP_TYPES.
 
     Arrays and structures are passed by address. `threads()` is called with each call of an entry that computes in
-    parallel, and says how many threads that call gets at most.
+    parallel, and says how many threads that call gets at most. `fixed_order` is what descriptors shall ask for: sums of
+    a token in one order, whatever other tokens are in the call.
     """
 
-    def __init__(self, library: ctypes.CDLL, dtype: str, threads: Callable[[], int]) -> None:
-        self.dtype = dtype
+    def __init__(
+        self, library: ctypes.CDLL, dtype: str, threads: Callable[[], int], *, fixed_order: bool = False
+    ) -> None:
+        self.dtype, self.fixed_order = dtype, fixed_order
         self._library, self._threads = library, threads
         self.norm = self._parallel("norm", *[POINTER] * 4, SIZE, SIZE, REAL)
         self.silu_mul = self._parallel("silu_mul", *[POINTER] * 2, SIZE, SIZE)
         self.rotate_and_store = self._parallel("rotate_and_store", *[POINTER] * 9, REAL, *[SIZE] * 5)
-        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL, *[POINTER] * 2)
+        self.attend = self._parallel("attend", *[POINTER] * 7, *[SIZE] * 7, REAL, *[POINTER] * 2, SIZE)
         self.attend_latents = self._parallel("attend_latents", *[POINTER] * 6, *[SIZE] * 6, REAL, POINTER)
         self.store_latents = self._parallel("store_latents", *[POINTER] * 7, REAL, *[SIZE] * 6)
         self.absorb = self._parallel("absorb", *[POINTER] * 2, SIZE, POINTER)

@@ -22,6 +22,8 @@ FLAGS = (
     *("-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fopenmp-simd", "-std=c++17"),
     *("-pthread", "-fPIC", "-fvisibility=hidden"),
 )
+# For vectors of 256 bits on a CPU that has wider ones, and without its tiles.
+NARROW_FLAGS = ("-DWEFT_NARROW", "-mno-avx512f")
 CPP_TYPES = {"bfloat16": "bf16", "float32": "float"}  # dtypes of activations, and their types in C++
 DEFAULT_DTYPE = "bfloat16"  # dtype of activations on a CPU unless --dtype says otherwise
 
@@ -45,11 +47,14 @@ def find_compiler() -> str:
     return compiler
 
 
-def build_recipe(dtype: str) -> BuildRecipe:
-    """The recipe for activations of a dtype of CPP_TYPES. Raises FileNotFoundError without a compiler."""
+def build_recipe(dtype: str, *, narrow: bool = False) -> BuildRecipe:
+    """The recipe for activations of a dtype of CPP_TYPES; `narrow` is with NARROW_FLAGS.
+
+    Raises FileNotFoundError without a compiler.
+    """
     compiler = find_compiler()
     sources = [path.read_text() for path in sorted(SOURCES.iterdir())]
-    flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}")
+    flags = (*FLAGS, f"-DWEFT_TYPE={CPP_TYPES[dtype]}", f"-DWEFT_NAME={dtype}", *(NARROW_FLAGS if narrow else ()))
     ingredients = (*sources, _file_version(compiler), *flags, platform.machine(), _cpu_features())
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:20]
     return BuildRecipe(compiler, flags, key, cache_path() / "kernels" / f"{dtype}-{key}.so")

@@ -37,7 +37,8 @@ class CpuTarget:
 
 
 V3 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"])
-V4 = V3 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+WIDE_VECTORS = "avx512f"
+V4 = V3 | frozenset([WIDE_VECTORS, "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 BF16 = V4 | {"avx512_vnni", "avx512_bf16"}
 BF16_FLAGS = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 # The best first.
@@ -55,14 +56,17 @@ TARGETS = (
 )
 
 
-def find_prebuilt(dtype: str) -> Path | None:
-    """Path of the library for this machine in the folder of WEFT_KERNELS; None if there is none that may be loaded."""
+def find_prebuilt(dtype: str, *, narrow: bool = False) -> Path | None:
+    """Path of the library for this machine in the folder of WEFT_KERNELS; None if there is none that may be loaded. A
+    `narrow` one is for CPUs without vectors of 512 bits."""
     folder = os.environ.get(VARIABLE, "")
     if not folder or platform.machine() != "x86_64":
         return None
     features = cpu_features()
     for target in TARGETS:
         path = library_path(Path(folder), dtype, target)
+        if narrow and WIDE_VECTORS in target.features:
+            continue
         if target.features <= features and path.exists():
             if reason := library.objection(path):
                 logger.warning("the prebuilt CPU kernels are not loaded: %s", reason)

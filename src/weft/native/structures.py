@@ -53,7 +53,7 @@ class MatrixDescriptor(ctypes.Structure):
     _fields_ = (
         *((name, SIZE) for name in ("bits", "rows", "cols")),
         *((name, POINTER) for name in ("data", "scales", "lowest", "bias")),
-        *((name, SIZE) for name in ("group", "lacking", "kind")),
+        *((name, SIZE) for name in ("group", "lacking", "kind", "fixed_order")),
     )
 
 
@@ -139,6 +139,7 @@ class StepDescriptor(ctypes.Structure):
         ("sum", SumCallback),
         ("exchange", POINTER),
         ("phases", POINTER),
+        ("fixed_order", SIZE),
     )
 
 

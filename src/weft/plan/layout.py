@@ -19,6 +19,7 @@ from weft.formatting import format_bytes, format_version
 from weft.hardware.gpus import BF16_CAPABILITY
 from weft.hardware.host import Host
 from weft.plan.backends import AttentionSpec, check_backend_name, kv_cache_dtype, with_attention_backend
+from weft.plan.determinism import with_fixed_order
 from weft.plan.devices import check_beside_cpu, device_kind, rank_cores, rank_devices, rank_uuids, utilization
 from weft.plan.max_memory import device_caps, parse_max_memory
 from weft.plan.placement import check_flags
@@ -81,6 +82,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
     dtype = compute_dtype(config, checkpoint, host, devices)
     cache_dtype = kv_cache_dtype(config, shape, host, devices)
     spec = AttentionSpec.from_shape(shape, dtype, fp8_cache=cache_dtype == "fp8")
+    config = with_fixed_order(config, shape, spec, host, devices)
     config = with_attention_backend(config, spec, host, devices)
     schemes = tensor_schemes(config, checkpoint, dtype, devices)
     log_dequantised(config, checkpoint, dtype, schemes)
@@ -117,6 +119,7 @@ def build_plan(config: EngineConfig, checkpoint: Checkpoint, host: Host) -> Plan
         gpu_memory_utilization=utilization(config, host, devices, caps),
         max_memory=caps,
         attention_backend=config.attention_backend,
+        deterministic=config.deterministic,
         graphs=device == "cuda" and not config.enforce_eager and shape.library is None,
         lookahead=lookahead(config, device, len(stages)),
         seed=config.seed,

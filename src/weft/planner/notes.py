@@ -38,6 +38,7 @@ def notes(question: Question, best: Candidate | None) -> list[Note]:
         *(_latent_copies(question, best) if best else ()),
         *_library_model(question),
         *_speculation(question, best),
+        *_deterministic(question),
     ]
     if best:
         listed += [*_checkpoint_format(question, best), *_unpacked_gguf(question, best), *_fp8_units(question, best)]
@@ -151,6 +152,12 @@ def _beside_cpu(question: Question, best: Candidate) -> Iterator[Note]:
     yield create_note(
         "cpu_beside_gpus", cpu=cluster.cpu.name, bandwidth=cluster.cpu.bandwidth_Bps / 1e9, source=cluster.cpu.source
     )
+
+
+def _deterministic(question: Question) -> Iterator[Note]:
+    """Sums in a fixed order take longer; the speeds are those without."""
+    if question.deterministic:
+        yield create_note("deterministic_not_counted")
 
 
 def _speculation(question: Question, best: Candidate | None) -> Iterator[Note]:

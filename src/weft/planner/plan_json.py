@@ -33,7 +33,7 @@ from weft.planner.search import Rejected, SearchResult, engine_profile
 from weft.planner.summary import choice_reason, choice_reasons, summary_note
 
 # Flags that weft simulate does not have: its load has arrivals of its own.
-ONLY_PLANNED = ("--concurrency", "--speculative-config")
+ONLY_PLANNED = ("--concurrency", "--speculative-config", "--deterministic")
 # Times under load, which only a simulation gives (cli/plan_promise.py); None without one.
 SIMULATED = ("ttft_s_at_concurrency", "ttft_s_at_concurrency_p95", "tpot_s_at_concurrency_p95")
 

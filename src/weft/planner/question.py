@@ -42,9 +42,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     The search compares `precisions` with each other. `kv_dtype`, `gpu_memory_utilization`, `max_num_seqs` and
     `max_num_batched_tokens` are the engine's own defaults if None. `price` is in dollars per GPU and hour.
-    `speculation` is the speculative decoding of our own engine, whose memory is counted. `remarks` are notes for the
-    reader of the plan about the way in which it was asked for. `flags` are the model and the flags with their values,
-    for a command that repeats them; the flag of the model itself is the empty string.
+    `speculation` is the speculative decoding of our own engine, whose memory is counted. If `deterministic`, our engine
+    sums in a fixed order, whose price is not counted. `remarks` are notes for the reader of the plan about the way in
+    which it was asked for. `flags` are the model and the flags with their values, for a command that repeats them; the
+    flag of the model itself is the empty string.
     """
 
     model: str
@@ -61,5 +62,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     speculation: Speculation | None = None
+    deterministic: bool = False
     remarks: tuple[Note, ...] = ()
     flags: tuple[tuple[str, ...], ...] = ()

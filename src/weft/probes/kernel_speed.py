@@ -66,7 +66,7 @@ class Kernels:
 
         def run() -> object:
             arrays = (array.ctypes.data for array in (out, starts, context, tables))
-            return self._entries.attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5, None, None)
+            return self._entries.attend(q.ctypes.data, keys, values, *arrays, *sizes, HEAD_DIM**-0.5, None, None, False)
 
         return run
 

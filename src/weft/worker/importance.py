@@ -56,7 +56,8 @@ def measure_importance(
         return {}
     place, shape = plan.places[rank], plan.shape
     dtype = getattr(torch, plan.dtype)
-    tokens = min(TOKENS, plan.max_num_batched_tokens, plan.max_model_len)
+    # By the model alone: engines with other limits have the same weights.
+    tokens = min(TOKENS, shape.longest)
     # One cache for all layers, which run one after the other.
     cache = allocate_cache(shape, place, dtype, device, (1, tokens))
     incoming = None if place.first else links.stage.recv((tokens, shape.hidden), dtype)
@@ -67,7 +68,7 @@ def measure_importance(
         kernels = replace(create_plain_kernels(), matrices=matrices)
         exchange = create_exchange(plan.exchange, links, plan.places, rank, device)
         model = create_model(shape, plan.places, rank, dict(targets), links.tensor, kernels, exchange=exchange)
-        model.fill_ropes(tokens, plan.max_model_len, device)
+        model.fill_ropes(tokens, shape.max_positions, device)
         batch = replace(random_batch(shape.vocab, tokens, device), group_tokens=(tokens,) * plan.data_parallel)
         hidden = model.hidden(incoming, [cache] * len(place.layers), batch)
     if not place.last:

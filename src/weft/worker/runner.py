@@ -23,6 +23,7 @@ from weft.kernels.staged import StagedStep
 from weft.kernels.warm import warm_kernels
 from weft.layers.exchange import create_exchange
 from weft.models.create import create_model
+from weft.plan.determinism import not_deterministic
 from weft.plan.fills import rank_weight_bytes
 from weft.plan.memory import expanded_bytes, step_bytes
 from weft.plan.plan import Plan
@@ -98,6 +99,8 @@ class ModelRunner:
             self.kernels,
             exchange=exchange,
         )
+        if plan.deterministic and not self.model.is_fused:
+            raise not_deterministic("C++ does not compute all layers of this layout in one call")
         if plan.graphs and self.kernels.attention.capturable and not self.model.capturable:
             logger.warning("The experts of this layout cannot be captured: decode steps run without CUDA graphs")
 

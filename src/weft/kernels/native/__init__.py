@@ -24,7 +24,7 @@ from weft.quant.rounding import Rounding
 def create_attention(device: torch.device, shape: AttentionShape) -> NativeAttention:
     """Attention in C++. Raises UnusableError if the library cannot be built or loaded."""
     try:
-        return NativeAttention(load_entries(shape.dtype))
+        return NativeAttention(load_entries(shape.dtype, fixed_order=shape.fixed_order))
     except (OSError, subprocess.SubprocessError) as error:
         raise UnusableError(str(error)) from error
 
@@ -36,7 +36,7 @@ def create_rounding(device: torch.device, shape: AttentionShape) -> Rounding:
 
 def complete_kernels(attention: Attention, device: torch.device, shape: AttentionShape) -> Kernels:
     """`attention` and all other parts in C++, for contiguous tensors on the CPU. Raises what `load_entries` raises."""
-    entries = load_entries(shape.dtype)
+    entries = load_entries(shape.dtype, fixed_order=shape.fixed_order)
 
     def fuse_layers(layers: Sequence[FusedLayer], comm: Group) -> FusedStage | None:
         return NativeStage(entries, layers, comm) if can_fuse(layers, comm) else None

@@ -54,6 +54,7 @@ class NativeAttention:
             scale,
             None if lse is None else lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
+            self._entries.fixed_order,
         )
         return out
 

@@ -6,10 +6,18 @@ import torch
 
 from weft.native import build
 from weft.native.entries import Entries
+from weft.native.prebuilt import WIDE_VECTORS, cpu_features
 
 
-def load_entries(dtype: torch.dtype) -> Entries:
+def load_entries(dtype: torch.dtype, *, fixed_order: bool = False) -> Entries:
     """The entries for activations of `dtype`, from the library that is built if it is not in the cache. Raises what
-    `build.load_library` raises."""
+    `build.load_library` raises. `fixed_order` as for `Entries`."""
     name = str(dtype).removeprefix("torch.")
-    return Entries(build.load_library(name), name, torch.get_num_threads)
+    library = build.load_library(name, True) if fixed_order and needs_narrow() else build.load_library(name)
+    return Entries(library, name, torch.get_num_threads, fixed_order=fixed_order)
+
+
+def needs_narrow() -> bool:
+    """Return True if sums in a fixed order need a library for vectors of 256 bits: the products for wider ones, and for
+    tiles, choose their order by the number of tokens."""
+    return WIDE_VECTORS in cpu_features()

@@ -109,7 +109,7 @@ def pack_stack(entries: Entries, stack: ExpertStack, order: torch.Tensor | None 
     first = reorder_rows(stack.weight.select(0, 0), order)
     tensors = allocate_packed(entries, first, (stack_size(stack.weight),))
     bias = stack.bias if stack.bias is None or order is None else stack.bias[:, order].contiguous()
-    descriptor = describe_matrix(first, first.shape[0], tensors, bias)
+    descriptor = describe_matrix(entries, first, first.shape[0], tensors, bias)
     packed = NativeStack(entries, descriptor, tensors, stack.bias, bias, order)
     packed.replace(stack.weight)
     return packed

@@ -50,17 +50,21 @@ class NativeMatrix:
 def pack_matrix(entries: Entries, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> NativeMatrix:
     """Pack a weight [rows, cols], quantised or of the entries' dtype."""
     tensors = allocate_packed(entries, weight)
-    descriptor = describe_matrix(weight, weight.shape[0], tensors, bias)
+    descriptor = describe_matrix(entries, weight, weight.shape[0], tensors, bias)
     matrix = NativeMatrix(entries, descriptor, getattr(torch, entries.dtype), tensors, bias)
     matrix.replace(weight)
     return matrix
 
 
 def describe_matrix(
-    weight: torch.Tensor | QuantisedWeight, rows: int, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None
+    entries: Entries,
+    weight: torch.Tensor | QuantisedWeight,
+    rows: int,
+    tensors: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
 ) -> MatrixDescriptor:
     """A weight of `rows` rows, packed in `tensors`, as C++ reads it."""
-    descriptor = MatrixDescriptor(rows=rows, cols=weight.shape[-1])
+    descriptor = MatrixDescriptor(rows=rows, cols=weight.shape[-1], fixed_order=entries.fixed_order)
     for name, tensor in zip(("data", "scales", "lowest"), tensors, strict=False):
         setattr(descriptor, name, tensor.data_ptr())
     if isinstance(weight, QuantisedWeight):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TypeGuard
 
@@ -35,6 +35,8 @@ from weft.native.structures import (
 )
 from weft.plan import memory as plan_memory
 
+NEVER_EXPANDED = 1 << 31  # tokens of a row
+
 
 class NativeStage:
     """A `FusedStage` in C++. Its workspace grows to the largest step so far, and is kept."""
@@ -43,6 +45,8 @@ class NativeStage:
         self._entries, self._comm = entries, comm
         self._kept = layers
         self._layers = (LayerDescriptor * len(layers))(*map(describe_layer, layers))
+        if entries.fixed_order:
+            keep_absorbed(self._layers)
         self._caches: Sequence[KVCache] | None = None
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._capacity = 0, 0  # tokens, and those that go through the experts
@@ -81,6 +85,7 @@ class NativeStage:
             self._sum,
             exchange,
             self._phases and ctypes.addressof(self._phases.descriptor),
+            self._entries.fixed_order,
         )
         self._entries.stage(self._layers, len(self._layers), ctypes.byref(step), self._workspace.data_ptr())
         if self._phases is not None:
@@ -230,6 +235,14 @@ def describe_layer(layer: FusedLayer) -> LayerDescriptor:
         head_eps=norm.eps if norm else 0.0,
         eps=layer.eps,
     )
+
+
+def keep_absorbed(layers: Iterable[LayerDescriptor]) -> None:
+    """Have the absorbed form of latent attention computed for rows of any number of tokens: the expanded form sums in
+    another order."""
+    for layer in layers:
+        if layer.latent:
+            layer.latent.contents.expands_from = NEVER_EXPANDED
 
 
 def describe_latent(latent: FusedLatent) -> LatentDescriptor:

@@ -164,6 +164,11 @@ class LibraryDecoder:
         assert not isinstance(bias, QuantisedWeight)
         return GatheredHead(product, bias, [len(place.vocab) for place in self._places], self.comm)
 
+    @property
+    def is_fused(self) -> bool:
+        """False: the class computes the layers."""
+        return False
+
     def fill_ropes(self, rows: int, length: int, device: torch.device) -> None:
         """Nothing to fill: the class computes its angles itself."""
 

@@ -28,7 +28,7 @@ struct AbiEntry {
 constexpr AbiEntry ABI[] = {
     STRUCTURE(Matrix), FIELD(Matrix, bits), FIELD(Matrix, rows), FIELD(Matrix, cols), FIELD(Matrix, data),
     FIELD(Matrix, scales), FIELD(Matrix, lowest), FIELD(Matrix, bias), FIELD(Matrix, group), FIELD(Matrix, lacking),
-    FIELD(Matrix, kind),
+    FIELD(Matrix, kind), FIELD(Matrix, fixed_order),
     STRUCTURE(Experts), FIELD(Experts, gate_up), FIELD(Experts, down), FIELD(Experts, first), FIELD(Experts, count),
     FIELD(Experts, gain), FIELD(Experts, limit), FIELD(Experts, up_offset),
     STRUCTURE(Routing), FIELD(Routing, top_k), FIELD(Routing, normalised), FIELD(Routing, sigmoid),
@@ -49,7 +49,7 @@ constexpr AbiEntry ABI[] = {
     STRUCTURE(Step), FIELD(Step, residual), FIELD(Step, angles), FIELD(Step, positions), FIELD(Step, slots),
     FIELD(Step, row_starts), FIELD(Step, context), FIELD(Step, tables), FIELD(Step, tokens), FIELD(Step, rows),
     FIELD(Step, table_width), FIELD(Step, block_size), FIELD(Step, shared), FIELD(Step, sum),
-    FIELD(Step, exchange), FIELD(Step, phases),
+    FIELD(Step, exchange), FIELD(Step, phases), FIELD(Step, fixed_order),
     STRUCTURE(PhaseEntry), FIELD(PhaseEntry, layer), FIELD(PhaseEntry, phase), FIELD(PhaseEntry, ended_ns),
     STRUCTURE(PhaseLog), FIELD(PhaseLog, entries), FIELD(PhaseLog, room), FIELD(PhaseLog, count),
     FIELD(PhaseLog, began_ns),

@@ -4,7 +4,7 @@
 // to two tiles of tokens, each 16 tokens by 32 columns, with its sums in registers.
 #pragma once
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__linux__) && !defined(WEFT_NARROW)
 #define WEFT_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -48,7 +48,7 @@ inline __attribute__((always_inline)) void mix_vectors(const float *scores, cons
 #pragma GCC unroll 6
         for (int64_t q = 0; q < N; q++)
 #pragma GCC unroll 2
-            for (int64_t v = 0; v < V; v++) sum[q][v] += scores[q * KEYS + j] * part[v];
+            for (int64_t v = 0; v < V; v++) sum[q][v] = fused_add(sum[q][v], Wide{} + scores[q * KEYS + j], part[v]);
     }
     for (int64_t q = 0; q < N; q++)
         for (int64_t v = 0; v < V; v++) vector_at(sums + q * padded + d + v * WIDE) = sum[q][v];
@@ -76,7 +76,7 @@ void score_few(const float *queries, const T *const *key, float *scores, int64_t
         for (int64_t k = 0; k < K; k++) {
             Wide part = widened(key[k] + d);
 #pragma GCC unroll 4
-            for (int64_t q = 0; q < N; q++) sum[q][k] += vector_at(queries + q * padded + d) * part;
+            for (int64_t q = 0; q < N; q++) sum[q][k] = fused_add(sum[q][k], vector_at(queries + q * padded + d), part);
         }
     for (int64_t q = 0; q < N; q++)
         for (int64_t k = 0; k < K; k++) {
@@ -136,12 +136,15 @@ private:
             // The next keys are loaded while these are worked on; otherwise each line of memory would be waited for.
             prefetch(part, at + KEYS);
             if (few) {
-                score_rows(part.first, last, n);
+                score_rows(part.first, last, n, s.key);
                 soften(part.first, last, at, n);
                 mix_few(part.first, last, n);
             } else {
                 widen_keys(n);
-                score(part.first, last);
+                if (a.fixed_order)
+                    score_widened(part.first, last, n);
+                else
+                    score(part.first, last);
                 soften(part.first, last, at, n);
                 mix(part.first, last, n);
             }
@@ -174,11 +177,12 @@ private:
         }
     }
 
-    // Transpose the keys, and widen keys and values to float, which pays if many queries read them.
+    // Transpose the keys, and widen keys and values to float, which pays if many queries read them. In a fixed order keys
+    // stay as they are.
     void widen_keys(int64_t n) {
-        int64_t width = padded();
+        int64_t width = padded(), next = a.fixed_order ? 1 : KEYS, row = a.fixed_order ? width : 1;
         for (int64_t j = 0; j < n; j++) {
-            for (int64_t d = 0; d < a.head_dim; d++) s.keys[d * KEYS + j] = widen(s.key[j][d]);
+            for (int64_t d = 0; d < a.head_dim; d++) s.keys[d * next + j * row] = widen(s.key[j][d]);
             for (int64_t d = 0; d < a.head_dim; d++) s.values[j * width + d] = widen(s.value[j][d]);
             for (int64_t d = a.head_dim; d < width; d++) s.values[j * width + d] = 0;
         }
@@ -219,18 +223,25 @@ private:
     }
 
     // Scores of n keys that were not transposed.
-    void score_rows(int64_t i, int64_t last, int64_t n) {
-        for (; i + 4 <= last; i += 4) score_keys<4, 2>(i, n);
-        for (; i + 2 <= last; i += 2) score_keys<2, 4>(i, n);
-        for (; i < last; i++) score_keys<1, 4>(i, n);
+    template <class Number> void score_rows(int64_t i, int64_t last, int64_t n, const Number *const *key) {
+        for (; i + 4 <= last; i += 4) score_keys<4, 2>(i, n, key);
+        for (; i + 2 <= last; i += 2) score_keys<2, 4>(i, n, key);
+        for (; i < last; i++) score_keys<1, 4>(i, n, key);
     }
 
-    template <int64_t N, int64_t K> void score_keys(int64_t i, int64_t n) {
+    // The same of widened keys, each score in the same order of sums.
+    void score_widened(int64_t i, int64_t last, int64_t n) {
+        const float *key[KEYS];
+        for (int64_t j = 0; j < n; j++) key[j] = s.keys + j * padded();
+        score_rows(i, last, n, key);
+    }
+
+    template <int64_t N, int64_t K, class Number> void score_keys(int64_t i, int64_t n, const Number *const *key) {
         const float *queries = s.queries + i * padded();
         int64_t j = 0;
         for (; j + K <= n; j += K)
-            score_few<N, K>(queries, s.key + j, s.scores + i * KEYS + j, a.head_dim, padded());
-        for (; j < n; j++) score_few<N, 1>(queries, s.key + j, s.scores + i * KEYS + j, a.head_dim, padded());
+            score_few<N, K>(queries, key + j, s.scores + i * KEYS + j, a.head_dim, padded());
+        for (; j < n; j++) score_few<N, 1>(queries, key + j, s.scores + i * KEYS + j, a.head_dim, padded());
     }
 
     void mix(int64_t i, int64_t last, int64_t n) {

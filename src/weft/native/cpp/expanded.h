@@ -104,7 +104,7 @@ void attend_expanded(Team &team, const ExpandedRow &row, const LatentProjection 
         int64_t count = std::min(row.at_once, row.heads - head);
         expand_latents(team, p, space.latents, row.context, head, count, space.keys, space.values, head_dim);
         Paged<T> paged{q + head * head_dim, space.keys, space.values, space.mixed, row.rows(), count, count, head_dim, 0,
-                       q_stride, a.scale, nullptr, nullptr};
+                       q_stride, a.scale, nullptr, nullptr, 0};
         attend(team, paged, row.tiles_of(count), nothing);
         team.each(row.tokens, [&](int64_t first, int64_t last) {
             for (int64_t t = first; t < last; t++)

@@ -110,9 +110,9 @@ template <int N>
         floats low = load<floats>(panel + c * PANEL), high = load<floats>(panel + c * PANEL + SLICE);
 #pragma GCC unroll 12
         for (int n = 0; n < N; n++) {
-            float value = x[n * stride + c];
-            sum[n][0] += low * value;
-            sum[n][1] += high * value;
+            floats value = floats{} + x[n * stride + c];
+            sum[n][0] = multiply_add(sum[n][0], low, value);
+            sum[n][1] = multiply_add(sum[n][1], high, value);
         }
     }
 #pragma GCC unroll 12
@@ -148,11 +148,13 @@ template <class C> void float8_many(const Packed &panel, const float *x, int64_t
         }
 }
 
-// Sums of `tokens` prepared rows of x with a panel: [tokens][PANEL].
-template <class C> void float8_sums(const Packed &panel, const char *x, int64_t tokens, float *sums) {
+// Sums of `tokens` prepared rows of x with a panel: [tokens][PANEL]. In a `fixed_order` by one way for any number of them.
+template <class C>
+void float8_sums(const Packed &panel, const char *x, int64_t tokens, float *sums, bool fixed_order) {
     static_assert(C::WIDE);
     const float *rows = reinterpret_cast<const float *>(x);
     int64_t stride = float8_row_bytes(panel.columns.blocks * BLOCK) / int64_t(sizeof(float));
+    if (fixed_order) return float8_many<C>(panel, rows, stride, tokens, sums);
     switch (tokens) {
         case 1: return float8_few<C, 1>(panel, rows, stride, sums);
         case 2: return float8_few<C, 2>(panel, rows, stride, sums);

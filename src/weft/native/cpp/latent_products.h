@@ -63,7 +63,7 @@ void absorb_head(const LatentProjection &p, const T *q, int64_t q_stride, int64_
         for (int64_t i = 0; i < n; i++)
             for (int64_t d = 0; d < p.nope_dim(); d++)
                 from[i * width + d] = widen(q[(t + i) * q_stride + head * p.head_dim() + d]);
-        (n > 1 ? absorb_columns<ABSORBED, T> : absorb_columns<1, T>)(w, from, width, to, first, last);
+        (n > 1 || w.fixed_order ? absorb_columns<ABSORBED, T> : absorb_columns<1, T>)(w, from, width, to, first, last);
         for (int64_t i = 0; i < n; i++)
             narrow_row(to + i * p.rank() + first, out + ((t + i) * p.heads + head) * p.latent_dim() + first,
                        last - first);

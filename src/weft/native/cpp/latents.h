@@ -30,6 +30,7 @@ template <class T> struct PagedLatents {
     int64_t heads, rank, width;
     float scale;
     float *lse;  // [tokens, heads], or null
+    int64_t fixed_order;  // one order of sums, see `Step`
 
     // Query vectors of a row.
     int64_t queries(int64_t row) const { return rows.tokens(row) * heads; }
@@ -39,8 +40,10 @@ template <class T> struct PagedLatents {
         return rows.context[row] - rows.tokens(row) + query / heads;
     }
 
-    // Positions of a part of a row's context. They depend on the row alone, and so do the sums of its queries.
+    // Positions of a part of a row's context. They depend on the row alone, and so do the sums of its queries. In a fixed
+    // order not even on its context, of which a chunk of a prompt has less.
     int64_t part_size(int64_t row) const {
+        if (fixed_order) return LATENT_PART;
         int64_t parts = (rows.context[row] + LATENT_PART - 1) / LATENT_PART;
         return (parts + MOST_PARTS - 1) / MOST_PARTS * LATENT_PART;
     }
@@ -89,7 +92,7 @@ public:
         bool few = int64_t(tiles.size()) < 2 * threads && threads > 1;
         for (size_t i = 0; i < tiles.size(); i++) {
             int64_t parts = a.parts(tiles[i].row);
-            tiles[i].slot = few && parts > 1 ? slots : -1;
+            tiles[i].slot = few && parts > 1 && parts <= MOST_PARTS ? slots : -1;
             if (tiles[i].slot < 0) {
                 pieces.push_back({int64_t(i), -1});
                 continue;
@@ -237,9 +240,9 @@ private:
 #pragma GCC unroll 4
             for (int n = 0; n < Q; n++) {
                 Wide query = vector_at(q + n * width + d);
-                sum[n][0] += query * a;
-                sum[n][1] += query * b;
-                sum[n][2] += query * c;
+                sum[n][0] = fused_add(sum[n][0], query, a);
+                sum[n][1] = fused_add(sum[n][1], query, b);
+                sum[n][2] = fused_add(sum[n][2], query, c);
             }
         }
         for (int n = 0; n < Q; n++)
@@ -294,9 +297,9 @@ private:
             Wide a = vector_at(s.keys + j * width + d), b = vector_at(s.keys + j * width + d + second);
 #pragma GCC unroll 6
             for (int q = 0; q < Q; q++) {
-                float weight = s.scores[(i + q) * LATENT_KEYS + j];
-                low[q] += weight * a;
-                high[q] += weight * b;
+                Wide weight = Wide{} + s.scores[(i + q) * LATENT_KEYS + j];
+                low[q] = fused_add(low[q], weight, a);
+                high[q] = fused_add(high[q], weight, b);
             }
         }
         for (int q = 0; q < Q; q++) {

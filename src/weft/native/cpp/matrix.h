@@ -21,6 +21,7 @@ struct Matrix {
     int64_t group;     // columns that share a scale
     int64_t lacking;   // columns that the first group lacks
     Lowest kind;
+    int64_t fixed_order;  // one order of sums whatever the number of tokens
 
     int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
     int64_t blocks() const { return cols / BLOCK; }
@@ -109,7 +110,7 @@ void panel_sums(const Matrix &m, int64_t p, const char *x, bool plain, int64_t t
             if (plain) return dequantised_sums<C>(packed, reinterpret_cast<const T *>(x), tokens, sums);
 #endif
         if constexpr (C::WIDE)
-            float8_sums<C>(packed, x, tokens, sums);
+            float8_sums<C>(packed, x, tokens, sums, m.fixed_order);
         else
             quantised_sums<C>(packed, x, tokens, sums, ahead);
     });

@@ -24,10 +24,10 @@ extern template void quantised_sums<Nibbles>(const Packed &, const char *, int64
 extern template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 extern template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
-extern template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
-extern template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *);
-extern template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *);
-extern template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *);
+extern template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *, bool);
+extern template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *, bool);
+extern template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *, bool);
+extern template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *, bool);
 #ifdef WEFT_AMX
 extern template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 extern template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);
@@ -142,10 +142,11 @@ void expand_latents(const LatentProjection &p, const T *latents, int64_t count, 
     ENTRY void weft_attend_##NAME(const T *q, const T *keys, const T *values, T *out, const int32_t *row_starts,       \
                                   const int32_t *context, const int32_t *tables, int64_t table_width, int64_t rows,    \
                                   int64_t block_size, int64_t q_heads, int64_t kv_heads, int64_t head_dim,             \
-                                  int64_t window, float scale, float *lse, const T *sinks, int64_t threads) {          \
+                                  int64_t window, float scale, float *lse, const T *sinks, int64_t fixed_order,        \
+                                  int64_t threads) {                                                                   \
         Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
         attend(Paged<T>{q, keys, values, out, all, q_heads, kv_heads, head_dim, window, q_heads * head_dim, scale,     \
-                        lse, sinks},                                                                                   \
+                        lse, sinks, fixed_order},                                                                      \
                threads);                                                                                               \
     }                                                                                                                  \
     ENTRY void weft_attend_latents_##NAME(const T *q, const T *latents, T *out, const int32_t *row_starts,             \
@@ -153,7 +154,7 @@ void expand_latents(const LatentProjection &p, const T *latents, int64_t count, 
                                           int64_t rows, int64_t block_size, int64_t heads, int64_t rank, int64_t width,\
                                           float scale, float *lse, int64_t threads) {                                  \
         Rows all{row_starts, context, tables, rows, table_width, block_size};                                          \
-        attend_latents(PagedLatents<T>{q, latents, out, all, heads, rank, width, scale, lse}, threads);                \
+        attend_latents(PagedLatents<T>{q, latents, out, all, heads, rank, width, scale, lse, 0}, threads);             \
     }                                                                                                                  \
     ENTRY void weft_store_latents_##NAME(T *q, const T *latents, T *cache, const float *table,                         \
                                          const int32_t *positions, const int64_t *slots, const T *norm, float eps,     \

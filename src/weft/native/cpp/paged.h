@@ -31,6 +31,7 @@ template <class T> struct Paged {
     // See `Attention.attend` of kernels/base.py; may be null.
     float *lse;      // [tokens, q_heads]
     const T *sinks;  // [q_heads]
+    int64_t fixed_order;  // one order of sums, see `Step`
 
     int64_t group() const { return q_heads / kv_heads; }
 

@@ -43,7 +43,8 @@ struct PhaseLog {
 // The step that a call computes, see Batch in kernels/batch.py. Mirrored in native/structures.py. x [tokens, hidden] is
 // summed over the ranks through `shared`, or by sum(), which returns 0, or another number if it failed. Both are null
 // if there is one rank. `exchange` is null unless other attention groups take the step with this one, which then may
-// have no tokens: only the exchange is read. `phases` is null unless the step is traced.
+// have no tokens: only the exchange is read. `phases` is null unless the step is traced. With a `fixed_order` of sums, a
+// token's result has the same bits whatever other tokens are in the step; matrices have such a field of their own.
 struct Step {
     void *residual;  // [tokens, hidden]: the layers' input and result
     const float *angles;
@@ -56,6 +57,7 @@ struct Step {
     int32_t (*sum)();
     const Exchange *exchange;
     PhaseLog *phases;
+    int64_t fixed_order;
 
     // Tokens that go through the experts of a rank.
     int64_t routed() const { return exchange ? exchange->tokens() : tokens; }
@@ -146,7 +148,7 @@ template <class T> class Stage {
     PagedLatents<T> paged_latents(const Layer &l) const {
         const LatentProjection &p = l.latent->projection;
         return {space.absorbed, static_cast<const T *>(l.keys), space.mixed_latents, step.all_rows(l.group), l.q_heads,
-                p.rank(), p.latent_dim(), l.scale, nullptr};
+                p.rank(), p.latent_dim(), l.scale, nullptr, step.fixed_order};
     }
 
     // Queries into space.qkv, and latents into space.latents.
@@ -235,7 +237,7 @@ template <class T> class Stage {
         if (!little) team.each(step.tokens, rotated);
         ended(team, QKV);
         Paged<T> paged{space.qkv, keys, values, space.mixed, step.all_rows(l.group), l.q_heads, l.kv_heads, l.head_dim,
-                       l.window, width, l.scale, nullptr, static_cast<const T *>(l.sinks)};
+                       l.window, width, l.scale, nullptr, static_cast<const T *>(l.sinks), step.fixed_order};
         attend(team, paged, tiles[l.group], [&] { prepare(l.out, space.mixed, 0, step.tokens); });
         ended(team, ATTEND);
         return multiply_and_join(team, l.out, space.mixed, 0, rows, OUT);
@@ -269,7 +271,15 @@ template <class T> class Stage {
     void weigh_shared(const Matrix &weigher, const T *x, int64_t count, float *shares) const {
         if (!weigher.rows) return std::fill(shares, shares + count, 1.0f);
         multiply(weigher, x, nullptr, count, shares, 0, 1);
-        for (int64_t t = 0; t < count; t++) shares[t] = 1 / (1 + exp_moderate(-shares[t]));
+        // In whole vectors, see `weigh_experts`: a token's share would depend on its place in the step.
+        constexpr int64_t PIECE = 16;
+        for (int64_t at = 0; at < count; at += PIECE) {
+            int64_t n = std::min(PIECE, count - at);
+            float piece[PIECE] = {};
+            std::memcpy(piece, shares + at, n * sizeof(float));
+            for (int64_t i = 0; i < PIECE; i++) piece[i] = 1 / (1 + exp_moderate(-piece[i]));
+            std::memcpy(shares + at, piece, n * sizeof(float));
+        }
     }
 
     // The experts of `count` tokens from token `at` on, and their shares; then then() once.
@@ -442,7 +452,7 @@ template <class T> void stage(const Layer *layers, int64_t count, const Step &st
     if (latent) {
         const LatentProjection &p = latent->projection;
         PagedLatents<T> rows{nullptr, nullptr, nullptr, step.all_rows(layers->group), layers->q_heads, p.rank(),
-                             p.latent_dim(), layers->scale, nullptr};
+                             p.latent_dim(), layers->scale, nullptr, step.fixed_order};
         forms.emplace(rows.rows, p, latent->expands_from, latent->expanded_bytes, int64_t(sizeof(T)), threads);
         latent_tiles.emplace(rows, threads, latent->expands_from);
         int64_t most = 0;

@@ -17,10 +17,10 @@ template void quantised_sums<Nibbles>(const Packed &, const char *, int64_t, flo
 template void quantised_sums<HalfBlocks>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Floats>(const Packed &, const char *, int64_t, float *, Ahead);
 template void quantised_sums<Nested>(const Packed &, const char *, int64_t, float *, Ahead);
-template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *);
-template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *);
-template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *);
-template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *);
+template void float8_sums<Float8>(const Packed &, const char *, int64_t, float *, bool);
+template void float8_sums<NormalFloats>(const Packed &, const char *, int64_t, float *, bool);
+template void float8_sums<Float4>(const Packed &, const char *, int64_t, float *, bool);
+template void float8_sums<SignedOctets>(const Packed &, const char *, int64_t, float *, bool);
 #ifdef WEFT_AMX
 template void dequantised_sums<Octets>(const Packed &, const bf16 *, int64_t, float *);
 template void dequantised_sums<Nibbles>(const Packed &, const bf16 *, int64_t, float *);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -22,12 +22,33 @@ inline Wide &vector_at(float *at) { return *reinterpret_cast<Wide *>(at); }
 inline float sum_of(Wide v) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)v);  // of the loop below GCC makes branches
+#elif defined(__AVX2__)
+    // Empty asm statements keep the order: -ffast-math would choose it anew wherever this is inlined.
+    auto kept = [](__m128 part) {
+        asm("" : "+x"(part));
+        return part;
+    };
+    __m128 four = kept(_mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)));
+    __m128 two = kept(_mm_add_ps(four, _mm_movehl_ps(four, four)));
+    return _mm_cvtss_f32(kept(_mm_add_ss(two, _mm_movehdup_ps(two))));
 #else
     float part[WIDE];
     std::memcpy(part, &v, sizeof part);
     for (int64_t half = WIDE / 2; half; half /= 2)
         for (int64_t i = 0; i < half; i++) part[i] += part[i + half];
     return part[0];
+#endif
+}
+
+// sum + a * b, rounded once where the CPU can, in the order of the source: GCC would order products otherwise, or add them
+// before they meet the sum, each time that a loop is compiled for another number of queries.
+inline Wide fused_add(Wide sum, Wide a, Wide b) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Wide)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
 #endif
 }
 

@@ -1,0 +1,80 @@
+"""Deterministic engines (--deterministic): what they need of a model, a machine and a config.
+
+Their kernels sum in one order, whatever other tokens are in a step. That is shown for the compiled CPU kernels with
+vectors of 256 bits, for layers that these compute whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from weft.architectures.fused import is_fused
+from weft.architectures.library import PREFIX
+from weft.architectures.shape import ModelShape
+from weft.config import EngineConfig
+from weft.errors import ConfigError
+from weft.hardware.host import Host
+from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice, weft_backend
+
+VARIABLE = "VLLM_BATCH_INVARIANT"
+FEATURES = ("avx2", "fma")  # of the CPU
+HEAD_UNIT = 8  # dims: what is left over of a head is summed in another order for other numbers of keys
+BACKEND = "cpu"
+ON_GPUS = "kernels for GPUs choose the order of sums by the batch; run on the CPU (weft serve --device cpu)"
+
+logger = logging.getLogger("weft")
+
+
+def with_fixed_order(
+    config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
+) -> EngineConfig:
+    """Set what a deterministic engine needs, if the config asks for one, or VLLM_BATCH_INVARIANT=1 where it can be had.
+
+    Raises ConfigError if the config asks for one that cannot be had here.
+    """
+    if not config.deterministic and host.environment.get(VARIABLE) != "1":
+        return config
+    reason = next(obstacles(config, shape, spec, host, devices), None)
+    if reason is None:
+        return replace(config, deterministic=True, attention_backend=BACKEND)
+    if config.deterministic:
+        raise not_deterministic(reason)
+    # The variable is set for vLLM, which may well run beside us: no reason to stop.
+    logger.warning("%s is 1, but answers depend on what else runs: %s", VARIABLE, reason)
+    return config
+
+
+def obstacles(
+    config: EngineConfig, shape: ModelShape, spec: AttentionSpec, host: Host, devices: Sequence[str]
+) -> Iterator[str]:
+    """Reasons that an engine cannot be deterministic here, each with a way out if there is one."""
+    if any(name != "cpu" for name in devices):
+        yield ON_GPUS
+    if host.cpu is None or not set(FEATURES) <= set(host.cpu.features):
+        yield f"the order of sums is shown for CPUs with {' and '.join(FEATURES)} only"
+    if weft_backend(config.attention_backend) not in ("auto", BACKEND):
+        yield f"only the compiled CPU kernels are; leave --attention-backend {config.attention_backend} out"
+    if against := ATTENTION_BACKENDS[BACKEND].supports(spec, KernelDevice(cards=(), packages=None)):
+        yield f"only the compiled CPU kernels are, and {against}"
+    yield from against_model(shape)
+    if config.enable_expert_parallel and (config.data_parallel_size or 1) > 1:
+        yield "attention groups that share experts are not; leave --data-parallel-size or --enable-expert-parallel out"
+    if config.executor == "ray" or (config.nnodes or 1) > 1:
+        yield "sums over ranks of several machines are not; run on one, without Ray"
+
+
+def against_model(shape: ModelShape) -> Iterator[str]:
+    """Reasons that lie in the model."""
+    if shape.library is not None:
+        yield f"{shape.architecture.removeprefix(PREFIX)} runs through Transformers' class, which is not"
+    elif not is_fused(shape):
+        yield f"layers of {shape.architecture} are computed with torch in part, which is not"
+    if shape.latent is None and shape.head_dim % HEAD_UNIT:
+        yield f"heads have {shape.head_dim} dims, which is no multiple of {HEAD_UNIT}"
+
+
+def not_deterministic(reason: str) -> ConfigError:
+    """The error of an engine that cannot be deterministic."""
+    return ConfigError(f"--deterministic is not possible here: {reason}", code="not-deterministic")
