@@ -288,7 +288,7 @@ def schedule_in_turn(engine: Engine) -> bool:
     return plan is not None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(load=loads())
 def test_nobody_starves_and_steps_stay_full(load: tuple[dict[str, Any], list[tuple[int, Request]]]) -> None:
     """All requests end, and blocks are conserved with every step: Engine checks that."""

@@ -231,5 +231,6 @@ class RequestCount:
             self._rates.settle(self._name, counted=counted)
 
 
-# Of the request that the present task answers; one without a key is not counted.
-counting: ContextVar[RequestCount] = ContextVar("counting", default=RequestCount(KeyRates([]), ""))
+UNCOUNTED = RequestCount(KeyRates([]), "")
+# Of the request that the present task answers.
+counting: ContextVar[RequestCount] = ContextVar("counting", default=UNCOUNTED)

@@ -55,7 +55,7 @@ class BatchRun:
         self.news = asyncio.Event()  # the batch may have been cancelled
 
     async def run(self) -> None:
-        """Go on with the batch; return early if the server ends, or if the batch means another server's model or key."""
+        """Go on with the batch; return early if the server ends, or if another server has the batch's model or key."""
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
