@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,8 +15,15 @@ import pytest
 from tests.pure.worlds import HI, FakeEngine, Wire, World, endless, in_pieces
 from tests.refusals import refuses
 from weft.config import EngineConfig
+from weft.core.identity import RequestIdentity
+from weft.core.params import SamplingParams
+from weft.core.request import Request
+from weft.core.token_ids import TokenIds
 from weft.errors import ConfigError
-from weft.serving.key_file import read_keys
+from weft.serving.clients import Client
+from weft.serving.errors import HttpError
+from weft.serving.key_file import ClientKey, read_keys
+from weft.serving.key_rates import KeyRates, RequestCount
 from weft.serving.options import ServeOptions
 from weft.serving.server import check_keys
 
@@ -64,6 +73,68 @@ async def test_tokens_of_prompts_and_answers_count(written: Written) -> None:
     assert (await world.post("/v1/completions", body, headers=by("one"))).status_code == 200
     refused = await world.post("/v1/completions", {**body, "prompt": "abc"}, headers=by("one"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit")
+
+
+async def test_a_request_that_tokens_forbid_is_none_of_the_minute_s_requests(written: Written) -> None:
+    world = World(api_key_file=written("[{name: a, key: one, rpm: 1, tpm: 10}]"))
+    for _ in range(3):
+        refused = await world.post("/v1/completions", {"prompt": "a" * 11}, headers=by("one"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "over_rate_limit")
+    world.engine.full = True
+    assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=by("one"))).status_code == 429
+    world.engine.full = False
+    assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=by("one"))).status_code == 200
+    assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=by("one"))).status_code == 429
+
+
+async def test_requests_without_a_prompt_count_when_they_end(written: Written) -> None:
+    world = World(api_key_file=written("[{name: a, key: one, rpm: 1}]"))
+    assert (await world.post("/tokenize", {"prompt": "ab"}, headers=by("one"))).status_code == 200
+    assert (await world.post("/tokenize", {"prompt": "ab"}, headers=by("one"))).status_code == 429
+
+
+def test_requests_that_are_read_at_once_share_the_limit() -> None:
+    rates = KeyRates([ClientKey(name="a", key="one", rpm=2)])
+    first, second, third = (RequestCount(rates, "a") for _ in range(3))
+    first.enter()
+    second.enter()
+    with pytest.raises(HttpError, match="2 requests a minute"):
+        third.enter()
+    first.refuse()
+    first.leave()
+    third.enter()
+    second.leave()
+    with third.accepting(5):
+        pass
+    third.leave()
+    with pytest.raises(HttpError, match="2 requests a minute"):
+        first.enter()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_after_the_time_told_there_is_room_and_not_before(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = Random(seed)
+    now = 1e6 + chance.uniform(0, 60)
+    monkeypatch.setattr(time, "time", lambda: now)
+    limit = chance.choice([1, 3, 60, 60_000])
+    rates = KeyRates([ClientKey(name="a", key="one", tpm=limit)])
+    told: int | None = None
+    while told is None:
+        cost = chance.randint(1, limit)
+        try:
+            rates.test("a", tokens=cost)
+            rates.count_prompt("a", cost)
+            now += chance.uniform(0, 40) / min(limit, 9)
+        except HttpError as error:
+            told = error.retry_after_s
+    assert told is not None and 1 <= told <= 120
+    refused_at = now
+    if told > 1:
+        now = refused_at + told - 1.01
+        with pytest.raises(HttpError):
+            rates.test("a", tokens=cost)
+    now = refused_at + told
+    rates.test("a", tokens=cost)
 
 
 async def test_requests_at_once(written: Written) -> None:
@@ -136,6 +207,13 @@ async def test_listings_from_this_machine_may_be_open(written: Written, open_lis
     assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=here)).status_code == 401
 
 
+def test_a_salt_keeps_the_rest_of_an_identity() -> None:
+    identity = RequestIdentity(adapter="b", content=(b"picture",), cache_salt="s")
+    request = Request(id="1", prompt=TokenIds.pack([1]), params=SamplingParams(), stop_ids=(), identity=identity)
+    signed = Client("a", 1, salt="own").sign(request).identity
+    assert (signed.adapter, signed.content) == ("b", (b"picture",)) and signed.cache_salt != "s"
+
+
 async def test_a_request_ends_at_its_timeout() -> None:
     world = World(FakeEngine(endless), request_timeout=0.01)
     answer = await world.complete()
@@ -162,6 +240,9 @@ def test_a_file_that_others_may_read(written: Written) -> None:
         ("[{name: a, key: x, wieght: 2}]", {}, "unknown-field"),
         ("[{name: a, key: x, quota: {day: 5}}]", {}, "quota-without-ledger"),
         ("[{name: a, key: x, weight: 2}]", {}, "weight-without-policy"),
+        (f"[{{name: a, key: x}}, {{name: b, sha256: {sha256(b'x').hexdigest()}}}]", {}, "duplicate-key"),
+        ("[{name: a, key: x, rpm: 1}]", {"api_key": ("y", "x")}, "duplicate-key"),
+        ("[{name: a, key: x, rpm: 1}]", {"admin_key": "x"}, "duplicate-key"),
         ("", {"open_listing": True, "api_key_file": None}, "listing-without-keys"),
     ],
 )

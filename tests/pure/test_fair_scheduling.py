@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from tests.pure.scheduling import LIMITS, Engine, request
 from tests.refusals import refuses
+from weft.core.fair import FairScheduler
+from weft.core.request import Request
 from weft.errors import QueueFullError
 
 ROOMY = LIMITS | {
@@ -136,3 +141,185 @@ def test_two_large_requests_do_not_take_turns_without_end() -> None:
         engine.scheduler.add(request(f"of-{owner}", [owner] * 20, owner=owner, max_tokens=5))
     engine.run()
     assert engine.scheduler.stats().preemptions == 0
+
+
+# Throughput
+
+
+def drain(engine: Engine) -> int:
+    """Number of steps until all requests have ended."""
+    steps = 0
+    while engine.scheduler._unfinished:
+        step(engine)
+        steps += 1
+    assert engine.scheduler.stats().blocks_used == 0
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param((120, 8, 40), (120, 8, 40), id="equal"),
+        pytest.param((120, 8, 40), (3, 8, 400), id="three-long-answers"),
+        pytest.param((150, 4, 8), (60, 60, 40), id="short-beside-long"),
+        pytest.param((100, 30, 60), (300, 3, 1), id="one-token-answers"),
+        pytest.param((30, 150, 60), (30, 150, 60), id="full-cache"),
+    ],
+)
+def test_two_owners_share_steps(first: tuple[int, int, int], second: tuple[int, int, int]) -> None:
+    """All requests of both are there from the start, so that both always wait: as many steps as in order of arrival."""
+    limits = {"num_blocks": 700, "max_num_seqs": 32, "max_num_batched_tokens": 128, "max_model_len": 512}
+    steps = []
+    for policy in ("fair", "fcfs"):
+        engine = Engine(ROOMY | limits | {"policy": policy})
+        for owner, (count, prompt, answer) in ((1, first), (2, second)):
+            for number in range(count):
+                body = [owner, number % 7, number // 7] + [number % 11] * (prompt - 3)
+                engine.scheduler.add(request(f"{owner}-{number}", body[:prompt], owner=owner, max_tokens=answer))
+        steps.append(drain(engine))
+    assert steps[0] <= steps[1] / 0.9
+
+
+def test_requests_for_which_there_is_no_room_do_not_empty_the_steps() -> None:
+    """The less served owner waits for blocks: its one running row is no reason to compute nothing else."""
+    limits = {"num_blocks": 2000, "max_num_seqs": 64, "max_num_batched_tokens": 256, "max_model_len": 3000}
+    engine = busy(limits, 300, 4)
+    for number in range(10):
+        engine.scheduler.add(request(f"long-{number}", [number] * 2400, owner=2, max_tokens=300))
+    for _ in range(40):
+        step(engine)
+    assert engine.scheduler.stats().waiting and "long-0" in engine.scheduler.running
+    rows = len(engine.scheduler.running)
+    assert sum(step(engine) for _ in range(50)) >= 0.9 * 50 * rows
+
+
+# Blocks
+
+
+def test_small_requests_pass_one_for_which_there_is_no_room() -> None:
+    engine = busy({"num_blocks": 128, "max_num_seqs": 16, "max_model_len": 500}, 30, prompt=40)
+    engine.scheduler.add(request("large", [8] * 400, owner=2, max_tokens=4))
+    for _ in range(3):
+        step(engine)
+    for owner in (3, 4):
+        engine.scheduler.add(request(f"small-{owner}", [owner] * 20, owner=owner, max_tokens=8))
+    assert tokens_until_first(engine, "small-3") <= 2 * 32
+    assert tokens_until_first(engine, "small-4") <= 2 * 32
+    for number in range(200):  # and however many there are of these, its turn comes
+        engine.scheduler.add(request(f"more-{number}", [number % 9] * 20, owner=3 + number % 2, max_tokens=8))
+    while not engine.tokens("large"):
+        step(engine)
+    assert engine.scheduler.stats().waiting > 50
+
+
+def test_the_owner_that_outgrows_its_share_gives_up_its_blocks() -> None:
+    engine = busy({"num_blocks": 64, "max_num_seqs": 8, "max_model_len": 200}, 8, prompt=16)
+    engine.scheduler.add(request("small", [9] * 40, owner=2, max_tokens=40))
+    tokens_until_first(engine, "small")
+    preemptions = engine.scheduler.stats().preemptions
+    while not any(output.finish_reason for output in engine.outputs["small"]):
+        assert "small" in engine.scheduler.running
+        step(engine)
+    assert engine.scheduler.stats().preemptions > preemptions, "or there was no want of blocks"
+    engine.run()
+
+
+# Any owners and requests
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, Request]]]:
+    """Limits of a scheduler, and requests with the numbers of the steps before which they come."""
+    slots = draw(st.integers(2, 8))
+    blocks = draw(st.integers(24, 80))
+    limits = LIMITS | {
+        "num_blocks": blocks,
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": draw(st.sampled_from([slots, 16, 64])),
+        "max_num_queued": 1000,
+        "max_model_len": 4 * blocks,
+        "stages": draw(st.integers(1, 2)),
+        "lookahead": draw(st.booleans()),
+        "prefix_caching": draw(st.booleans()),
+    }
+    came: list[tuple[int, Request]] = []
+    for owner in range(1, draw(st.integers(2, 4)) + 1):
+        weight = draw(st.sampled_from([0.5, 1.0, 1.0, 4.0]))
+        longest = draw(st.sampled_from([6, 30, 3 * blocks]))
+        for number in range(draw(st.sampled_from([1, 3, 25]))):
+            prompt = [owner, number] * draw(st.integers(1, longest // 2))
+            answer = draw(st.integers(1, 20))
+            body = request(f"{owner}-{number}", prompt, owner=owner, weight=weight, max_tokens=answer)
+            came.append((draw(st.integers(0, 60)), body))
+    return limits, sorted(came, key=lambda each: each[0])
+
+
+def play(limits: dict[str, Any], came: list[tuple[int, Request]]) -> int:
+    """Number of steps until all requests have ended."""
+    engine, left, turns = Engine(limits), deque(came), 0
+    lead = limits["stages"] + limits["lookahead"]
+    while left or engine.scheduler._unfinished:
+        while left and (left[0][0] <= turns or not engine.scheduler._unfinished):
+            engine.scheduler.add(left.popleft()[1])
+        while len(engine.flight) < lead and schedule_in_turn(engine):
+            pass
+        assert engine.flight, "unfinished requests, and nothing to run"
+        engine.apply()
+        turns += 1
+    assert engine.scheduler.stats().blocks_used == 0
+    return turns
+
+
+def schedule_in_turn(engine: Engine) -> bool:
+    """Schedule a step. It admits no request of an owner that was served more than one that still waits will have been
+    after its next request: so that one's turn comes once the running requests have ended."""
+    scheduler = engine.scheduler
+    if not isinstance(scheduler, FairScheduler):
+        return engine.schedule() is not None
+    owners, running = dict(scheduler._owners), set(scheduler.running)
+    served = {number: owner.served for number, owner in owners.items()}
+    heads = {number: owner.queue.first() for number, owner in owners.items()}
+    plan = engine.schedule()
+    admitted = {scheduler._unfinished[id].request.owner for id in scheduler.running - running}
+    for number, head in heads.items():
+        if head is not None and head is owners[number].queue.first():
+            most = served[number] + len(head.tokens or head.request.prompt) / owners[number].weight
+            assert all(served[other] <= most for other in admitted - {number})
+    return plan is not None
+
+
+@settings(max_examples=30, deadline=None)
+@given(load=loads())
+def test_nobody_starves_and_steps_stay_full(load: tuple[dict[str, Any], list[tuple[int, Request]]]) -> None:
+    """All requests end, and blocks are conserved with every step: Engine checks that."""
+    limits, came = load
+    assert play(limits | {"policy": "fair"}, came) <= 1.2 * play(limits | {"policy": "fcfs"}, came) + 10
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    slots=st.integers(2, 32),
+    budget=st.integers(32, 256),
+    heavy=st.tuples(st.integers(10, 60), st.integers(2, 120), st.integers(20, 100)),
+    length=st.integers(1, 200),
+    warm=st.integers(1, 40),
+    limit=st.integers(1, 32),
+)
+def test_a_newcomer_s_first_token_comes_within_twice_its_time_alone(
+    slots: int, budget: int, heavy: tuple[int, int, int], length: int, warm: int, limit: int
+) -> None:
+    limits = ROOMY | {"max_num_seqs": slots, "max_num_batched_tokens": budget, "num_blocks": 256, "max_model_len": 240}
+    small = request("small", [9] * length, owner=2, max_tokens=4)
+    alone, engine = Engine(limits), Engine(limits)
+    alone.scheduler.add(small)
+    count, prompt, answer = heavy
+    for number in range(count):
+        body = [number % 7, number // 7, *([5] * prompt)]
+        engine.scheduler.add(request(f"big-{number}", body, owner=1, max_tokens=answer))
+    engine.scheduler.row_limit = min(limit, slots)
+    for _ in range(warm):
+        step(engine)
+    assume(len(engine.scheduler._unfinished) > 1)
+    engine.scheduler.add(small)
+    more = budget if length + slots > budget else 0  # if it does not fit into a step: they take turns
+    assert tokens_until_first(engine, "small") <= 2 * tokens_until_first(alone, "small") + more

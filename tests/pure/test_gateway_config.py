@@ -168,6 +168,9 @@ def test_hosts_that_nobody_knows_and_the_gateway_itself() -> None:
     for host in ("127.0.0.1", "0.0.0.0"):
         with refuses(ConfigError, "upstream-is-gateway", "8080"):
             check_hosts([UpstreamConfig(url="http://localhost:8080")], (host, 8080))
+    with refuses(ConfigError, "upstream-is-gateway", "[::1]:8080"):  # at which a gateway on 127.0.0.1 listens too
+        check_hosts([UpstreamConfig(url="http://[::1]:8080")], ("127.0.0.1", 8080))
+    check_hosts([UpstreamConfig(url="http://[::1]:8080")], ("192.0.2.1", 8080))
     check_hosts([UpstreamConfig(url="http://localhost:8081")], ("127.0.0.1", 8080))
 
 

@@ -432,6 +432,30 @@ async def test_a_request_between_two_waves_can_be_cut_off() -> None:
     assert (await asked).status_code == 503 and not of.service.streams
 
 
+async def test_the_timeout_is_one_for_all_waves_and_the_waits_between_them() -> None:
+    of = world(request_timeout=0.05)
+
+    def filling(request: Request) -> Iterable[Output]:
+        of.engine.full = True
+        return pools(request)
+
+    of.engine.script = filling
+    answer = await of.post("/v1/embeddings", {"input": ["a"] * 12})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+    assert not of.service.streams
+
+
+async def test_tokens_of_all_waves_count_together(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    path.write_text("[{name: a, key: one, tpm: 30}]")
+    path.chmod(0o600)
+    of, headers = world(api_key_file=str(path)), {"Authorization": "Bearer one"}
+    refusal = await of.post("/v1/embeddings", {"input": ["a"] * 16}, headers=headers)  # 32 tokens, in two waves
+    assert refusal.status_code == 429 and not of.engine.requests
+    assert (await of.post("/v1/embeddings", {"input": ["a"] * 15}, headers=headers)).status_code == 200
+    assert (await of.post("/v1/embeddings", {"input": ["a"]}, headers=headers)).status_code == 429
+
+
 async def test_answers_under_way_are_bounded_by_their_bytes() -> None:
     of = world()
     of.service.answer_bytes = AnswerBytes(1000)

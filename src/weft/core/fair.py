@@ -7,7 +7,9 @@ that comes back begins at the lowest counter of those that have work, so that no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import ceil, inf
 from typing import Any
 
 from weft.core.kv import Tables
@@ -18,17 +20,23 @@ from weft.core.sequence import Flight, Sequence
 from weft.core.step import StepPlan
 from weft.core.waiting import FairQueue, Owner
 
+LOST_SHARE = 0.1  # of all tokens, those that steps without some of the owners may lose
+CREDIT_STEPS = 2.0  # of the most tokens: what an owner may lose at once
+
 
 class FairScheduler(Scheduler):
     """A scheduler under the policy "fair". Parameters are those of `Scheduler`.
 
-    Three things go by the counters of the owners:
+    Four things go by the counters of the owners:
 
-    - A prompt of the owner that was served least is computed in a step without rows of others, as if it were alone.
+    - Prompts are computed, and requests admitted, for the least served owners first. An owner is passed over while
+      there is no room for its next request, until the one that passes has been served as much as that request takes.
+    - A prompt that beside the rows of more served owners would take twice the tokens of a step, or more, is computed
+      without these rows. An owner has a credit for what such steps lose: in all, LOST_SHARE of the tokens.
     - A step has at most `row_limit` rows, those of the least served owners first; the others take turns. So it stays
       short, and a prompt that comes during the step does not wait long.
     - An owner that has more rows or blocks than its share gives them up for one that has less, the youngest first, but
-      for its oldest.
+      for its oldest. It also is the first to give up blocks when the running requests need more than there are.
 
     Each owner may have as many requests waiting as the limit says.
     """
@@ -40,16 +48,18 @@ class FairScheduler(Scheduler):
         self._queue = FairQueue()
         self._owners = self._queue.owners
         self._floor = 0.0  # lowest counter of the owners that have work, or had it last
-        self._preferred: Owner | None = None  # the only owner that takes part in the step being scheduled
+        self._earned = 0.0  # credit of an owner since the start
+        # Of the step that is being scheduled:
+        self._active: list[Owner] = []  # owners with work, the least served first
+        self._ranked: list[Owner] = []  # of these, the ones that take part
+        self._whole = 0.0  # weight of all owners with work
+        self._last: Owner | None = None  # owners behind it get what its waiting requests leave
+        self._later: list[Sequence] = []  # their requests with prompts to compute
 
     # Owners
 
     def _owner(self, sequence: Sequence) -> Owner:
         return self._owners[sequence.request.owner]
-
-    def _active_owners(self) -> list[Owner]:
-        """Owners that have work, the least served first."""
-        return sorted((owner for owner in self._owners.values() if owner.unfinished), key=lambda owner: owner.rank)
 
     def add(self, request: Request, *, prepared: bool = True) -> None:
         """Queue a request, as `Scheduler.add`."""
@@ -82,48 +92,91 @@ class FairScheduler(Scheduler):
 
     def schedule(self) -> StepPlan | None:
         """Return the next step, or None if nothing can run before a result or a request comes in."""
-        self._give_way()
-        plan, preferred = None, self._find_preferred()
-        if preferred:
-            self._preferred = self._queue.only = preferred
-            plan = super().schedule()
-            self._preferred = self._queue.only = None
+        active = sorted((owner for owner in self._owners.values() if owner.unfinished), key=lambda owner: owner.rank)
+        self._active = self._ranked = active
+        self._whole, self._last = sum(owner.weight for owner in active), None
+        plan = None
+        if len(active) > 1:
+            place, together = self._find_place(self._find_next(claims=True))
+            self._last = active[place]
+            if together:
+                self._ranked = active[: place + 1]
+                plan = super().schedule()
+                self._ranked = active
+                if plan:
+                    self._last.credit -= max(0, together - len(plan.tokens))
         plan = plan or super().schedule()
         if plan:
-            self._charge(self._in_flight[-1])
+            self._charge(self._in_flight[-1], len(active))
         return plan
 
-    def _charge(self, flight: Flight) -> None:
-        """Count the tokens of a step."""
+    def _charge(self, flight: Flight, active: int) -> None:
+        """Count the tokens of a step, while so many owners have work."""
         owners = self._owners
         for sequence, count in zip(flight.rows, flight.plan.counts, strict=True):
             owner = owners[sequence.request.owner]
             owner.served += count / owner.weight
         self._floor = max(self._floor, min((one.served for one in owners.values() if one.unfinished), default=0.0))
+        self._earned += LOST_SHARE * len(flight.plan.tokens) / max(1, active)
+
+    def _credit(self, owner: Owner) -> float:
+        """Tokens that steps may lose for an owner's sake."""
+        most = CREDIT_STEPS * self.max_num_batched_tokens
+        owner.credit = min(most, owner.credit + self._earned - owner.earned)
+        owner.earned = self._earned
+        return owner.credit
 
     def _beside_decodes(self, prefills: int) -> bool:
         """Return True if the step's prompts are limited: another owner's may come while it runs."""
         return len(self._owners) > 1 or super()._beside_decodes(prefills)
 
-    def _find_preferred(self) -> Owner | None:
-        """The least served owner, if it awaits a first token and others decode; else None."""
-        active = self._active_owners()
-        if len(active) < 2:
-            return None
-        first = active[0]
-        awaits = len(first.queue) or any(
-            not reads_answer(sequence) for sequence in self._ready if self._owner(sequence) is first
-        )
-        return first if awaits else None
+    def _find_place(self, admissible: tuple[Sequence, Tables] | None) -> tuple[int, int]:
+        """Place of the first owner that has a prompt to compute; the last place if none has.
+
+        Second, the tokens of a step of all owners if the step is to be one of the owners up to this place, else 0. It
+        is if steps of all owners would compute twice as many tokens until the end of the prompt, or more.
+        """
+        rows, prompts = self._count_ready()
+        if admissible is not None:
+            sequence, prefix = admissible
+            prompts[self._owner(sequence)] += len(sequence.tokens) - len(prefix[0]) * self.kv.block_size
+        place = next((number for number, owner in enumerate(self._ranked) if prompts[owner]), len(self._ranked) - 1)
+        owner, before, behind = self._ranked[place], self._ranked[: place + 1], self._ranked[place + 1 :]
+        own = min(sum(rows[one] for one in before), self.row_limit)
+        decodes = own + min(sum(rows[one] for one in behind), self.row_limit - own)
+        prompt = prompts[owner]
+        # Most tokens of prompts in a step: without the owners behind, and with them.
+        alone = max(1, min(self.prompt_limit, self.max_num_batched_tokens - own))
+        beside = max(0, min(self.prompt_limit, self.max_num_batched_tokens - decodes))
+        together = decodes + min(beside, prompt + sum(prompts[one] + self._admitted_tokens(one) for one in behind))
+        doubled = not beside or ceil(prompt / beside) * together > 2 * (ceil(prompt / alone) * own + prompt)
+        paid = self._credit(owner) >= together - own - min(prompt, alone)
+        return place, together if behind and doubled and paid else 0
+
+    def _count_ready(self) -> tuple[Counter[Owner], Counter[Owner]]:
+        """By owner, the running requests that await their next token, and the tokens of prompts still to compute."""
+        rows: Counter[Owner] = Counter()
+        prompts: Counter[Owner] = Counter()
+        for sequence in self._ready:
+            known = len(sequence.tokens) + sequence.pending
+            if known - sequence.computed == 1 and known > sequence.first:
+                rows[self._owner(sequence)] += 1
+            else:
+                prompts[self._owner(sequence)] += known - sequence.computed
+        return rows, prompts
+
+    def _admitted_tokens(self, owner: Owner) -> int:
+        """About the tokens of an owner's waiting requests for which there are slots, but for one."""
+        sequence = owner.queue.first()
+        return 0 if sequence is None else sequence.request.length * min(len(owner.queue), max(0, len(self._slots) - 1))
 
     def _select_running(self) -> list[Sequence]:
         """Select the running requests of this step, of the least served owners first."""
-        active = self._active_owners() if self._preferred is None else [self._preferred]
-        places = {id(owner): place for place, owner in enumerate(active)}
+        places = {owner: place for place, owner in enumerate(self._ranked)}
         # The sort is stable: requests of an owner take turns.
         ready = sorted(
-            (sequence for sequence in self._ready if id(self._owner(sequence)) in places),
-            key=lambda sequence: places[id(self._owner(sequence))],
+            (sequence for sequence in self._ready if self._owner(sequence) in places),
+            key=lambda sequence: places[self._owner(sequence)],
         )
         share = -(-len(self._running) // self.stages)
         count = min(len(ready), self.max_num_batched_tokens, share, max(1, self.row_limit))
@@ -140,71 +193,132 @@ class FairScheduler(Scheduler):
             self._make_room(selected)
         return selected
 
-    # Giving way
+    def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
+        """Add chunks of prompts, but for those before which waiting requests of less served owners go."""
+        first = prefills
+        if self._last in self._ranked:
+            before = self._ranked[: self._ranked.index(self._last) + 1]
+            first = [sequence for sequence in prefills if self._owner(sequence) in before]
+            self._later = [sequence for sequence in prefills if self._owner(sequence) not in before]
+        budget = super()._continue_prefills(flight, first, budget)
+        return budget if self._queue else self._continue_later(flight, budget)
 
-    def _give_way(self) -> None:
-        """Let owners that have more than their share give up slots and blocks for the request that is next.
+    def _admit(self, flight: Flight, budget: int, beside_decodes: bool) -> int:
+        """Admit waiting requests, and go on with the prompts that had to wait for them."""
+        return self._continue_later(flight, super()._admit(flight, budget, beside_decodes))
 
-        Its own owner then has no more than its share. Every owner keeps its oldest request: whatever it has computed
-        would be lost, and two large requests could take turns without end.
+    def _continue_later(self, flight: Flight, budget: int) -> int:
+        later, self._later = self._later, []
+        return super()._continue_prefills(flight, later, max(0, budget)) if later else budget
+
+    # Admission
+
+    def _find_admissible(self) -> tuple[Sequence, Tables] | None:
+        """The request to admit next, with the cached blocks of its prefix.
+
+        While prompts of more served owners wait for them, those of owners up to `_last` only.
         """
-        sequence = self._queue.first()
-        if sequence is None:
-            return
-        owner = self._owner(sequence)
-        active = self._active_owners()
-        if len(active) < 2:
-            return
-        whole = sum(one.weight for one in active)
-        if owner.running + 1 > max(1.0, self.max_num_seqs * owner.weight / whole):
-            return
+        return self._find_next(claims=False)
+
+    def _find_next(self, *, claims: bool) -> tuple[Sequence, Tables] | None:
+        """The request to admit next, with the cached blocks of its prefix; None if there is room for none.
+
+        With `claims`, requests that are within their owners' shares get room from owners that are beyond theirs. What
+        was given up for one that still has no room is kept from owners beyond their share.
+        """
+        kept = False
+        for owner, sequence in self._waiting():
+            prefix = self._fit(sequence)
+            entitled = (kept or prefix is None) and self._is_entitled(owner, sequence)
+            if prefix is None and entitled and claims and self._claim(owner, sequence):
+                prefix = self._fit(sequence)
+            if prefix is not None and (entitled or not kept):
+                return sequence, prefix
+            kept = kept or entitled
+        return None
+
+    def _waiting(self) -> Iterator[tuple[Owner, Sequence]]:
+        """The first waiting request of each owner, the least served first; each but the last one had no room.
+
+        Owners that have been served more than one before them will have been after its request do not pass it.
+        """
+        most = inf
+        for owner in self._ranked:
+            if owner.served > most:
+                return
+            sequence = owner.queue.first()
+            if sequence is not None:
+                sequence.unpack_prompt()
+                yield owner, sequence
+                most = min(most, owner.served + len(sequence.tokens) / owner.weight)
+            if self._later and owner is self._last:
+                return
+
+    def _fit(self, sequence: Sequence) -> Tables | None:
+        """Cached blocks of a request's prefix; None if it cannot be admitted now."""
         if not self._slots:
-            self._preempt_beyond(active, whole, owner)
-        if self._slots and self._may_claim(sequence, owner, whole):
-            while not self.kv.has_room(sequence, self.kv.match_prefix(sequence)):
-                if not self._preempt_largest(owner, whole):
-                    break
+            return None
+        prefix = self.kv.match_prefix(sequence)
+        return prefix if self.kv.has_room(sequence, prefix) else None
 
-    def _preempt_beyond(self, active: Iterable[Owner], whole: float, owner: Owner) -> None:
-        """Preempt the youngest request of the owner that has the most rows beyond its share."""
-        others = [
-            one for one in active if one is not owner and one.running > max(1.0, self.max_num_seqs * one.weight / whole)
-        ]
-        if others:
-            self._preempt_youngest(max(others, key=lambda one: one.running / one.weight))
-
-    def _preempt_youngest(self, owner: Owner) -> None:
-        self._preempt(max((one for one in self._running.values() if self._owner(one) is owner), key=by_order))
-
-    def _may_claim(self, sequence: Sequence, owner: Owner, whole: float) -> bool:
-        """Return True if the blocks of a request fit into its owner's share of the cache."""
-        sequence.unpack_prompt()
-        needed = self.kv.layout.blocks(len(sequence.tokens) + 1)
-        held = self._blocks_by_owner().get(sequence.request.owner, 0)
-        return held + needed <= self.kv.num_blocks * owner.weight / whole
-
-    def _preempt_largest(self, owner: Owner, whole: float) -> bool:
-        """Preempt the youngest request of the owner that has the most blocks beyond its share; False if none has."""
-        beyond = {
-            number: blocks - self.kv.num_blocks * self._owners[number].weight / whole
-            for number, blocks in self._blocks_by_owner().items()
-            if self._owners[number] is not owner and self._owners[number].running > 1
-        }
-        number = max(beyond, key=beyond.__getitem__, default=None)
-        if number is None or beyond[number] <= 0:
+    def _is_entitled(self, owner: Owner, sequence: Sequence) -> bool:
+        """Return True if an owner has no more than its share of slots and blocks, this request included."""
+        if owner.running + 1 > max(1.0, self.max_num_seqs * owner.weight / self._whole):
             return False
-        self._preempt_youngest(self._owners[number])
-        return True
+        needed = self.kv.layout.blocks(len(sequence.tokens) + 1)
+        return self._blocks()[owner] + needed <= self.kv.num_blocks * owner.weight / self._whole
 
-    def _blocks_by_owner(self) -> dict[int, int]:
+    def _blocks(self) -> Counter[Owner]:
         """Blocks that each owner's running requests have; those that are shared count for each."""
-        held: dict[int, int] = {}
+        held: Counter[Owner] = Counter()
         for sequence in self._running.values():
-            number = sequence.request.owner
-            held[number] = held.get(number, 0) + sum(map(len, sequence.blocks))
+            held[self._owner(sequence)] += sum(map(len, sequence.blocks))
         return held
 
+    # Giving way
 
-def reads_answer(sequence: Sequence) -> bool:
-    """Return True if a running request has only the last of its tokens to compute."""
-    return len(sequence.tokens) + sequence.pending - sequence.computed == 1
+    def _claim(self, owner: Owner, sequence: Sequence) -> bool:
+        """Let owners behind this one give up slots and blocks for its request; return True if that has room then.
+
+        Every owner keeps its oldest request: whatever it has computed would be lost, and two large requests could take
+        turns without end.
+        """
+        behind = self._ranked[self._ranked.index(owner) + 1 :]
+        if not self._slots:
+            rows = Counter({one: one.running for one in behind})
+            if not self._preempt_for(owner, self._youngest_beyond(behind, rows, self.max_num_seqs)):
+                return False
+        while self._fit(sequence) is None:
+            if not self._preempt_for(owner, self._youngest_beyond(behind, self._blocks(), self.kv.num_blocks)):
+                return False
+        return True
+
+    def _youngest_beyond(self, owners: list[Owner], held: Mapping[Owner, int], total: int) -> Sequence | None:
+        """The youngest request of the owner that holds the most beyond its share of a `total`, if it has others."""
+        beyond = {
+            owner: held[owner] - total * owner.weight / self._whole
+            for owner in owners
+            if owner.running > 1 and held[owner] > total * owner.weight / self._whole
+        }
+        if not beyond:
+            return None
+        largest = max(beyond, key=beyond.__getitem__)
+        return max((one for one in self._running.values() if self._owner(one) is largest), key=by_order)
+
+    def _preempt_for(self, owner: Owner, victim: Sequence | None) -> bool:
+        """Preempt a request for one of an owner; False if there is none, or if the other owner would lose too much.
+
+        An owner without a running request does not wait. Others wait until they have been served less by what is lost,
+        or two owners would preempt each other with every step that changes their order.
+        """
+        if victim is None:
+            return False
+        other = self._owner(victim)
+        if owner.running and other.served < owner.served + len(victim.tokens) / other.weight:
+            return False
+        self._preempt(victim)
+        return True
+
+    def _find_victim(self) -> Sequence:
+        """The youngest request of the owner with the most blocks beyond its share; the youngest of all if none has."""
+        return self._youngest_beyond(self._active, self._blocks(), self.kv.num_blocks) or super()._find_victim()

@@ -110,10 +110,14 @@ class Scheduler(RequestSets):
     def _make_room(self, selected: list[Sequence]) -> None:
         """Preempt running requests, last in order first, until each selected one can have the blocks it needs."""
         while sum(sequence.computed == sequence.room for sequence in selected) > self.kv.free_columns:
-            victim = max(self._running.values(), key=by_order)
+            victim = self._find_victim()
             if victim in selected:
                 selected.remove(victim)
             self._preempt(victim)
+
+    def _find_victim(self) -> Sequence:
+        """The running request that gives up its blocks when the others need more than there are."""
+        return max(self._running.values(), key=by_order)
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
         """Add chunks of prompts, as long as tokens and blocks last. Returns the tokens left."""
@@ -134,13 +138,10 @@ class Scheduler(RequestSets):
         """Admit waiting requests, in their order, as long as slots, tokens and blocks last. Returns the tokens left."""
         rows = -(-self.active // self.stages)
         while budget > 0 and self._slots and len(flight.plan.slots) < rows:
-            sequence = self._queue.first()
-            if sequence is None:
+            admissible = self._find_admissible()
+            if admissible is None:
                 break
-            sequence.unpack_prompt()
-            prefix = self.kv.match_prefix(sequence)
-            if not self.kv.has_room(sequence, prefix):
-                break
+            sequence, prefix = admissible
             self._queue.pop(sequence)
             self._start_running(flight, sequence, prefix)
             count = self.kv.align_chunk(sequence, min(len(sequence.tokens) - sequence.computed, budget))
@@ -149,6 +150,15 @@ class Scheduler(RequestSets):
                 budget -= sequence.computed // CACHED_TOKENS  # `computed`: of the prefix cache, until the row is added
             self._add_row(flight, sequence, count)
         return budget
+
+    def _find_admissible(self) -> tuple[Sequence, Tables] | None:
+        """The request to admit next, with the cached blocks of its prefix; None if there is none, or no room for it."""
+        sequence = self._queue.first()
+        if sequence is None:
+            return None
+        sequence.unpack_prompt()
+        prefix = self.kv.match_prefix(sequence)
+        return (sequence, prefix) if self.kv.has_room(sequence, prefix) else None
 
     def _start_running(self, flight: Flight, sequence: Sequence, prefix: Tables) -> None:
         """Give a sequence a slot, the cached blocks of its `prefix`, and the promise of the others that it needs."""

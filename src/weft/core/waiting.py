@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from weft.core.sequence import Sequence
 
@@ -45,16 +46,19 @@ class OrderedQueue:
 class Owner:
     """A client of the engine: its share, what it has been served, and its requests.
 
-    `served` is in tokens of steps divided by the `weight`. `unfinished` and `running` count requests.
+    `served` is in tokens of steps divided by the `weight`. `unfinished` and `running` count requests. `credit` is the
+    number of tokens that steps may lose for its sake, as of the time when each owner had `earned` so many in all.
     """
 
-    __slots__ = ("queue", "running", "served", "unfinished", "weight")
+    __slots__ = ("credit", "earned", "queue", "running", "served", "unfinished", "weight")
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.served = 0.0
         self.unfinished = 0
         self.running = 0
+        self.credit = inf
+        self.earned = 0.0
         self.queue = OrderedQueue()
 
     @property
@@ -64,12 +68,11 @@ class Owner:
 
 
 class FairQueue(OrderedQueue):
-    """Waiting requests of several owners, the least served owner first. While `only` is set, of that owner alone."""
+    """Waiting requests of several owners, each of whom has a queue of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[int, Owner] = {}
-        self.only: Owner | None = None
 
     def __len__(self) -> int:
         return sum(len(owner.queue) for owner in self.owners.values())
@@ -80,14 +83,13 @@ class FairQueue(OrderedQueue):
 
     def first(self) -> Sequence | None:
         """The first request of the least served owner that has one to admit."""
-        owners = self.owners.values() if self.only is None else (self.only,)
-        for owner in sorted((owner for owner in owners if len(owner.queue)), key=lambda owner: owner.rank):
+        for owner in sorted((owner for owner in self.owners.values() if len(owner.queue)), key=lambda one: one.rank):
             if sequence := owner.queue.first():
                 return sequence
         return None
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove the request that `first` returned."""
+        """Remove a request that is the first of its owner's queue."""
         self.owners[sequence.request.owner].queue.pop(sequence)
 
     def discard_done(self) -> None:

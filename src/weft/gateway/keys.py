@@ -37,7 +37,7 @@ class Keys:
     """The keys of a gateway; without any, everybody may send requests. `admin_key` is one more, for administrators."""
 
     def __init__(self, keys: Sequence[ClientKey], admin_key: str | None) -> None:
-        self._digests = [_digest_of(key) for key in keys]
+        self._digests = [key.digest for key in keys]
         self._clients = [_client_of(key) for key in keys]
         if admin_key:
             self._digests.append(digest_key(admin_key))
@@ -90,7 +90,3 @@ def _names_address(host: str) -> bool:
 
 def _client_of(key: ClientKey) -> Client:
     return Client(key.name, True, key.admin, None if key.models is None else frozenset(key.models))
-
-
-def _digest_of(key: ClientKey) -> bytes:
-    return bytes.fromhex(key.sha256) if key.sha256 is not None else digest_key(key.key or "")

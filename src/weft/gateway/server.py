@@ -72,7 +72,8 @@ def create_proxy(config: GatewayConfig, admin_key: str | None) -> Proxy:
         watch.apply()
         if not fleet.replicas:
             log.warning("%s has no upstreams yet", config.discover.file)
-    client_keys = read_keys(config.keys) if config.keys is not None else []
+    others = {"the administrator (WEFT_ADMIN_KEY)": admin_key}
+    client_keys = read_keys(config.keys, others) if config.keys is not None else []
     keys = Keys(client_keys, admin_key)
     accounts = create_accounts(config, client_keys)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
@@ -122,7 +123,9 @@ def check_hosts(upstreams: Sequence[UpstreamConfig], address: tuple[str, int]) -
                 code="unknown-host",
             ) from None
         everywhere = ip_address(host).is_unspecified
-        own = any(ip == host or (everywhere and ip_address(ip.partition("%")[0]).is_loopback) for ip in found)
+        # `listen.bind_beside` listens at ::1 too.
+        addresses = {host, "::1"} if host == "127.0.0.1" else {host}
+        own = any(ip in addresses or (everywhere and ip_address(ip.partition("%")[0]).is_loopback) for ip in found)
         if own and url.port == port:
             raise ConfigError(
                 f"upstream {upstream.url} is this gateway itself; give another --port or the server's address",

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.serving.access import comes_from_here
 from weft.serving.clients import ANYBODY, Client, Clients, current
 from weft.serving.errors import HttpError, api_path, error_response
+from weft.serving.key_rates import RequestCount, counting
 
 # Paths that --open-listing shows to processes of this machine.
 LISTINGS = ("/v1/models", "/api/tags", "/api/version", "/api/ps")
@@ -31,21 +32,20 @@ class RequireKey:
             return
         try:
             client = self._identify(scope)
-            rates, counted = self._clients.rates, scope["method"] == "POST"
+            count = RequestCount(self._clients.rates, client.name)
+            counted = scope["method"] == "POST"
             if counted:
-                # At least one token: a client without any left is refused before its body is read.
-                rates.test(client.name, requests=1, tokens=1)
+                count.enter()
         except HttpError as error:
             await error_response(error, api_path(scope))(scope, receive, send)
             return
-        token = current.set(client)
-        if counted:
-            rates.enter(client.name)
+        token, counting_token = current.set(client), counting.set(count)
         try:
             await self._app(scope, receive, send)
         finally:
             if counted:
-                rates.leave(client.name)
+                count.leave()
+            counting.reset(counting_token)
             current.reset(token)
 
     def _identify(self, scope: Scope) -> Client:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from msgspec.structs import replace
 from starlette.datastructures import Headers
 
-from weft.core.identity import RequestIdentity
 from weft.core.request import Request
 from weft.errors import ConfigError
 from weft.serving.key_file import ClientKey, read_keys
@@ -40,7 +39,7 @@ class Client(NamedTuple):
             return request
         identity = request.identity
         if self.salt:
-            identity = RequestIdentity(cache_salt=f"{self.salt}\0{identity.cache_salt or ''}")
+            identity = replace(identity, cache_salt=f"{self.salt}\0{identity.cache_salt or ''}")
         return replace(request, owner=self.number, weight=self.weight, identity=identity)
 
 
@@ -53,17 +52,18 @@ class Clients:
 
     def __init__(self, options: ServeOptions) -> None:
         """Read the key file. Raises ConfigError."""
-        keys = read_keys(options.api_key_file) if options.api_key_file is not None else []
+        given = [ClientKey(name=f"--api-key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
+        others = {key.name: key.key for key in given} | {"the administrator (WEFT_ADMIN_KEY)": options.admin_key}
+        keys = read_keys(options.api_key_file, others) if options.api_key_file is not None else []
         _check_served(keys, options.api_key_file or "")
         self.weighted = next((key.name for key in keys if key.weight is not None), None)
         self.rates = KeyRates(keys)
-        given = [ClientKey(name=f"--api-key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
         # A single key has nobody to share prefixes with.
         salted = options.prefix_cache_per_key and len(keys) + len(given) > 1
         self._digests: list[bytes] = []
         self._clients: list[Client] = []
         for number, key in enumerate((*given, *keys), 1):
-            self._digests.append(bytes.fromhex(key.sha256) if key.sha256 is not None else digest_key(key.key or ""))
+            self._digests.append(key.digest)
             models = None if key.models is None else frozenset(key.models)
             salt = f"key\0{key.name}" if salted else ""
             self._clients.append(Client(key.name, number, key.weight or 1.0, key.admin, models, salt))
@@ -79,12 +79,21 @@ class Clients:
         index = matching_index(self._digests, sent_key(headers))
         return None if index is None else self._clients[index]
 
-    def of_storage(self, owner: str) -> Client:
-        """The client that stored a batch, by the name under which its files are kept."""
+    def key_of(self, headers: Headers) -> str:
+        """Digest of a request's key, 64 hexadecimal digits; "" without one, and on a server that asks for none."""
+        key = sent_key(headers) if self.required else ""
+        return digest_key(key).hex() if key else ""
+
+    def of_batch(self, key: str, owner: str) -> Client | None:
+        """The client that stored a batch; None if the server asks for keys, and that client's is none of them.
+
+        `key` is the `key_of` its request. Earlier versions kept none: there `owner`, the name under which its files
+        are kept, may be the beginning of one.
+        """
         for digest, client in zip(self._digests, self._clients, strict=True):
-            if digest.hex().startswith(owner or " "):
+            if digest.hex() == key or (owner and not key and digest.hex().startswith(owner)):
                 return client
-        return ANYBODY
+        return None if self.required else ANYBODY
 
 
 def _check_served(keys: Iterable[ClientKey], path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import msgspec
 
 from weft.errors import ConfigError, error_reason, nearest_name
 from weft.formats.yaml_text import load_yaml
+from weft.serving.keys import digest_key
 
 UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
@@ -48,10 +50,18 @@ class ClientKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
             raise ValueError(f"sha256 of {self.name!r} is not 64 hexadecimal digits")
 
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the key."""
+        return bytes.fromhex(self.sha256) if self.sha256 is not None else digest_key(self.key or "")
 
-def read_keys(path: str) -> list[ClientKey]:
-    """The keys of a YAML file. Raises ConfigError for a bad file, also one with plain keys that others may read, and
-    for two keys with one name."""
+
+def read_keys(path: str, others: Mapping[str, str | None] | None = None) -> list[ClientKey]:
+    """The keys of a YAML file. `others` are keys that come from elsewhere, by the names that errors have for them.
+
+    Raises ConfigError for a bad file, also one with plain keys that others may read, for two keys with one name, and
+    for a key that is there twice or is one of `others`.
+    """
     keys = _convert(_read(path), path)
     names = [key.name for key in keys]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -61,7 +71,19 @@ def read_keys(path: str) -> list[ClientKey]:
         raise ConfigError(f"{path} has no key; without keys leave the file out", code="no-keys")
     if any(key.key is not None for key in keys):
         _check_private(path)
+    _check_distinct(keys, path, others or {})
     return keys
+
+
+def _check_distinct(keys: Sequence[ClientKey], path: str, others: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for a key that has two places: the limits and models of one of them would not be heeded."""
+    places = {digest_key(key): name for name, key in others.items() if key}
+    for key in keys:
+        other = places.setdefault(key.digest, repr(key.name))
+        if other != repr(key.name):
+            raise ConfigError(
+                f"{path}: the key of {key.name!r} is that of {other} too; give each its own", code="duplicate-key"
+            )
 
 
 def _check_private(path: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
@@ -14,9 +15,18 @@ from weft.serving.key_file import ClientKey
 
 if TYPE_CHECKING:
     from limits import RateLimitItem
-    from limits.strategies import RateLimiter
+    from limits.storage import MemoryStorage
+    from limits.strategies import SlidingWindowCounterRateLimiter
 
 MORE_THAN_A_MINUTE = "over-rate-limit"  # code of the error for a request that the limit never has room for
+
+
+class RateError(HttpError):
+    """A limit has no room for a request now. `tokens`: those of its prompt, if they are what does not fit; else 0."""
+
+    def __init__(self, message: str, *, retry_after_s: int, tokens: int = 0) -> None:
+        super().__init__(429, message, code="rate-limit", retry_after_s=retry_after_s)
+        self.tokens = tokens
 
 
 class KeyRates:
@@ -28,7 +38,8 @@ class KeyRates:
     def __init__(self, keys: Sequence[ClientKey]) -> None:
         self._keys = {key.name: key for key in keys if key.rpm or key.tpm or key.concurrent}
         self._running: Counter[str] = Counter()
-        self._limiter: RateLimiter | None = None
+        self._expected: Counter[str] = Counter()  # requests that are yet to be counted, by `RequestCount`
+        self._limiter: SlidingWindowCounterRateLimiter | None = None
         self._items: dict[tuple[str, str], RateLimitItem] = {}
         if any(key.rpm or key.tpm for key in keys):
             self._create_limiter()
@@ -42,7 +53,8 @@ class KeyRates:
             raise ConfigError(
                 'rpm and tpm of keys need the package limits: pip install "weft[gateway]"', code="limits-not-installed"
             ) from None
-        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._storage: MemoryStorage = MemoryStorage()
+        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
         for name, key in self._keys.items():
             for unit, most in (("requests", key.rpm), ("tokens", key.tpm)):
                 if most:
@@ -60,9 +72,10 @@ class KeyRates:
                 code="too-many-at-once",
                 retry_after_s=1,
             )
-        for unit, cost in (("tokens", tokens), ("requests", requests)):
-            if cost:
-                self._test(name, unit, cost)
+        if tokens:
+            self._test(name, "tokens", tokens)
+        if requests:
+            self._test(name, "requests", requests, self._expected[name])
 
     def enter(self, name: str, *, tokens: int = 0) -> None:
         """Count a request that begins, and tokens of its prompt as far as they are known."""
@@ -71,8 +84,21 @@ class KeyRates:
             self._running[name] += 1
             self.count_prompt(name, tokens)
 
+    def expect(self, name: str) -> None:
+        """Note a request that begins, and for which `test` found room; it is yet to be counted."""
+        if name in self._keys:
+            self._expected[name] += 1
+            self._running[name] += 1
+
+    def settle(self, name: str, *, counted: bool) -> None:
+        """Count a request that was expected, or forget it if it was refused. It runs on until `leave`."""
+        if name in self._keys:
+            self._expected[name] -= 1
+            if counted:
+                self._hit(name, "requests", 1)
+
     def leave(self, name: str) -> None:
-        """Note the end of a request that `enter` counted."""
+        """Note the end of a request that began with `enter` or `expect`."""
         if name in self._keys:
             self._running[name] -= 1
 
@@ -102,8 +128,8 @@ class KeyRates:
         if item is not None and limiter is not None:
             limiter.hit(item, name, unit, cost=cost)
 
-    def _test(self, name: str, unit: str, cost: int) -> None:
-        """Raise HttpError 429 if a limit has no room for `cost`."""
+    def _test(self, name: str, unit: str, cost: int, expected: int = 0) -> None:
+        """Raise HttpError 429 if a limit has no room for `cost`, beside what is `expected`."""
         item, limiter = self._items.get((name, unit)), self._limiter
         if item is None or limiter is None:
             return
@@ -113,11 +139,98 @@ class KeyRates:
                 f"about {cost} {unit} in one request; the key {name!r} has {item.amount} a minute",
                 code=MORE_THAN_A_MINUTE,
             )
-        if not limiter.test(item, name, unit, cost=cost):
-            reset = limiter.get_window_stats(item, name, unit).reset_time
-            raise HttpError(
-                429,
+        if not limiter.test(item, name, unit, cost=cost + expected):
+            window = self._storage.get_sliding_window(item.key_for(name, unit), item.get_expiry())
+            raise RateError(
                 f"the key {name!r} may send {item.amount} {unit} a minute; try again later",
-                code="rate-limit",
-                retry_after_s=max(1, math.ceil(reset - time.time())),
+                retry_after_s=seconds_until_room(window, item.get_expiry(), item.amount - cost - expected),
+                tokens=cost if unit == "tokens" else 0,
             )
+
+
+def seconds_until_room(window: tuple[int, float, int, float], expiry: int, most: int) -> int:
+    """Whole seconds until a sliding window has counted at most `most`, if nothing is added to it.
+
+    `window` is as `limits` tells it: the count of the period of `expiry` seconds that has ended, the seconds after
+    which that counts for nothing, the count of the period that runs, and the seconds after which that will. The count
+    of a period that has ended falls linearly during the next one; parts of one do not count.
+    """
+    previous, previous_s, current, current_s = window
+    room = max(1, most + 1)
+    if current < room:
+        seconds = previous_s - (room - current) * expiry / previous if previous else 0.0
+    else:
+        seconds = current_s - room * expiry / current
+    return max(1, math.floor(seconds) + 1)
+
+
+class RequestCount:
+    """The place of one request among the limits of its key.
+
+    It is counted when its prompt is accepted, at the latest when it ends, and not if it is refused. Until then it
+    takes its place as one that is expected.
+    """
+
+    def __init__(self, rates: KeyRates, name: str) -> None:
+        self._rates, self._name = rates, name
+        self._settled = True
+        self._paid_tokens = 0  # counted before the request came
+
+    def enter(self) -> None:
+        """Begin. Raises HttpError 429 if a limit has no room for the request.
+
+        At least one token: a client without any left is refused before its body is read.
+        """
+        self._rates.test(self._name, requests=1, tokens=0 if self._paid_tokens else 1)
+        self._rates.expect(self._name)
+        self._settled = False
+
+    def leave(self) -> None:
+        """End."""
+        self._settle(counted=True)
+        self._rates.leave(self._name)
+
+    def refuse(self) -> None:
+        """Note that the request is refused: it does not count."""
+        self._settle(counted=False)
+
+    @contextmanager
+    def accepting(self, tokens: int) -> Iterator[None]:
+        """Count the request and the tokens of its prompt if the block accepts it: if that raises nothing.
+
+        Raises HttpError 429 before the block if a limit has no room for them.
+        """
+        left = max(0, tokens - self._paid_tokens)
+        try:
+            self._rates.test(self._name, tokens=left)
+            yield
+        except BaseException:
+            self.refuse()
+            raise
+        self._paid_tokens -= min(tokens, self._paid_tokens)
+        self._rates.count_prompt(self._name, left)
+        self._settle(counted=True)
+
+    def count_answer(self, tokens: int) -> None:
+        """Count the tokens of an answer."""
+        self._rates.count_answer(self._name, tokens)
+
+    def pay_tokens(self, tokens: int) -> bool:
+        """Count the tokens of a prompt that will come, if the limit has room for them now; else return False."""
+        try:
+            self._rates.test(self._name, tokens=tokens)
+        except RateError:
+            return False
+        self._rates.count_prompt(self._name, tokens)
+        self._paid_tokens += tokens
+        return True
+
+    def _settle(self, *, counted: bool) -> None:
+        if not self._settled:
+            self._settled = True
+            self._rates.settle(self._name, counted=counted)
+
+
+UNCOUNTED = RequestCount(KeyRates([]), "")
+# Of the request that the present task answers.
+counting: ContextVar[RequestCount] = ContextVar("counting", default=UNCOUNTED)

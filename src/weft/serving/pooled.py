@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 from weft.client.collector import Collector
 from weft.errors import QueueFullError, RequestError
 from weft.serving.errors import JsonResponse
+from weft.serving.key_rates import counting
 from weft.serving.openai_types import PromptTokensDetails
 from weft.serving.pooling_types import PoolingUsage
-from weft.serving.service import EngineStream, Service, shutting_down_error
+from weft.serving.service import EngineStream, Service, shutting_down_error, timeout_error
 from weft.serving.sse import while_connected
 from weft.text.limits import LIMITS
 
@@ -69,9 +70,14 @@ class PooledSource:
         self._service, self.collectors = service, collectors
         size = max(1, min(WAVE, service.capacity))  # all at once would keep other clients out of the queue
         self._waves = [collectors[at : at + size] for at in range(0, len(collectors), size)]
-        self._cut = False
+        self._cut = self._timed_out = False
         service.check_open()
-        self._stream: EngineStream | None = self._open(self._waves.pop(0)) if self._waves else None
+        self._stream: EngineStream | None = None
+        if self._waves:
+            with counting.get().accepting(sum(len(collector.output.prompt_ids) for collector in collectors)):
+                self._stream = self._open(self._waves.pop(0))
+        timeout_s = service.options.request_timeout  # of all waves, and of the wait between them
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out) if timeout_s else None
         service.stream_opened(self)
 
     def _open(self, wave: list[Collector]) -> EngineStream:
@@ -89,18 +95,24 @@ class PooledSource:
         """Begin the next wave, as soon as the queue has room for it: the request has been accepted, and a server that
         shuts down lets it end."""
         wave = self._waves.pop(0)
-        while not self._cut:
+        while not (self._cut or self._timed_out):
             try:
                 return self._open(wave)
             except QueueFullError:
                 await asyncio.sleep(FULL_POLL_S)
-        raise shutting_down_error()
+        raise timeout_error(self._service) if self._timed_out else shutting_down_error()
 
     def cut_off(self) -> None:
         """Abort all requests; `finish` then raises a 503 error."""
         self._cut = True
         if self._stream is not None:
             self._stream.cut_off()
+
+    def _time_out(self) -> None:
+        """Abort all requests; `finish` then raises a 504 error."""
+        self._timed_out = True
+        if self._stream is not None:
+            self._stream.time_out()
 
     async def _close_wave(self) -> None:
         stream, self._stream = self._stream, None
@@ -109,6 +121,8 @@ class PooledSource:
 
     async def aclose(self) -> None:
         """Abort the requests of the wave that runs."""
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             await self._close_wave()
         finally:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -30,6 +30,7 @@ from weft.serving.body import BodyReceiver, UnknownFields, check_structure, conv
 from weft.serving.clients import Clients, current
 from weft.serving.device_metrics import DeviceMetrics
 from weft.serving.errors import HttpError
+from weft.serving.key_rates import counting
 from weft.serving.metrics import Metrics
 from weft.serving.monitoring import ServerMonitor
 from weft.serving.openai_types import PromptTokensDetails, TemplateRequest, Usage
@@ -377,31 +378,34 @@ class Service:
 class EngineStream:
     """The engine's outputs for one HTTP request: (prompt number, Delta) as they arrive, until every choice has ended.
 
-    `aclose` must be called; it aborts unfinished choices. One that is not `counted` is a part of another open stream.
+    `aclose` must be called; it aborts unfinished choices. One that is not `counted` is a part of another open stream,
+    to which the limits of its key and --request-timeout apply.
     """
 
     def __init__(self, service: Service, collectors: Sequence[Collector], *, counted: bool = True) -> None:
         self.collectors, self._counted = collectors, counted
         self._service = service
         self._owners: dict[str, tuple[int, Collector]] = {}  # by engine request
-        self._client, self._charged = current.get(), False
+        self._client, self._count, self._charged = current.get(), counting.get(), False
         self._timed_out = False
         for number, collector in enumerate(collectors):
             self._owners |= dict.fromkeys((request.id for request in collector.requests), (number, collector))
-        rates, prompt_tokens = service.clients.rates, self.usage.prompt_tokens
-        rates.test(self._client.name, tokens=prompt_tokens)
-        for collector in collectors:
+        with self._count.accepting(self.usage.prompt_tokens) if counted else nullcontext():
+            self._outputs = self._submit()
+        timeout_s = service.options.request_timeout if counted else None
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.time_out) if timeout_s else None
+        if counted:
+            service.stream_opened(self)
+
+    def _submit(self) -> AsyncGenerator[Output, None]:
+        service = self._service
+        for collector in self.collectors:
             collector.requests = [self._client.sign(request) for request in collector.requests]
             service.monitor.prefixes.add(collector.requests[0])
             if service.options.enable_log_requests:
                 request = collector.requests[0]
                 log.info("request %s: prompt %r, %r", request.id, collector.output.prompt, request.params)
-        self._outputs = service.engine.submit([request for collector in collectors for request in collector.requests])
-        rates.count_prompt(self._client.name, prompt_tokens)
-        timeout_s = service.options.request_timeout
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out) if timeout_s else None
-        if counted:
-            service.stream_opened(self)
+        return service.engine.submit([request for collector in self.collectors for request in collector.requests])
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._owners)
@@ -428,7 +432,7 @@ class EngineStream:
                     return
         except EngineError as error:
             raise self._told(error) from error
-        raise self._timeout_error() if self._timed_out else shutting_down_error()
+        raise timeout_error(self._service) if self._timed_out else shutting_down_error()
 
     def _told(self, error: EngineError) -> Exception:
         """The error of a request that an engine has left; HttpError 503 if engines start again."""
@@ -442,18 +446,10 @@ class EngineStream:
         """Abort all requests; iterating then raises a 503 error."""
         self._service.engine.abort(list(self._owners))
 
-    def _time_out(self) -> None:
+    def time_out(self) -> None:
         """Abort all requests; iterating then raises a 504 error."""
         self._timed_out = True
         self._service.engine.abort(list(self._owners))
-
-    def _timeout_error(self) -> HttpError:
-        return HttpError(
-            504,
-            f"the request took longer than {self._service.options.request_timeout:g} s, the most that it may; ask for "
-            "fewer tokens (max_tokens), or raise --request-timeout",
-            code="request-timeout",
-        )
 
     async def finish(self) -> None:
         """Wait until every choice has ended."""
@@ -469,7 +465,7 @@ class EngineStream:
                 self._timer.cancel()
             if not self._charged:
                 self._charged = True
-                self._service.clients.rates.count_answer(self._client.name, self.usage.completion_tokens)
+                self._count.count_answer(self.usage.completion_tokens)
             if self._counted:
                 self._service.stream_closed(self)
 
@@ -495,3 +491,13 @@ def run_quickly(run: Callable[[], Prepared]) -> Prepared:
 def shutting_down_error() -> HttpError:
     """The 503 error for requests that the shutdown refuses or cuts off."""
     return HttpError(503, "the server is shutting down; ask another", code="shutting-down", retry_after_s=1)
+
+
+def timeout_error(service: Service) -> HttpError:
+    """The 504 error for requests that take longer than --request-timeout."""
+    return HttpError(
+        504,
+        f"the request took longer than {service.options.request_timeout:g} s, the most that it may; ask for fewer "
+        "tokens (max_tokens), or raise --request-timeout",
+        code="request-timeout",
+    )

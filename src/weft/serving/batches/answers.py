@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.serving.batches.types import BatchLine
+from weft.serving.clients import current
 from weft.serving.errors import describe_error, error_response
-from weft.serving.key_rates import MORE_THAN_A_MINUTE
+from weft.serving.key_rates import MORE_THAN_A_MINUTE, RateError, RequestCount, counting
 from weft.serving.service import Service
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -26,28 +28,57 @@ class NotNowError(Exception):
     """The server ends, or its engine has died: a later server answers the line."""
 
 
-async def answer(service: Service, endpoint: Endpoint, line: BatchLine) -> tuple[int, bytes]:
-    """Status and body of the answer to a line. While the server is full it waits. Raises NotNowError."""
+async def answer(
+    service: Service, endpoint: Endpoint, line: BatchLine, places: asyncio.Semaphore | None = None
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a line, which counts as a request of the current client.
+
+    While the server is full, or the client's limits have no room, it waits, outside of its place among `places`.
+    Raises NotNowError.
+    """
+    count = RequestCount(service.clients.rates, current.get().name)
     while True:
-        status, body, code = await _try(service, endpoint, line)
+        async with places or nullcontext():
+            status, body, error = await _try(service, endpoint, line, count)
         if service.draining or service.engine.failure is not None:
             if status == 200:
                 return status, body
             raise NotNowError
+        code = None if error is None else describe_error(error)[1].code
         if status not in LATER or code in ("request_too_slow", MORE_THAN_A_MINUTE.replace("-", "_")):
             return status, body
         await asyncio.sleep(RETRY_S)
+        # A prompt is read again only once the limit has room for it.
+        while isinstance(error, RateError) and error.tokens and not count.pay_tokens(error.tokens):
+            if service.draining:
+                raise NotNowError
+            await asyncio.sleep(RETRY_S)
 
 
-async def _try(service: Service, endpoint: Endpoint, line: BatchLine) -> tuple[int, bytes, str | None]:
-    """Status, body and code of the error, if it is one."""
-    code = None
+async def _try(
+    service: Service, endpoint: Endpoint, line: BatchLine, count: RequestCount
+) -> tuple[int, bytes, Exception | None]:
+    """Status and body of an answer, and its error. One that comes later does not count."""
+    raised = None
+    token = counting.set(count)
     try:
-        response = await endpoint(_request(service, line))
+        count.enter()
+        try:
+            response = await endpoint(_request(service, line))
+            if response.status_code in LATER:
+                count.refuse()
+        except Exception as error:
+            if describe_error(error)[0] in LATER:
+                count.refuse()
+            raise
+        finally:
+            count.leave()
     except Exception as error:  # as over HTTP, where a handler gets all
-        code = describe_error(error)[1].code
+        raised = error
         response = error_response(error, line.url)
-    return response.status_code, bytes(response.body), code
+    finally:
+        counting.reset(token)
+    return response.status_code, bytes(response.body), raised
 
 
 def _request(service: Service, line: BatchLine) -> Request:

@@ -65,8 +65,7 @@ def _owner(request: Request) -> str:
 def _heeds_owner(request: Request) -> bool:
     """Return True if X-Weft-Owner may name an owner.
 
-    A batch runs under the key that stored it, and with another owner's name under none: where keys have limits, only
-    the administrator's may.
+    Each name has room for files of its own. Where keys have limits, only the administrator's may.
     """
     service: Service = request.app.state.service
     return service.options.api_key_file is None or current.get().admin
@@ -197,7 +196,8 @@ async def create_batch(request: Request) -> Response:
         metadata=body.metadata,
         output_expires_after=body.output_expires_after,
     )
-    if not await keeper.call(lambda store: store.add_batch(owner, batch)):
+    key = service.clients.key_of(request.headers)
+    if not await keeper.call(lambda store: store.add_batch(owner, batch, key)):
         raise _no_file(file.id)
     keeper.start()
     return JsonResponse(batch)

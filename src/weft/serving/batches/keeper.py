@@ -15,9 +15,9 @@ from weft.cache import cache_path
 from weft.errors import ConfigError
 from weft.serving.batches.answers import Endpoint
 from weft.serving.batches.runner import BatchRun
-from weft.serving.batches.store import Store
+from weft.serving.batches.store import Store, UnfinishedBatch
 from weft.serving.batches.types import ExpiresAfter
-from weft.serving.clients import current
+from weft.serving.clients import ANYBODY, current
 
 if TYPE_CHECKING:
     from weft.serving.service import Service
@@ -33,18 +33,26 @@ KEEPING_S = 2.0  # for answers that are there when the server ends
 
 
 class BatchKeeper:
-    """Opens the store when it is first needed, and answers its batches one after the other."""
+    """Opens the store when it is first needed, and answers its batches: those of each key one after the other.
+
+    Lines of all keys share the `places`: half of the server's, so that other requests find some, too.
+    """
 
     def __init__(self, service: Service, endpoints: Mapping[str, Endpoint]) -> None:
         folder = service.options.storage_directory
         self.folder = Path(folder).expanduser() if folder else cache_path() / "storage"
         self.endpoints = endpoints
-        self.news = asyncio.Event()  # the batch that is being answered may have been cancelled
+        self.most_lines = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
+        self.places = asyncio.Semaphore(self.most_lines)  # for lines that are being answered
         self._arrived = asyncio.Event()  # a batch came
+        self._arrivals = 0
         self._service = service
         self._thread = ThreadPoolExecutor(1, "weft-store")
         self._store: Store | None = None
         self._working: asyncio.Task[None] | None = None
+        self._answering: dict[str, asyncio.Task[None]] = {}  # by key
+        self._runs: set[BatchRun] = set()
+        self._unknown: set[str] = set()  # batches of keys that this server does not know
         self._clean_at = 0.0
 
     @property
@@ -72,7 +80,9 @@ class BatchKeeper:
 
     def start(self) -> None:
         """Look at the batches anew, and begin to answer them, if that has not begun."""
-        self.news.set()
+        for run in self._runs:
+            run.news.set()
+        self._arrivals += 1
         self._arrived.set()
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
@@ -80,11 +90,14 @@ class BatchKeeper:
     async def close(self) -> None:
         """Let go of the batches; what is answered is kept."""
         if self._working is not None:
-            if self._service.draining:
-                # The engine's last answers are stored a moment after it gave them.
-                await asyncio.wait({self._working}, timeout=KEEPING_S)
             self._working.cancel()
-            await asyncio.gather(self._working, return_exceptions=True)
+            answering = self._answering.values()
+            if self._service.draining and answering:
+                # The engine's last answers are stored a moment after it gave them.
+                await asyncio.wait(answering, timeout=KEEPING_S)
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(self._working, *answering, return_exceptions=True)
         if self._store is not None:
             await self.call(Store.close)
         self._thread.shutdown(wait=False)
@@ -95,21 +108,34 @@ class BatchKeeper:
         return self._store
 
     async def _work(self) -> None:
+        """Have the batches of each key answered, by a task of its own: one key's limits hold up no other."""
         while not self._service.draining:
             self._arrived.clear()
             await self._clean()
-            for owner, id in await self._unfinished():
-                if self._service.draining:
-                    return
-                try:
-                    await self._try(owner, id)
-                except Exception:  # of one batch: the others go on, and this one is tried again
-                    log.exception("batch %s failed; it is tried again", id)
+            for key in {batch.key for batch in await self._unfinished()}:
+                task = self._answering.get(key)
+                if task is None or task.done():
+                    self._answering[key] = asyncio.create_task(self._answer_all(key))
             try:
                 async with asyncio.timeout(POLL_S):
                     await self._arrived.wait()
             except TimeoutError:
                 continue
+
+    async def _answer_all(self, key: str) -> None:
+        """Answer the batches of a key, also those that come meanwhile."""
+        seen = -1
+        while seen != self._arrivals:
+            seen = self._arrivals
+            for batch in await self._unfinished():
+                if self._service.draining:
+                    return
+                if batch.key != key:
+                    continue
+                try:
+                    await self._try(batch)
+                except Exception:  # of one batch: the others go on, and this one is tried again
+                    log.exception("batch %s failed; it is tried again", batch.id)
 
     async def _clean(self) -> None:
         """Remove what has expired, every CLEAN_S seconds."""
@@ -121,19 +147,29 @@ class BatchKeeper:
         except (ConfigError, sqlite3.Error, OSError):
             log.exception("expired files cannot be removed; that is tried again")
 
-    async def _unfinished(self) -> list[tuple[str, str]]:
-        """Owner and id of the batches that are not finished; none while the store cannot be read."""
+    async def _unfinished(self) -> list[UnfinishedBatch]:
+        """The batches that are not finished; none while the store cannot be read."""
         try:
             return await self.call(Store.unfinished)
         except (ConfigError, sqlite3.Error):
             log.exception("the batches cannot be read; that is tried again")
             return []
 
-    async def _try(self, owner: str, id: str) -> None:
-        """Answer a batch, unless another server does, or none of this server's models is meant."""
+    async def _try(self, found: UnfinishedBatch) -> None:
+        """Answer a batch, unless another server does, or it means another server's models or keys."""
         store = await self.call(lambda store: store)
-        with store.claim(id) as claimed:
-            batch = await self.call(lambda store: store.batch(owner, id))
-            if claimed and batch is not None:
-                current.set(self._service.clients.of_storage(owner))  # not that of whoever woke this task
-                await BatchRun(self._service, self, owner, batch).run()
+        with store.claim(found.id) as claimed:
+            batch = await self.call(lambda store: store.batch(found.owner, found.id))
+            if not claimed or batch is None:
+                return
+            client = self._service.clients.of_batch(found.key, found.owner)
+            if client is None and found.id not in self._unknown:
+                self._unknown.add(found.id)
+                log.warning("batch %s is of a key that this server does not have: it is not answered here", found.id)
+            current.set(client or ANYBODY)  # not that of whoever woke this task
+            run = BatchRun(self._service, self, found.owner, batch, answers=client is not None)
+            self._runs.add(run)
+            try:
+                await run.run()
+            finally:
+                self._runs.discard(run)

@@ -44,22 +44,24 @@ class LineResult(msgspec.Struct):
 
 
 class BatchRun:
-    """The work on one batch that this server has claimed."""
+    """The work on one batch that this server has claimed. Without `answers` it is only validated, and ended in time."""
 
-    def __init__(self, service: Service, keeper: BatchKeeper, owner: str, batch: BatchObject) -> None:
+    def __init__(
+        self, service: Service, keeper: BatchKeeper, owner: str, batch: BatchObject, *, answers: bool = True
+    ) -> None:
         self._service, self._keeper, self._owner, self._batch = service, keeper, owner, batch
+        self._answers = answers
         self._limits = LineLimits(service.body_bytes, service.json_values)
-        # Half of the places: other clients' requests find some, too.
-        self._places = max(1, min(service.capacity, service.plan.max_running * len(service.engine.replicas)) // 2)
+        self.news = asyncio.Event()  # the batch may have been cancelled
 
     async def run(self) -> None:
-        """Go on with the batch; return early if the server ends, or if the batch means another server's model."""
+        """Go on with the batch; return early if the server ends, or if another server has the batch's model or key."""
         if self._batch.status == "validating":
             await self._validate()
         if self._batch.status == "in_progress":
             if time.time() >= self._batch.expires_at:
                 await self._change(finalize)  # whichever model it means
-            elif self._batch.model is None or self._batch.model in self._service.names:
+            elif self._answers and (self._batch.model is None or self._batch.model in self._service.names):
                 await self._answer_lines()
             else:
                 return
@@ -93,7 +95,7 @@ class BatchRun:
         answered = await self._keeper.call(lambda store: store.answered(batch.id))
         path = await self._keeper.call(lambda store: store.content(batch.input_file_id))
         lines = (numbered for numbered in numbered_lines(path, self._limits) if numbered[0] not in answered)
-        workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._places)]
+        workers = [asyncio.create_task(self._take_lines(lines)) for _ in range(self._keeper.most_lines)]
         try:
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
                 await self._until_done(workers)
@@ -118,15 +120,15 @@ class BatchRun:
         If the server is to end, every worker ends with its line.
         """
         while not all(worker.done() for worker in workers):
-            news = asyncio.create_task(self._keeper.news.wait())
+            news = asyncio.create_task(self.news.wait())
             running = {worker for worker in workers if not worker.done()}
             await asyncio.wait({*running, news}, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
             errors = [worker.exception() for worker in workers if worker.done()]
             if any(error is not None and not isinstance(error, NotNowError) for error in errors):
                 return
-            if self._keeper.news.is_set():
-                self._keeper.news.clear()
+            if self.news.is_set():
+                self.news.clear()
                 await self._change(lambda row: None)
                 if self._batch.status != "in_progress":
                     return
@@ -144,7 +146,8 @@ class BatchRun:
             await self._answer_line(number, line)
 
     async def _answer_line(self, number: int, line: BatchLine) -> None:
-        status, body = await answer(self._service, self._keeper.endpoints[line.url], line)
+        keeper = self._keeper
+        status, body = await answer(self._service, keeper.endpoints[line.url], line, keeper.places)
         response = LineResponse(status, new_id("req-"), msgspec.Raw(body))
         await self._keep(number, LineResult(new_id("batch_req_"), line.custom_id, response))
 
@@ -153,7 +156,7 @@ class BatchRun:
         failed = result.response is None or result.response.status_code != 200
         keeping = self._keeper.call(lambda store: store.add_result(id, number, row, failed=failed))
         if await asyncio.shield(keeping) != "in_progress":  # another server was asked to cancel it
-            self._keeper.news.set()
+            self.news.set()
 
     async def _finish(self) -> None:
         """Write the output files, and end the batch."""

@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS files (id TEXT PRIMARY KEY, owner TEXT NOT NULL, row 
 CREATE TABLE IF NOT EXISTS batches (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, input TEXT NOT NULL, row BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS batch_keys (batch TEXT PRIMARY KEY, key TEXT NOT NULL) WITHOUT ROWID;
 """
 # The parameters are the statuses of unfinished batches and the latest creation.
 REMOVE_BATCHES = """
@@ -45,6 +46,14 @@ AND NOT EXISTS (
     )
 )
 """
+
+
+class UnfinishedBatch(NamedTuple):
+    """A batch, its owner, and the digest of its client's key; "" if it came without, or to an earlier version."""
+
+    id: str
+    owner: str
+    key: str
 
 
 class Store:
@@ -149,6 +158,7 @@ class Store:
         if kept_s:
             with self._rows:
                 self._rows.execute(REMOVE_BATCHES, (*UNFINISHED, now - kept_s))
+                self._rows.execute("DELETE FROM batch_keys WHERE batch NOT IN (SELECT id FROM batches)")
         return self.used_bytes()
 
     def check_room(self, owner: str, size: int) -> None:
@@ -191,14 +201,15 @@ class Store:
 
     # Batches
 
-    def add_batch(self, owner: str, batch: BatchObject) -> bool:
-        """Keep a new batch; return False if its input file is not there any more."""
+    def add_batch(self, owner: str, batch: BatchObject, key: str = "") -> bool:
+        """Keep a new batch and the digest of its client's key; return False if its input file is not there any more."""
         values = (batch.id, owner, batch.status, batch.input_file_id, msgspec.json.encode(batch))
         with self._rows:
             self._rows.execute("BEGIN IMMEDIATE")
             if self.file(owner, batch.input_file_id) is None:
                 return False
             self._rows.execute("INSERT INTO batches VALUES (?, ?, ?, ?, ?)", values)
+            self._rows.execute("INSERT INTO batch_keys VALUES (?, ?)", (batch.id, key))
         return True
 
     def change_batch(self, id: str, change: Callable[[BatchObject], None]) -> BatchObject:
@@ -227,10 +238,13 @@ class Store:
         rows = self._rows.execute("SELECT row FROM batches WHERE owner = ? ORDER BY rowid DESC", (owner,))
         return [self._counted(row[0]) for row in rows.fetchall()]
 
-    def unfinished(self) -> list[tuple[str, str]]:
-        """Owner and id of all batches that are not finished, the oldest first."""
-        query = f"SELECT owner, id FROM batches WHERE status IN ({_marks(UNFINISHED)}) ORDER BY rowid"
-        return self._rows.execute(query, UNFINISHED).fetchall()
+    def unfinished(self) -> list[UnfinishedBatch]:
+        """All batches that are not finished, the oldest first."""
+        query = (
+            "SELECT id, owner, coalesce(key, '') FROM batches LEFT JOIN batch_keys ON batch_keys.batch = batches.id "
+            f"WHERE status IN ({_marks(UNFINISHED)}) ORDER BY batches.rowid"
+        )
+        return [UnfinishedBatch(*row) for row in self._rows.execute(query, UNFINISHED)]
 
     def status(self, id: str) -> str:
         found = self._rows.execute("SELECT status FROM batches WHERE id = ?", (id,)).fetchone()
