@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,11 @@ def pair(folder: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def small(folder: Path, *words: str) -> Iterator[Server]:
+def small(folder: Path, *words: str, cores: Sequence[int] = ()) -> Iterator[Server]:
     """A tiny model: enough for the faults of requests."""
     model = tiny.write(folder / "tiny")
     said = ["--load-format", "dummy", "--dtype", "float32", "--max-model-len", "512", "--port", "0"]
-    with Server(str(model), *said, *words) as server:
+    with Server(str(model), *said, *words, cores=cores) as server:
         yield server
 
 
@@ -217,6 +217,15 @@ def test_an_uneven_pipeline() -> None:
         assert "--pipeline-split" in found["remedy"] and "tokens/s" in found["remedy"]
         layers = [int(count) for count in re.findall(r"--pipeline-split (\d+),(\d+)", found["remedy"])[0]]
         assert sum(layers) == 30 and layers[0] < 24
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_core(folder: Path) -> None:
+    """Each waits for the others in every sum: there is one core for all."""
+    with small(folder / "sums", "-tp", "4", cores=CORES[:1]) as server:
+        with Load(server.url, clients=4, tokens=200, prompts=20):
+            found = diagnosis(server.url, "allreduce_wait")["allreduce_wait"]
+        assert found["value"] > LIMITS.exchange and "tensor-parallel" in found["remedy"]
 
 
 # --- requests ---
