@@ -281,7 +281,7 @@ def test_processes_of_another_namespace_are_nobodys(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_card_that_is_hot_and_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the driver tells it, and as it tells it of a card that is well."""
+    """The driver's figures of such a card, and of one that is well."""
     card = Card("NVIDIA L4", "0000:01:00.0", cores_mhz=2000, computing=[(77, 4 << 30), (78, 2 << 30)])
     hot = dataclasses.replace(card, cores_now_mhz=900, throttle=0x40, temperature_c=91)
     monkeypatch.setattr(gpus, "own_pids", lambda: frozenset({77}))
