@@ -15,6 +15,8 @@ from weft.errors import printable
 VARIABLE = "VLLM_LOGGING_LEVEL"
 FORMAT_VARIABLE = "WEFT_LOG_FORMAT"  # "json" or "text"; of the processes that a server starts too
 
+TEXT, DATE = "%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"  # of a line as text
+
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # of the HTTP request that is being answered
 
 _our_level = ""  # value of the variable if we have set it, not the user
@@ -58,7 +60,7 @@ def use_format(name: str) -> None:
 def _formatter() -> logging.Formatter:
     if os.environ.get(FORMAT_VARIABLE) == "json":
         return JsonLines()
-    return Printable("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S")
+    return Printable(TEXT, DATE)
 
 
 def configure(level: str = "WARNING") -> None:

@@ -134,7 +134,9 @@ def test_a_start_captures_for_two_seconds(seconds: float, agreed: float, at_star
     """The others are captured when nobody waits; until then their batches replay a larger one."""
     capture, clock = Again(), iter([0.0, seconds])
     graph = made(capture, clock=lambda: next(clock))
-    graph.capture_at_start(lambda own: own + agreed - seconds)
+    reported: list[tuple[int, int]] = []
+    graph.capture_at_start(lambda own: own + agreed - seconds, lambda *report: reported.append(report))
+    assert reported == [(number, at_start) for number in range(1, at_start + 1)]
     assert capture.captured == at_start and graph.uncaptured == graph_sizes(9)[at_start - 1 : -1]
     for rows in (1, 3, 8, 9):
         inputs = batch(list(range(rows)), list(range(1, rows + 1)), 2)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,15 @@ def gauge(url: str, code: str) -> float:
 
 
 @contextlib.contextmanager
-def two_ranks(*words: str) -> Iterator[Server]:
-    """The demo on two ranks, with a core each."""
+def demo_ranks(cores: Sequence[int], *words: str) -> Iterator[Server]:
+    """The demo on these cores."""
     if not {*CORES} <= {*range(os.cpu_count() or 1)}:
         pytest.skip("two ranks need two cores")
     try:
         demo.fetch_demo()
     except ModelError as error:
         pytest.skip(f"the demo model cannot be had: {error}")
-    with Server("demo", "--port", "0", "--max-model-len", "512", *words, cores=CORES) as server:
+    with Server("demo", "--port", "0", "--max-model-len", "512", *words, cores=cores) as server:
         yield server
 
 
@@ -127,7 +127,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> Iterator[Server]:
-    with two_ranks("-tp", "2", "--profile-directory", str(folder / "traces")) as server:
+    with demo_ranks(CORES, "-tp", "2", "--profile-directory", str(folder / "traces")) as server:
         yield server
 
 
@@ -211,12 +211,23 @@ def test_a_rank_whose_core_is_busy(pair: Server) -> None:
 
 @pytest.mark.long
 def test_an_uneven_pipeline() -> None:
-    with two_ranks("-pp", "2", "--pipeline-split", "26,4") as server:
+    with demo_ranks(CORES, "-pp", "2", "--pipeline-split", "26,4") as server:
         with Load(server.url, clients=8, tokens=60):
             found = diagnosis(server.url, "stage_imbalance")["stage_imbalance"]
         assert "--pipeline-split" in found["remedy"] and "tokens/s" in found["remedy"]
         layers = [int(count) for count in re.findall(r"--pipeline-split (\d+),(\d+)", found["remedy"])[0]]
         assert sum(layers) == 30 and layers[0] < 24
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_core() -> None:
+    """Each waits in every sum until the others have had the core."""
+    with demo_ranks(CORES[:1], "-tp", "3") as server:
+        with Load(server.url, clients=4, tokens=60):
+            found = diagnosis(server.url, "allreduce_wait")["allreduce_wait"]
+        assert found["value"] > LIMITS.exchange
+        # The second is what is left if the planner expects nothing of the first.
+        assert "--pipeline-parallel-size 3" in found["remedy"] or "free the devices" in found["remedy"]
 
 
 # --- requests ---

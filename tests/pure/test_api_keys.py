@@ -235,6 +235,28 @@ def test_a_file_that_others_may_read(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "- name: a\n  key:\tsk-secret\n\tx: 1",
+        "- {name: a, key: @sk-secret}",
+        "- {name: a, key: `sk-secret}",
+        "- {name: a, key: *sk-secret}",
+        "- {name: a, key: !sk-secret x}",
+        "- {sk-secret: a, sk-secret: b}",
+        "- {name: a, key: sk-secret",
+        '- {name: a, key: "sk-secret\\q"}',
+        "- {name: a, key: sk-secret\0}",
+    ],
+)
+def test_a_faulty_line_with_a_key_is_not_shown(written: Written, text: str) -> None:
+    path = written(text)
+    with refuses(ConfigError, "config-not-yaml", path) as refused:
+        read_keys(path)
+    assert "secret" not in str(refused.value)
+    assert "\0" in text or "line" in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("text", "options", "code"),
     [
         ("[{name: a, key: x, wieght: 2}]", {}, "unknown-field"),

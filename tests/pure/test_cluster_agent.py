@@ -18,6 +18,8 @@ import pytest
 from weft.cluster.agent import Agent, Input, Server
 from weft.cluster.agent_messages import (
     Ended,
+    Examine,
+    Examined,
     Failed,
     Leave,
     Progress,
@@ -35,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:subprocess .* is still running:R
 
 WAIT_S = 30
 KEY = "k" * 64
+FOUND = '{"ok": false, "checks": [{"name": "disk", "status": "fail", "value": "1 GB", "limit": "", "remedy": "x"}]}'
 
 
 @pytest.fixture
@@ -43,6 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server = tmp_path / "python"
     server.write_text(
         "#!/bin/sh\n"
+        f'case "$*" in *--wrong*) echo "no such flag" >&2; exit 2;; *" doctor "*) echo \'{FOUND}\'; exit 1;; esac\n'
         'echo "words $@"\necho "key $WEFT_CLUSTER_KEY" "given $GIVEN"\n'
         'case "$*" in *" pull "*) echo "half" >&2; echo /models/m; exit;; *fail*) echo "it failed"; exit 1;; esac\n'
         '[ "$5" = stubborn ] && trap "" TERM\n'
@@ -186,6 +190,19 @@ def test_a_model_is_fetched_with_progress(home: Path) -> None:
     assert side.replies[0] == Progress("half")
     printed = json.loads(msgspec.json.encode(side.end()))["path"]
     assert printed.endswith("/models/m") and "pull --download-dir=d -x y" in printed and "given token" in printed
+
+
+def test_a_machine_is_examined(home: Path) -> None:
+    """A check that fails is an answer; a doctor that says nothing is none."""
+    before_s = time.time()
+    side = Side(Examine(flags=("--no-measure",)))
+    side.thread.join(WAIT_S)
+    reply = side.end()
+    assert isinstance(reply, Examined) and before_s <= reply.clock_s <= time.time()
+    assert [(check.name, check.status, check.remedy) for check in reply.checks] == [("disk", "fail", "x")]
+    side = Side(Examine(flags=("--wrong",)))
+    side.thread.join(WAIT_S)
+    assert side.end() == Failed("no such flag")
 
 
 @pytest.mark.parametrize(

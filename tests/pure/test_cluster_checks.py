@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from tests.pure.machines import plan as plan_on
 from tests.pure.test_nodes import FINE, facts
 from tests.refusals import refuses
 from weft.cache import cache_path
-from weft.cluster import assembly, door, ray_cluster
+from weft.cluster import assembly, door, examination, ray_cluster
 from weft.cluster.measured import FILE, MeasuredCluster, load_cluster, store_cluster
 from weft.cluster.messages import Join, ListeningForPeers, Measured, MeasureTo, Speed, TellTime
 from weft.cluster.preflight import failures
@@ -295,3 +297,47 @@ def test_decoders_are_built_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(framing, "msgspec", SimpleNamespace(msgpack=SimpleNamespace(Decoder=build)))
     framing.FrameDecoder[Any](Any)
     assert held == [True]
+
+
+def test_the_doctor_visits_the_nodes_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LostError(Exception):
+        """A node that is gone."""
+
+    class Task:
+        """A task that runs when its answer is fetched."""
+
+        def __init__(self, run: Callable[[list[str]], bytes]) -> None:
+            self._run = run
+
+        def options(self, *, label_selector: dict[str, str], **_: Any) -> SimpleNamespace:
+            (node,) = label_selector.values()
+            return SimpleNamespace(remote=lambda flags: (node, self._run, flags))
+
+    def get(answer: tuple[str, Callable[[list[str]], bytes], list[str]], timeout: float) -> bytes:
+        node, run, flags = answer
+        if node.startswith("b"):
+            raise LostError("RayTaskError\nthe node died")
+        return run(flags)
+
+    def run(words: list[str], **_: Any) -> SimpleNamespace:
+        assert words[-4:] == ["weft", "doctor", "--json", "--no-measure"]
+        checks = [{"name": "disk", "status": "warn", "value": "1 GB", "limit": "", "remedy": "x"}]
+        return SimpleNamespace(returncode=0, stdout=json.dumps({"ok": True, "checks": checks}).encode(), stderr=b"")
+
+    rows = [
+        {"NodeID": id * 20, "NodeManagerHostname": name, "Alive": alive}
+        for id, name, alive in (("a", "one", True), ("b", "two", True), ("c", "three", False))
+    ]
+    errors = SimpleNamespace(RayError=LostError, GetTimeoutError=TimeoutError)
+    ray = SimpleNamespace(remote=Task, nodes=lambda: rows, get=get, exceptions=errors)
+    monkeypatch.setattr(examination, "connect", lambda environment, may_start: ray)
+    monkeypatch.setattr(examination, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    status, answer = weft_json("doctor", "--nodes", "--no-measure")
+    assert status == 1 and not answer["ok"]
+    assert [(check["node"], check["name"], check["status"]) for check in answer["checks"]] == [
+        *(("one (aaaaaaaa)", name, "ok") for name in ("reachable", "same-torch", "clock")),
+        ("one (aaaaaaaa)", "disk", "warn"),
+        ("two (bbbbbbbb)", "reachable", "fail"),
+    ]
+    assert "the node died" in answer["checks"][-1]["value"]

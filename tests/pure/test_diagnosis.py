@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -277,6 +278,27 @@ def test_processes_of_another_namespace_are_nobodys(monkeypatch: pytest.MonkeyPa
             (moment,) = gpus.sample_moments(sampler, sampler.sample())
             assert [holder.pid for holder in moment.foreign] == foreign
             assert moment.most_clock_mhz == card.cores_mhz
+
+
+def test_a_card_that_is_hot_and_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's figures of such a card, and of one that is well."""
+    card = Card("NVIDIA L4", "0000:01:00.0", cores_mhz=2000, computing=[(77, 4 << 30), (78, 2 << 30)])
+    hot = dataclasses.replace(card, cores_now_mhz=900, throttle=0x40, temperature_c=91)
+    monkeypatch.setattr(gpus, "own_pids", lambda: frozenset({77}))
+
+    def diagnosed(card: Card) -> list[Finding]:
+        FakeNvml([card]).install(monkeypatch)
+        with nvml.open_nvml() as session:
+            sampler = GpuSampler(session, nvml.probe_driver(None).gpus)
+            moments = [tuple(gpus.sample_moments(sampler, sampler.sample())) for _ in range(3)]
+        snapshots = [Snapshot(time_s=10.0 * at, stats=(Stats(),), gpus=gpu) for at, gpu in enumerate(moments, 1)]
+        return diagnose(history(EVEN, *snapshots))
+
+    slow, foreign = diagnosed(hot)
+    assert (slow.code, foreign.code) == ("throttled", "foreign_memory")
+    assert slow.value == pytest.approx(900 / 2000) and "airflow" in slow.remedy
+    assert foreign.value == pytest.approx(2 / 24) and "78" in foreign.text and "77" not in foreign.text
+    assert diagnosed(dataclasses.replace(card, cores_now_mhz=1900, computing=[(77, 4 << 30)])) == []
 
 
 def test_a_client_that_does_not_read() -> None:

@@ -26,6 +26,8 @@ from weft.gateway import replica
 from weft.gateway.config import UpstreamConfig
 from weft.gateway.upstream import HEAD_BYTES, HIGH_WATER
 
+TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait until `condition` is true."""
@@ -44,11 +46,13 @@ def post(body: bytes = json.dumps(CHAT).encode()) -> bytes:
 async def test_request_and_response_pass_unchanged() -> None:
     async with upstream() as one, gateway(f"{one.url}/base/v1") as live:
         headers = {"X-Custom": "yes", "Authorization": "Bearer theirs", "Connection": "x-drop", "X-Drop": "1"}
+        headers |= {"traceparent": TRACE, "tracestate": "a=1"}
         answer = await live.client.post("/v1/chat/completions?a=b%20c", json=CHAT, headers=headers)
         assert answer.status_code == 200 and answer.json() == {"ok": True}
         (seen,) = one.seen
         assert seen.path == "/base/v1/chat/completions?a=b%20c" and seen.json == CHAT
         assert seen.headers["x-custom"] == "yes" and seen.headers["authorization"] == "Bearer theirs"
+        assert seen.headers["traceparent"] == TRACE and seen.headers["tracestate"] == "a=1"
         assert seen.headers["x-forwarded-for"] == "127.0.0.1" and "x-drop" not in seen.headers
         assert seen.headers["host"] == one.url.removeprefix("http://")
         live.assert_idle()

@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.pure.commands import refused_line, weft
+from tests.pure.commands import refused_line, weft, weft_json
 from tests.refusals import refusals, refuses
 from weft.cli.cluster_hosts import create_launch, create_pull
 from weft.cluster import remote
-from weft.cluster.agent_messages import Started
+from weft.cluster.agent_messages import Examined, Started
+from weft.cluster.examination import Visit, node_checks
 from weft.cluster.hosts import Machine, check_model, read_hosts
 from weft.cluster.remote import Launch, own_key, serve_words, start_task
 from weft.cluster.ssh import Gone, Node, quoted
 from weft.errors import ConfigError
+from weft.monitor.check import Check
 
 PAIR = "hosts: [{host: 10.0.0.1, gpus: 2}, {host: b, user: me, port: 2222, python: ~/w e/python, gpus: [3, 1]}]\n"
 
@@ -243,6 +245,38 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSsh:
 
 def here(**fields: Any) -> str:
     return "{" + ", ".join(f"{name}: {value}" for name, value in {**fields, "python": sys.executable}.items()) + "}"
+
+
+def test_the_doctor_sees_all_nodes(fake_ssh: FakeSsh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(remote.__file__).parents[2]))
+    hosts = written(tmp_path, f"hosts: [{here(host='refused')}, {here(host='second')}]")
+    status, answer = weft_json("doctor", "--hosts", hosts, "--no-measure")
+    assert status == 1 and answer["ok"] is False
+    first, *others = answer["checks"]
+    assert (first["node"], first["name"], first["status"]) == ("refused", "reachable", "fail")
+    assert "Permission denied" in first["value"] and "ssh-copy-id refused" in first["remedy"]
+    assert {check["node"] for check in others} == {"second"}
+    by_name = {check["name"]: check for check in others}
+    assert len(by_name) == len(others)
+    assert {by_name[name]["status"] for name in ("reachable", "same-torch", "clock")} == {"ok"}
+    assert {"disk", "memory", "open-files"} <= by_name.keys()
+    refused_line(["doctor", "--nodes", "--hosts", str(tmp_path / "none.yaml")], 1, "cannot-read-hosts", "none.yaml")
+
+
+def test_nodes_that_are_not_alike() -> None:
+    visits = {
+        "away": Check("reachable", "fail", "no route"),
+        "a": Visit(Examined((), "2.13.0", 105.0), 100.0, 110.0),
+        "b": Visit(Examined((), "2.12.0", 10.0), 100.0, 110.0),
+    }
+    assert [(check.node, check.name, check.status) for check in node_checks(visits)] == [
+        ("away", "reachable", "fail"),
+        *(("a", name, "ok") for name in ("reachable", "same-torch", "clock")),
+        ("b", "reachable", "ok"),
+        *(("b", name, "fail") for name in ("same-torch", "clock")),
+    ]
+    *_, torch, clock = node_checks(visits)
+    assert torch.limit == "2.13.0 on a" and "torch==2.13.0" in torch.remedy and "90.0 s behind" in clock.value
 
 
 def test_down_goes_on_after_a_node_that_fails(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from weft.executors import reading
-from weft.executors.reading import ReadingProgress
+from weft.executors.reading import CapturingProgress, ReadingProgress
 
 
 class Terminal:
@@ -56,6 +56,16 @@ def test_a_log_has_lines_and_the_sum(caplog: pytest.LogCaptureFixture, monkeypat
         progress.close()
     assert [" 25 %" in line or "100 %" in line for line in caplog.messages] == [True, True, True]
     assert all("GB/s" in line for line in caplog.messages)
+
+
+def test_graphs_that_every_rank_has(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    with caplog.at_level(logging.INFO, "weft"):
+        progress = CapturingProgress()
+        progress.update(0, 2, 5)
+        progress.update(1, 1, 5)
+        progress.close()
+    assert ["2 of 5" in caplog.messages[0], *("1 of 5" in line for line in caplog.messages[1:])] == [True] * 3
 
 
 def test_ranks_that_read_nothing_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:

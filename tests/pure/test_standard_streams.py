@@ -160,6 +160,45 @@ async def test_an_engine_without_a_model_is_ready_and_loads_what_is_asked_for() 
     await node.end()
 
 
+async def test_a_request_for_another_model_waits_for_the_first_and_is_refused() -> None:
+    node = Node("qwen")
+    node.send("generate", id="a", messages=HI, model="other")
+    assert (await node.event())["model"] == "qwen"
+    error = await node.event()
+    assert (error["type"], error["id"]) == ("error", "a") and "'other'" in error["message"]
+    node.send("generate", id="b", messages=HI)
+    assert (await node.event("done"))["text"] == "hello"
+    await node.end()
+
+
+async def test_a_request_behind_two_loads_is_answered_by_the_second_model() -> None:
+    node = Node()
+    node.send("load", model="qwen")
+    node.send("load", model="llama")
+    node.send("generate", id="a", messages=HI)
+    assert [(await node.event("ready"))["model"] for _ in range(2)] == ["qwen", "llama"]
+    assert (await node.event("meta"))["model"] == "llama"
+    assert (await node.event("done"))["text"] == "hello"
+    assert node.models[0].closed
+    await node.end()
+
+
+async def test_a_model_stays_until_its_requests_have_ended() -> None:
+    node = Node("qwen")
+    node.send("generate", id="long", messages=[])
+    await node.event("token")
+    node.send("load", model="llama")
+    node.send("generate", id="next", messages=HI, model="llama")
+    await node.event("token")
+    assert not node.models[0].closed
+    node.send("cancel", id="long")
+    assert (await node.event("done"))["id"] == "long"
+    assert (await node.event("ready"))["model"] == "llama" and node.models[0].closed
+    done = await node.event("done")
+    assert (done["id"], done["text"]) == ("next", "hello")
+    await node.end()
+
+
 async def test_the_end_of_the_input_is_the_end() -> None:
     node = Node("qwen")
     await node.event("ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import subprocess
@@ -15,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.pure.commands import refused_line, weft, weft_json
+from tests.pure.worlds import World
+from weft import logs
 from weft.cli import support_bundle
 from weft.monitor.processes import Process, own_processes
 from weft.monitor.secrets import REMOVED, Secrets, names_secret
+from weft.monitor.server_logs import LEFT_OUT, without_prompts
 
 # Where a secret is planted, and the secret.
 PLANTED = {
@@ -52,11 +56,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     (tmp_path / "weft.yaml").write_text(CONFIG)
     (tmp_path / "keys.txt").write_text(f"# of the team\nalice={PLANTED['key file']}\n")
     lines = [
-        f"ERROR no route to https://user:{PLANTED['url']}@cloud.example",
+        f"ERROR 05-01 10:00:00 no route to https://user:{PLANTED['url']}@cloud.example",
         *(f"seen {key}" for key in PLANTED.values()),
+        "INFO 05-01 10:00:00 request 0-0: prompt 'sesame', SamplingParams()",
     ]
     (tmp_path / "serve").write_text(
-        f"import sys, time\nprint({lines!r}, sep='\\n', file=sys.stderr, flush=True)\ntime.sleep(600)"
+        f"import sys, time\nprint(*{lines!r}, sep='\\n', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )
     words = ["weft", "serve", "tiny", "--api-key", PLANTED["flag"], f"--hf-token={PLANTED['flag with =']}"]
     words += ["--config", "weft.yaml", "--api-key-file", "keys.txt", "--max-num-seqs", "7"]
@@ -71,7 +76,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         )
     try:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "server.log").read_text():
+        while "sesame" not in (tmp_path / "server.log").read_text():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
 
@@ -110,12 +115,42 @@ def test_nothing_that_was_planted_is_in_it(server: int, tmp_path: Path) -> None:
     assert command["environment"]["VLLM_API_KEY"] == REMOVED and command["environment"]["OMP_NUM_THREADS"] == "1"
     assert "AWS_SECRET_ACCESS_KEY" not in command["environment"], "no variable of ours"
     assert command["--config"]["model"] == "tiny" and command["--config"]["api-key"] == REMOVED
+    assert "sesame" not in texts[f"logs/{server}.log"] and "sesame" in texts["logs/given-0-server.log"]
     for log in (f"logs/{server}.log", "logs/given-0-server.log"):
         assert f"no route to https://{REMOVED}@cloud.example" in texts[log]
     assert json.loads(texts["versions.json"])["python"] == sys.version
     checks = json.loads(texts["doctor.json"])
     assert {"disk", "memory"} <= {check["name"] for check in checks["machine"]["checks"]}
     assert "host" in json.loads(texts["hardware.json"]) and "torch" in json.loads(texts["versions.json"])["packages"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_lines_with_prompts_are_left_out(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the lines that a server really writes, as its file, the journal and a set's front have them."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logs.JsonLines() if log_format == "json" else logs.Printable(logs.TEXT, logs.DATE))
+    logger = logging.getLogger("weft")
+    logger.addHandler(handler)
+    level = logger.level
+    try:
+        logger.setLevel("INFO")
+        logger.info("before")
+        await World(enable_log_requests=True, max_model_len=4096).complete(prompt="sesame " * 100)
+        logger.info("after")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and "sesame" in lines[1]
+    middle = len(lines[1]) // 2  # where the journal may cut
+    cut = [lines[0], lines[1][:middle], lines[1][middle:], lines[2]]
+    for prefix in ("", "2026-05-01T10:00:00+0000 host weft[17]: ", "tiny | "):
+        for written in (lines, cut):
+            cleaned = without_prompts("\n".join(prefix + line for line in written))
+            assert cleaned.split("\n") == [prefix + lines[0], LEFT_OUT, prefix + lines[2]]
+        rest = without_prompts("\n".join(prefix + line for line in cut[2:]), logs_prompts=True)
+        assert rest == prefix + lines[2], "the log's first part is the rest of a prompt"
+    assert without_prompts("weft: hello\nfree text") == "weft: hello\nfree text"
 
 
 def test_an_archive_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

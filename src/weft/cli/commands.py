@@ -102,7 +102,18 @@ DOCTOR = (
         help="measure what is not in the cache yet (default: on); --no-measure measures nothing",
     ),
     Flag(name="security", parse=None, help="list open endpoints, keys, certificates and permissions instead"),
-    Flag(name="json", parse=None, help="print one JSON object: {ok, checks: [{name, status, value, limit, remedy}]}"),
+    Flag(name="nodes", parse=None, help="check all machines of a hosts file or of Ray's cluster instead of this one"),
+    Flag(
+        name="hosts",
+        metavar="FILE",
+        help="the file that lists the machines of --nodes (default: the Ray cluster at RAY_ADDRESS, else hosts.yaml)",
+    ),
+    Flag(
+        name="json",
+        parse=None,
+        help="print one JSON object: {ok, checks: [{name, status, value, limit, remedy}]}; with --nodes each check "
+        "has its node",
+    ),
 )
 TOP = (
     Flag(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from weft.cli.hardware import machine_speeds
 from weft.cli.tables import console
@@ -17,15 +19,24 @@ from weft.monitor.machine_checks import check_machine
 from weft.monitor.processes import own_processes
 from weft.monitor.security_checks import check_security
 
+if TYPE_CHECKING:
+    from weft.cluster.examination import NodeCheck
+
+AnyCheck: TypeAlias = "Check | NodeCheck"
+
 MARKS = {"ok": "ok     ", "warn": "warning", "fail": "FAILED ", "skipped": "skipped"}
 
 
 def main(arguments: Namespace) -> int:
     """Print the checks; return 1 if one fails."""
     given = vars(arguments)
-    checks = tuple(
-        security_checks() if given.get("security", False) else all_checks(measure=given.get("measure", True))
-    )
+    security, measure = given.get("security", False), given.get("measure", True)
+    checks: tuple[AnyCheck, ...]
+    hosts = given.get("hosts")
+    if given.get("nodes", False) or hosts is not None:
+        checks = nodes_checks(hosts, security=security, measure=measure)
+    else:
+        checks = tuple(security_checks() if security else all_checks(measure=measure))
     answer = checks_json(checks)
     if given.get("json", False):
         print(json.dumps(answer))
@@ -49,6 +60,20 @@ def security_checks() -> Iterator[Check]:
     yield from check_security(tuple(own_processes()))
 
 
+def nodes_checks(hosts: str | None, *, security: bool, measure: bool) -> tuple[NodeCheck, ...]:
+    """The checks of every machine of a hosts file; without one, of the Ray cluster at RAY_ADDRESS, or of hosts.yaml.
+
+    Raises ConfigError.
+    """
+    from weft.cluster.examination import node_checks, visit_hosts, visit_ray
+    from weft.cluster.hosts import read_hosts
+
+    flags = [flag for flag, given in (("--security", security), ("--no-measure", not measure)) if given]
+    if hosts is None and os.environ.get("RAY_ADDRESS"):
+        return tuple(node_checks(visit_ray(os.environ, flags)))
+    return tuple(node_checks(visit_hosts(read_hosts(hosts or "hosts.yaml"), flags)))
+
+
 def driver_figures(here: Host) -> tuple[Sequence[GpuFigures], str | None]:
     """Live figures of the GPUs, and the highest CUDA version of the driver, such as "12.8"."""
     with nvml.open_nvml() as driver:
@@ -59,9 +84,14 @@ def driver_figures(here: Host) -> tuple[Sequence[GpuFigures], str | None]:
         return GpuSampler(driver, here.gpus).sample(), supported
 
 
-def check_lines(checks: Iterable[Check]) -> Iterator[str]:
-    """A line for each check, and a second one with the remedy."""
+def check_lines(checks: Iterable[AnyCheck]) -> Iterator[str]:
+    """A line for each check, and a second one with the remedy; before those of each node, its name."""
+    before = None
     for check in checks:
+        node = getattr(check, "node", None)
+        if node != before:
+            before = node
+            yield f"{node}:"
         limit = f" (limit: {check.limit})" if check.limit and check.status in ("warn", "fail") else ""
         yield f"{MARKS[check.status]}  {check.name}: {check.value}{limit}"
         if check.remedy:

@@ -29,6 +29,7 @@ ANSWERS = frozenset(
         "max-body-bytes",
         "keepalive-interval",
         "progress-timeout",
+        "otlp-traces-endpoint",
     ]
 )
 MODEL_FLAGS = (*ENGINE_FLAGS, *(flag for flag in SERVER if flag.name in ANSWERS))

@@ -31,7 +31,7 @@ from weft.monitor.check import checks_json
 from weft.monitor.processes import SERVERS, Process, own_processes
 from weft.monitor.secrets import Secrets, hub_token_files
 from weft.monitor.security_checks import flag_values, process_variables
-from weft.monitor.server_logs import file_tail, process_log
+from weft.monitor.server_logs import file_tail, process_log, without_prompts
 from weft.probes import speeds
 from weft.serving.run_files import RunningServer, running_servers
 
@@ -50,8 +50,9 @@ servers/        for each server: its command and settings, what its ranks hold, 
 logs/           the last lines of the servers' logs, where they go to a file or the journal
 
 Keys, tokens and passwords are removed: of flags, of variables, of configuration files, of the hub's token file, and
-what has the form of one. Names of models, paths and addresses are there; prompts and answers are not, unless a log
-given with --log has them. Look at it before you send it: tar -xzf.
+what has the form of one. Names of models, paths and addresses are there; prompts and answers are not: lines with
+prompts, which servers with --enable-log-requests write, are left out. A log given with --log is there as it is, with
+its prompts. Look at it before you send it: tar -xzf.
 """
 
 
@@ -127,7 +128,8 @@ def server_parts(process: Process, secrets: Secrets) -> dict[str, str]:
     parts = {f"servers/{process.pid}-command.json": as_text(command)}
     log = process_log(process.pid)
     if log is not None:
-        parts[f"logs/{process.pid}.log"] = log
+        asked = any(word.replace("_", "-").startswith("--enable-log-requests") for word in process.command)
+        parts[f"logs/{process.pid}.log"] = without_prompts(log, logs_prompts=asked)
     return parts
 
 
@@ -171,7 +173,7 @@ def given_logs(paths: list[Path]) -> Iterator[tuple[str, str]]:
     for path in sorted((cache_path() / "cluster").glob("*/log*")):
         text = file_tail(path)
         if text is not None:
-            yield f"logs/{path.parent.name}-{path.name}", text
+            yield f"logs/{path.parent.name}-{path.name}", without_prompts(text)
     for number, path in enumerate(paths):
         text = file_tail(path)
         if text is None:

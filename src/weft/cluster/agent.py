@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +28,8 @@ from weft.cluster.agent_messages import (
     MARK,
     AnyTask,
     Ended,
+    Examine,
+    Examined,
     Failed,
     Fetched,
     Leave,
@@ -40,9 +42,11 @@ from weft.cluster.agent_messages import (
     Stop,
     Stopped,
 )
+from weft.cluster.facts import torch_version
 from weft.errors import WeftError, error_reason
 from weft.executors.keys import KEY_MODE, VARIABLE
 from weft.logs import VARIABLE as LOG_LEVEL
+from weft.monitor.check import Check
 
 LOOK_S = 0.2  # between two looks at the server
 SAY_S = 10.0  # between two lines about its progress
@@ -57,6 +61,12 @@ class Version(msgspec.Struct):
     """The part of every task that all versions understand."""
 
     weft: str
+
+
+class Answer(msgspec.Struct):
+    """The JSON of `weft doctor`, as far as it is used."""
+
+    checks: tuple[Check, ...]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -109,6 +119,8 @@ class Agent:
                     self._send(Server(task.name, task.node).end(task.grace_s, task.term_s))
                 case Pull():
                     self._pull(task)
+                case Examine():
+                    self._examine(task)
         except msgspec.DecodeError as error:
             self._send(Failed(f"a task that it does not know: {error}"))
         except WeftError as error:
@@ -145,10 +157,25 @@ class Agent:
 
     def _pull(self, task: Pull) -> None:
         """Run `weft pull`; the end of the input ends it."""
-        words = [sys.executable, "-P", "-m", "weft", "pull", *task.flags, task.model]
+        status, printed, said = self._run("pull", *task.flags, task.model, variables=task.environment)
+        if status == 0:
+            self._send(Fetched(printed))
+        else:
+            self._send(Failed((said or [f"weft pull ended with status {status}"])[-1]))
+
+    def _examine(self, task: Examine) -> None:
+        """Run `weft doctor`; the end of the input ends it. Its status says only if a check has failed."""
+        status, printed, said = self._run("doctor", "--json", *task.flags)
+        self._send(decode_doctor(status, printed, said))
+
+    def _run(self, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, list[str]]:
+        """Run `weft WORDS`; return its status, what it printed and its lines on standard error, which are sent too.
+
+        The end of the input ends it.
+        """
         child = subprocess.Popen(
-            words,
-            env=environment(os.environ, task.environment),
+            [sys.executable, "-P", "-m", "weft", *words],
+            env=environment(os.environ, variables or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -166,10 +193,7 @@ class Agent:
         assert child.stdout
         printed = child.stdout.read().decode("utf-8", "replace").strip()
         child.stdout.close()
-        if child.returncode == 0:
-            self._send(Fetched(printed))
-        else:
-            self._send(Failed((said or [f"weft pull ended with status {child.returncode}"])[-1]))
+        return child.returncode, printed, said
 
     def _copy_lines(self, child: subprocess.Popen[bytes], said: list[str]) -> None:
         assert child.stderr
@@ -177,6 +201,18 @@ class Agent:
             for line in lines:
                 said.append(line.decode("utf-8", "replace").strip())
                 self._send(Progress(said[-1]))
+
+
+def decode_doctor(status: int, printed: str | bytes, said: Sequence[str]) -> Examined | Failed:
+    """This machine's answer by what `weft doctor --json` has printed; its status says only if a check has failed.
+
+    `said` are the lines of its standard error.
+    """
+    try:
+        checks = msgspec.json.decode(printed, type=Answer).checks
+    except msgspec.DecodeError:
+        return Failed((said or [f"weft doctor ended with status {status}"])[-1])
+    return Examined(checks, torch_version(), time.time())
 
 
 class Server:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft import __version__
+from weft.monitor.check import Check
 
 MARK = b"weft-agent "  # begins a reply's line: a login shell may print lines of its own
 
@@ -47,7 +48,13 @@ class Pull(Task, frozen=True, kw_only=True, tag=True):
     environment: dict[str, str] = {}
 
 
-AnyTask = Start | Stop | Pull
+class Examine(Task, frozen=True, kw_only=True, tag=True):
+    """Check the machine by `weft doctor --json FLAGS`."""
+
+    flags: tuple[str, ...] = ()
+
+
+AnyTask = Start | Stop | Pull | Examine
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -95,10 +102,18 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     path: str
 
 
+class Examined(msgspec.Struct, frozen=True, tag=True):
+    """The doctor's checks of the machine, its torch ("" without one), and its clock, in seconds since 1970."""
+
+    checks: tuple[Check, ...]
+    torch: str
+    clock_s: float
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The task cannot be done: the reason, with the way out."""
 
     reason: str
 
 
-Reply = Started | Ready | Ended | Stopped | Progress | Fetched | Failed
+Reply = Started | Ready | Ended | Stopped | Progress | Fetched | Examined | Failed

@@ -45,7 +45,7 @@ def gather_facts(
         host_ip=environment.get("VLLM_HOST_IP", ""),
         machine=machine_id(),
         weft=__version__,
-        torch=_torch_version(),
+        torch=torch_version(),
         model=model,
         model_digest="" if isinstance(checkpoint, WeftError) else model_digest(Path(checkpoint.path)),
         problem=str(checkpoint) if missing else "",
@@ -97,7 +97,8 @@ def machine_id() -> str:
         return ""
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """Version of the installed torch, without its build; "" without torch."""
     try:
         return metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:

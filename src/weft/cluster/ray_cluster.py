@@ -341,13 +341,13 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
             lines = str(error).strip().splitlines() or [f"no answer within {FACTS_S:g} s"]
             raise ConfigError(
-                f"Ray node {node[:8]} does not report: {lines[-1]}; {_way_out(error)}",
+                f"Ray node {node[:8]} does not report: {lines[-1]}; {way_out(error)}",
                 code="ray-node-not-reporting",
             ) from None
     return facts
 
 
-def _way_out(error: Exception) -> str:
+def way_out(error: Exception) -> str:
     """The way out for a node that does not report."""
     if "ModuleNotFoundError" in str(error) or isinstance(error, msgspec.DecodeError):
         return f"install Weft {__version__} there, for the Python that runs Ray"

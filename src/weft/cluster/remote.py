@@ -154,7 +154,7 @@ def _await_ready(replies: Talk, say: Say, count: int) -> str:
             case Ended(line):
                 raise RemoteError(f"{node.label}: the server has ended: {line}", code="node-ended")
             case _:
-                raise _failure(node, reply)
+                raise failure(node, reply)
         if url and running == count:
             return url
     raise AssertionError("the replies end with Gone")
@@ -216,11 +216,12 @@ def _run_each(tasks: Mapping[Node, AnyTask], say: Say, describe: Callable[[Reply
             waiting.discard(node)
             line = "" if isinstance(reply, Gone) else describe(reply)
             done &= bool(line)
-            say(f"{node.label}: {line}" if line else str(_failure(node, reply)))
+            say(f"{node.label}: {line}" if line else str(failure(node, reply)))
     return done
 
 
-def _failure(node: Node, reply: Reply | Gone) -> RemoteError:
+def failure(node: Node, reply: Reply | Gone) -> RemoteError:
+    """The error for an answer with which a task has not been done."""
     match reply:
         case Gone():
             return RemoteError(f"{node.label}: {node.reason(reply)}", code="node-unreachable")

@@ -65,6 +65,14 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
+class Capturing(msgspec.Struct, frozen=True, tag=True):
+    """The rank has captured `done` of the `total` CUDA graphs for which its start waits."""
+
+    rank: int
+    done: int
+    total: int
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     capacity: Capacity
 
@@ -94,4 +102,4 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     lost_peer: bool
 
 
-FromRank = Listening | PhaseEntered | Loading | Loaded | Allocated | CommandDone | StepDone | Failed | Alive
+FromRank = Listening | PhaseEntered | Loading | Capturing | Loaded | Allocated | CommandDone | StepDone | Failed | Alive

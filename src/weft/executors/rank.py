@@ -19,6 +19,7 @@ from weft.executors.causes import cause_of, lost_peer
 from weft.executors.messages import (
     Allocate,
     Allocated,
+    Capturing,
     CommandDone,
     Failed,
     Loaded,
@@ -42,10 +43,11 @@ class RankWorker(Protocol):
 
     Constructed as `RankWorker(plan, rank, links)`. All calls come from one thread: `load`, `allocate`, then commands
     and steps in any order, `close`. `report_read` is set before `load`: it gets the bytes that are read so far, and all
-    that will be.
+    that will be; and so is `report_captured`, for the CUDA graphs that `allocate` captures.
     """
 
     report_read: Callable[[int, int], None]
+    report_captured: Callable[[int, int], None]
 
     def load(self) -> Capacity: ...
 
@@ -98,6 +100,7 @@ def run_rank(
     try:
         worker = create_worker()
         worker.report_read = lambda done, total: send_locked(Loading(rank, done, total))
+        worker.report_captured = lambda done, total: send_locked(Capturing(rank, done, total))
         enter("load")
         send_locked(Loaded(worker.load()))
         while (message := inbox.get()) is not None:

@@ -24,6 +24,7 @@ from weft.executors.liveness import STEP, Work
 from weft.executors.messages import (
     Allocate,
     Allocated,
+    Capturing,
     CommandDone,
     Failed,
     FromRank,
@@ -37,7 +38,7 @@ from weft.executors.messages import (
     ToRank,
 )
 from weft.executors.rank import WORKER
-from weft.executors.reading import ReadingProgress
+from weft.executors.reading import CapturingProgress, ReadingProgress
 from weft.native import build
 from weft.plan.backends import ATTENTION_BACKENDS, AttentionSpec, KernelDevice
 from weft.plan.memory import kv_blocks
@@ -102,7 +103,7 @@ class RankExecutor(ABC):
         self._closing = threading.Event()
         self._ended: Cause | None = None
         self._suspicion: threading.Timer | None = None
-        self._reading = ReadingProgress()
+        self._reading, self._captures = ReadingProgress(), CapturingProgress()
 
     def start(self, plan: Plan) -> Ready:
         self._phases = ["start"] * len(plan.places)
@@ -120,7 +121,9 @@ class RankExecutor(ABC):
             num_blocks = kv_blocks(plan, capacities)
             self._awaited = set(self._ranks)
             self._send_all(Allocate(num_blocks))
-            self._capture_later(max(report.uncaptured for report in self._await_all(Allocated)))
+            uncaptured = max(report.uncaptured for report in self._await_all(Allocated))
+            self._captures.close()
+            self._capture_later(uncaptured)
             self._starting = False
         except BaseException:  # after Ctrl-C, too, no rank may be left behind
             self.close()
@@ -213,6 +216,8 @@ class RankExecutor(ABC):
                 self._take_reply(rank, reply)
             case Loading(number, done, read):
                 self._reading.update(number, done, read)
+            case Capturing(number, done, total):
+                self._captures.update(number, done, total)
             case Listening():
                 self._reports.put(message)
             case Loaded() | Allocated():

@@ -1,4 +1,4 @@
-"""Progress of the ranks while they read their weights: a bar on a terminal, else lines of the log."""
+"""Progress of ranks that read their weights and capture graphs: a bar on a terminal, else lines of the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 
 from weft.formatting import format_bytes
 
@@ -13,11 +14,11 @@ logger = logging.getLogger("weft")
 
 WIDTH = 24  # characters of a full bar
 BAR_S, LINE_S = 0.1, 5.0  # seconds between two states of the bar, and between two lines of the log
-SHORTEST_S = 1.0  # a shorter reading gets no bar
+SHORTEST_S = 1.0  # a shorter task gets no bar
 
 
-class ReadingProgress:
-    """Sum of the bytes that all ranks have read, shown while it grows. Threads may call `update` at the same time."""
+class RanksProgress(ABC):
+    """Sum of what all ranks have done, shown while it grows. Threads may call `update` at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +28,7 @@ class ReadingProgress:
         self._is_drawn = self._is_closed = False
 
     def update(self, rank: int, done: int, total: int) -> None:
-        """Note that a rank has read `done` of `total` bytes."""
+        """Note that a rank has done `done` of `total` parts."""
         with self._lock:
             if not self._total:
                 self._began = self._shown = time.monotonic()
@@ -59,14 +60,34 @@ class ReadingProgress:
         full = round(WIDTH * self._share())
         return f"[{'#' * full}{'.' * (WIDTH - full)}] {self._state()}"
 
+    @abstractmethod
+    def _state(self) -> str:
+        """Sentence on what has been done until now."""
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._began, 1e-3)
+
+    def _share(self) -> float:
+        return sum(self._done.values()) / max(sum(self._total.values()), 1)
+
+
+class ReadingProgress(RanksProgress):
+    """Bytes of the weights."""
+
     def _state(self) -> str:
         """Bytes read of all bytes, and their number per second."""
         done, total = sum(self._done.values()), sum(self._total.values())
-        seconds = max(time.monotonic() - self._began, 1e-3)
+        seconds = self._seconds()
         return (
             f"Weights: {format_bytes(done)} of {format_bytes(total)} read, {100 * self._share():.0f} %, in "
             f"{seconds:.1f} s, {done / seconds / 1e9:.2f} GB/s"
         )
 
-    def _share(self) -> float:
-        return sum(self._done.values()) / max(sum(self._total.values()), 1)
+
+class CapturingProgress(RanksProgress):
+    """CUDA graphs for which a start waits; every rank captures the same ones."""
+
+    def _state(self) -> str:
+        """Graphs that every rank has captured, of all."""
+        done, total = min(self._done.values()), max(self._total.values())
+        return f"CUDA graphs: {done} of {total} captured in {self._seconds():.1f} s"

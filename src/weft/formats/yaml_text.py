@@ -19,10 +19,11 @@ class Block(str):
     __slots__ = ()
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str, *, quote: bool = True) -> Any:
     """Parse a document. Raises ValueError, in one line, if it is no YAML, is nested too deeply, or repeats a field.
 
-    PyYAML itself would take the last value of a repeated field.
+    PyYAML itself would take the last value of a repeated field. An error quotes the faulty line; without `quote`, for
+    documents that hold keys, it has no word of the document, only the place.
     """
     import yaml
 
@@ -42,9 +43,19 @@ def load_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(" ".join(str(error).split()) if quote else _place(error)) from None
     except RecursionError:
         raise ValueError("its lists are nested too deeply") from None
+    except ValueError as error:  # of a value that only looks like a number or a date
+        raise ValueError(str(error) if quote else "a value cannot be read; put it in quotes") from None
+
+
+def _place(error: Exception) -> str:
+    """The place of an error, without the document's text, which PyYAML's own words may hold too."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return "it holds a character that YAML forbids"
+    return f"line {mark.line + 1}, column {mark.column + 1} (not shown here: it may hold a key); put keys in quotes"
 
 
 def dump_yaml(value: object) -> str:

@@ -61,7 +61,14 @@ def serve_set(models: ModelSet, options: ServeOptions) -> None:
 def check_options(options: ServeOptions) -> None:
     """Raise ConfigError for options that only a server of one model has."""
     defaults = ServeOptions()
-    for name in ("served_model_name", "root_path", "allowed_origins", "enable_prefix_debug", "refuse_while_asleep"):
+    for name in (
+        "served_model_name",
+        "root_path",
+        "allowed_origins",
+        "enable_prefix_debug",
+        "refuse_while_asleep",
+        "otlp_traces_endpoint",
+    ):
         if getattr(options, name) != getattr(defaults, name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is for a server of one model; leave it out", code="option-of-one-model")

@@ -21,8 +21,8 @@ class Check(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def checks_json(checks: Iterable[Check]) -> dict[str, Any]:
-    """The checks as JSON: `ok` unless one of them fails."""
+def checks_json(checks: Iterable[msgspec.Struct]) -> dict[str, Any]:
+    """Checks with the fields of `Check` as JSON: `ok` unless one of them fails."""
     entries = [msgspec.to_builtins(check) for check in checks]
     return {"ok": all(entry["status"] != "fail" for entry in entries), "checks": entries}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -11,6 +12,14 @@ from pathlib import Path
 TAIL_BYTES = 256 << 10
 JOURNAL_LINES = 2000
 JOURNAL_S = 10.0  # for journalctl's answer
+# The beginning of a log line, as text or as JSON; the journal's own fields, and the name of a set's model, may come
+# before.
+LINE_START = re.compile(
+    r"^(\S+ \S+ \S+: )?(\S+ \| )?"
+    r'((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d |\{"time": ")'
+)
+PROMPT_LINE = re.compile(r"\brequest \S+: prompt ")  # of serving.service, with --enable-log-requests
+LEFT_OUT = "(a line with a prompt is left out)"
 
 
 def process_log(pid: int, root: Path = Path("/")) -> str | None:
@@ -48,3 +57,21 @@ def journal_tail(pid: int) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ran.stdout or None
+
+
+def without_prompts(text: str, *, logs_prompts: bool = False) -> str:
+    """A log without the lines of --enable-log-requests, and without their rest where the journal has cut them up.
+
+    `logs_prompts` says that the server has this flag: then the log may begin in the middle of such a line.
+    """
+    kept = []
+    hidden = logs_prompts or PROMPT_LINE.search(text) is not None
+    for line in text.split("\n"):
+        if PROMPT_LINE.search(line):
+            hidden = True
+            kept.append(LEFT_OUT)
+        elif LINE_START.search(line):
+            hidden = False
+        if not hidden:
+            kept.append(line)
+    return "\n".join(kept)

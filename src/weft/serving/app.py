@@ -33,6 +33,7 @@ from weft.serving.openapi import openapi
 from weft.serving.responses.stream import responses
 from weft.serving.scores import rerank, score
 from weft.serving.service import Service
+from weft.serving.tracing import TraceHeaders
 
 # Health probes carry no API key, nor do clients that ask which kind of server this is; administrators have another one.
 KEYLESS_PATHS = ("/", "/health/live", "/health/ready", *(route.path for route in ADMIN_ROUTES))
@@ -108,6 +109,8 @@ def create_app(service: Service) -> Starlette:
         )
     if options.enable_request_id_headers or options.log_format == "json":
         middleware.append(Middleware(RequestIds, logs=options.log_format == "json"))
+    if options.otlp_traces_endpoint is not None:
+        middleware.append(Middleware(TraceHeaders))
     if service.clients.required:
         middleware.append(Middleware(RequireKey, service.clients, KEYLESS_PATHS, options.open_listing))
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)

@@ -16,6 +16,7 @@ from weft.formats.checkpoint import Checkpoint
 from weft.hardware.host import Host, probe_host
 from weft.serving.options import ServeOptions
 from weft.serving.service import Service
+from weft.serving.tracing import traced
 
 
 class OpenedModel(NamedTuple):
@@ -50,6 +51,8 @@ async def run_service(config: EngineConfig, options: ServeOptions, opened: Opene
             config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
         )
         capacity = sum(one.plan.max_running for one in planned) + config.max_num_queued_reqs
-        yield Service(engine, frontend, options, model=config.model, capacity=capacity)
+        service = Service(engine, frontend, options, model=config.model, capacity=capacity)
+        with traced(service):
+            yield service
     finally:
         await engine.close()

@@ -110,7 +110,7 @@ def _convert(values: Any, path: str) -> list[ClientKey]:
 
 def _read(path: str) -> Any:
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8"))
+        return load_yaml(Path(path).read_text(encoding="utf-8"), quote=False)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error_reason(error)}", code="cannot-read-config") from None
     except ValueError as error:

@@ -68,6 +68,12 @@ class ServeOptions(Options):
         help="json: one object per line, and one for each HTTP request, with its X-Request-Id and without its text",
     )
     enable_log_requests: bool = option(False, help="log the prompt and the sampling parameters of every request")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        metavar="URL",
+        help="send a trace of every request, without its text, to this OpenTelemetry collector, as in "
+        "http://HOST:4318/v1/traces (needs weft[otel])",
+    )
     enable_prefix_debug: bool = option(
         False, help="send the header X-Weft-Prefix with every answer: where its prompt left the client's earlier ones"
     )

@@ -41,6 +41,7 @@ from weft.serving.predicted import PredictionCheck
 from weft.serving.run_files import announced
 from weft.serving.service import Service
 from weft.serving.stopping import cancel_exit_deadline, drain, handle_stop_signals
+from weft.serving.tracing import check_tracing, traced
 
 if TYPE_CHECKING:
     from weft.planner.forecast import Forecast
@@ -62,6 +63,7 @@ def serve(config: EngineConfig, options: ServeOptions) -> None:
     malloc.limit_arenas()
     listen.check_tls(options)
     check_keys(config, options)
+    check_tracing(options)
     with listen.bind(options) as listener:
         options = listen.bound_options(listener, options)
         # Outside the event loop: Ctrl-C must end a download, and it would not end a thread.
@@ -150,7 +152,8 @@ async def _serve(
         gc.freeze()  # what exists now stays: no response waits while the collector scans it
         level = logging.INFO if options.announces else logging.DEBUG  # clients of a set know one address
         log.log(level, "serving %s at %s (%.2f s)", ", ".join(service.names), address, time.monotonic() - began)
-        with announced(service.names, address, service.checkpoints) if options.announces else nullcontext():
+        run_file = announced(service.names, address, service.checkpoints) if options.announces else nullcontext()
+        with run_file, traced(service):
             await server.until_ended()
         failure = engine.failure
     finally:

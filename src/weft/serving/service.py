@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection,
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -42,8 +42,12 @@ from weft.serving.profiling import LastProfile
 from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
+from weft.serving.tracing import trace_headers
 from weft.structured.compiler import UnpreparedError, must_be_quick
 from weft.text.limits import LIMITS
+
+if TYPE_CHECKING:
+    from weft.serving.spans import RequestSpans
 
 log = logging.getLogger("weft.serving")
 
@@ -155,6 +159,7 @@ class Service:
         self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()
         self.idle.set()
+        self.spans: RequestSpans | None = None  # with --otlp-traces-endpoint
         self.prediction_check: PredictionCheck | None = None
         self.prefill_tok_s: float | None = None  # by the planner
         self._progress = Progress(options.progress_timeout, time.monotonic)
@@ -466,6 +471,8 @@ class EngineStream:
             if not self._charged:
                 self._charged = True
                 self._count.count_answer(self.usage.completion_tokens)
+                if self._service.spans is not None:
+                    self._service.spans.record(self.collectors, trace_headers.get())
             if self._counted:
                 self._service.stream_closed(self)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -99,7 +99,10 @@ class StreamEngine:
         self._load, self._write, self._first = load, write, model
         self._first_line_s = first_line_s
         self._model: LoadedModel | None = None
-        self._loading = asyncio.Lock()
+        self._loading = asyncio.Lock()  # held while the model changes
+        self._users = 0  # requests that the model answers
+        self._unused = asyncio.Event()
+        self._unused.set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
         self._ready = False
@@ -167,22 +170,27 @@ class StreamEngine:
             self.emit("ready", model=name or model.names[0])
 
     async def _opened(self, name: str | None) -> LoadedModel:
-        """The model of this name, loaded if need be. Raises WeftError."""
+        """The model of this name, instead of another one if need be. Raises WeftError."""
         async with self._loading:
             name = name or self._first
             if self._model is not None and (name is None or name in self._model.names):
                 return self._model
-            if name is None:
-                raise RequestError(
-                    "no model is loaded; name one in `load`, in `generate` or in INFERNET_ENGINE_MODEL",
-                    code="model-missing",
-                )
             if self._model is not None:
-                await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+                await self._unused.wait()  # requests that come meanwhile wait for the lock
                 before, self._model = self._model, None
                 await before.close()
-            self._model = await self._load(name)
-            return self._model
+            return await self._load_named(name)
+
+    async def _load_named(self, name: str | None) -> LoadedModel:
+        """Load a model while none is loaded, with the lock held. Raises WeftError."""
+        name = name or self._first
+        if name is None:
+            raise RequestError(
+                "no model is loaded; name one in `load`, in `generate` or in INFERNET_ENGINE_MODEL",
+                code="model-missing",
+            )
+        self._model = await self._load(name)
+        return self._model
 
     def _begin(self, request: Generate) -> None:
         if request.id in self._tasks:
@@ -201,16 +209,16 @@ class StreamEngine:
         """Answer one request. A failure is an event of its own, and ends nothing else."""
         id, text = request.id, ""
         try:
-            model = await self._model_for(request.model)
-            self.emit("meta", id=id, model=request.model or model.names[0], started_at=_now())
-            reason = "stop"
-            async with aclosing(model.chat(request.messages, request.sampling)) as answers:
-                async for output in answers:
-                    choice = output.outputs[0]
-                    if len(choice.text) > len(text):
-                        self.emit("token", id=id, text=choice.text[len(text) :])
-                        text = choice.text
-                    reason = choice.finish_reason or reason
+            async with self._using_model(request.model) as model:
+                self.emit("meta", id=id, model=request.model or model.names[0], started_at=_now())
+                reason = "stop"
+                async with aclosing(model.chat(request.messages, request.sampling)) as answers:
+                    async for output in answers:
+                        choice = output.outputs[0]
+                        if len(choice.text) > len(text):
+                            self.emit("token", id=id, text=choice.text[len(text) :])
+                            text = choice.text
+                        reason = choice.finish_reason or reason
             self.emit("done", id=id, reason="length" if reason == "length" else "stop", text=text, finished_at=_now())
         except asyncio.CancelledError:
             if id not in self._cancelled:
@@ -223,16 +231,27 @@ class StreamEngine:
         finally:
             self._cancelled.discard(id)
 
-    async def _model_for(self, name: str | None) -> LoadedModel:
-        """The loaded model, if it has this name; one is loaded if there is none. Raises WeftError."""
-        if self._model is None or self._loading.locked():
-            return await self._opened(name)
-        if name is not None and name not in self._model.names:
-            known = ", ".join(self._model.names)
-            raise RequestError(
-                f"the model {name!r:.200} is not loaded; known: {known}; `load` changes it", code="model-not-found"
-            )
-        return self._model
+    @asynccontextmanager
+    async def _using_model(self, name: str | None) -> AsyncIterator[LoadedModel]:
+        """Hold the loaded model, if it has this name; one is loaded if there is none. Raises WeftError.
+
+        A request never takes the model of others away: only `load` changes it, once no request holds it.
+        """
+        async with self._loading:
+            model = self._model or await self._load_named(name)
+            if name is not None and name not in model.names:
+                known = ", ".join(model.names)
+                raise RequestError(
+                    f"the model {name!r:.200} is not loaded; known: {known}; `load` changes it", code="model-not-found"
+                )
+            self._users += 1
+            self._unused.clear()
+        try:
+            yield model
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
 
 
 def _now() -> str:

@@ -22,6 +22,8 @@ Prepare = Callable[[Batch], None]
 Replay = Callable[[], None]
 # Runs a function in such a way that it can be replayed, on the same tensors.
 Capture = Callable[[Callable[[], None]], Replay]
+# Takes the number of graphs that are captured, and of those for which a start waits.
+ReportCaptured = Callable[[int, int], None]
 
 CAPTURE_S = 2.0  # time of the captures that a start waits for; the others come while no request runs
 
@@ -85,11 +87,16 @@ class Graphs:
         """Sizes that have no graph yet, smallest first."""
         return [size for size in self._sizes if size not in self._captured]
 
-    def capture_at_start(self, agree: Callable[[float], float] = lambda seconds: seconds) -> None:
+    def capture_at_start(
+        self,
+        agree: Callable[[float], float] = lambda seconds: seconds,
+        report: ReportCaptured = lambda done, total: None,
+    ) -> None:
         """Capture the largest size, whose memory the others share, and then the smallest ones for CAPTURE_S seconds.
 
         If the first capture's time, once for each size, is no longer than that, all sizes are captured. `agree` turns
-        the seconds of all ranks into one number, since all ranks have to capture the same sizes.
+        the seconds of all ranks into one number, since all ranks have to capture the same sizes. `report` is called
+        after each capture.
         """
         seconds, largest_before = 0.0, self.largest
         while self._sizes and not self._captured:
@@ -105,8 +112,14 @@ class Graphs:
         seconds, count = agree(seconds), len(self._sizes)
         if seconds * count > CAPTURE_S:
             count = int(CAPTURE_S / seconds)
-        for _ in range(count):
+        if not self._captured:
+            return
+        later = min(count, len(self.uncaptured))
+        goal = len(self._captured) + later
+        for _ in range(later):
+            report(len(self._captured), goal)
             self.capture_next()
+        report(len(self._captured), goal)
 
     def capture_next(self) -> int:
         """Capture the smallest size that has no graph yet; return the number of those that are left."""

@@ -30,7 +30,7 @@ from weft.plan.plan import Plan
 from weft.weights.load import allocate_parameters, load_weights, parameter_groups
 from weft.worker import rehearsal
 from weft.worker.device import allocate_caches, prepare_device
-from weft.worker.graphs import CudaGraphs, Graphs, graph_sizes
+from weft.worker.graphs import CudaGraphs, Graphs, ReportCaptured, graph_sizes
 from weft.worker.host_copies import HostCopies
 from weft.worker.importance import measure_importance
 
@@ -172,8 +172,13 @@ class ModelRunner:
         return expanded_bytes(self.plan.shape, self.place, context, self.dtype.itemsize)
 
     @torch.inference_mode()
-    def allocate(self, num_blocks: int, rehearse: Rehearse) -> None:
-        """Allocate the KV cache, rehearse a step of each kind so that no request meets a cold path, capture graphs."""
+    def allocate(
+        self, num_blocks: int, rehearse: Rehearse, report_captured: ReportCaptured = lambda done, total: None
+    ) -> None:
+        """Allocate the KV cache, rehearse a step of each kind so that no request meets a cold path, capture graphs.
+
+        `report_captured` as for `Graphs.capture_at_start`.
+        """
         plan = self.plan
         self._num_blocks = num_blocks
         self._allocate_caches(num_blocks)
@@ -188,7 +193,7 @@ class ModelRunner:
         rehearse([1], rehearsal.PLAIN)
         if self.captures:
             self.graphs = self._create_graphs()
-            self.graphs.capture_at_start(self._sum_seconds)
+            self.graphs.capture_at_start(self._sum_seconds, report_captured)
         if not plan.on_cpu:
             # The largest steps again, beside the KV cache: the allocator keeps their memory, and later steps find it.
             for counts, params in rehearsal.largest_steps(plan):

@@ -64,6 +64,7 @@ class Worker:
         self.place = plan.places[rank]
         self.runner = ModelRunner(plan, rank, links)
         self.report_read: Callable[[int, int], None] = lambda done, total: None
+        self.report_captured: Callable[[int, int], None] = lambda done, total: None
         self.sampler: Sampler | None = None
         self.proposer: Proposer | None = None
         self.trace: RankTrace | None = None
@@ -118,7 +119,7 @@ class Worker:
         """
         if self.proposer:
             self.proposer.allocate(num_blocks)
-        self.runner.allocate(num_blocks, self._rehearse)
+        self.runner.allocate(num_blocks, self._rehearse, self.report_captured)
         for line in read_choices():
             logger.info("rank %d, NCCL: %s", self.rank, line)
         return sum(runner.uncaptured for runner in self.runners)
