@@ -40,6 +40,10 @@ class FusedLayers:
             log and (lambda layer, phase, began_ns, ended_ns: log(first + layer, phase, began_ns, ended_ns))
         )
 
+    def forget_caches(self) -> None:
+        """Hold the KV caches of the last step no longer."""
+        self._stage.forget_caches()
+
 
 def known_spec(mixer: Mixer, ffn: FeedForward) -> LayerSpec:
     """The layer of this mixer and feed-forward part that fused kernels compute: all that is not named here is as
