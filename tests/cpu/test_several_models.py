@@ -202,12 +202,12 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_end_does_not_wait_for_a_stopped_rank(tmp_path: Path) -> None:
-    rows = [{"name": "one", "model": str(tiny.write(tmp_path / "one"))}]
+    rows = [{"name": "one", "model": str(tiny.write(tmp_path / "one")), "distributed-executor-backend": "mp"}]
     path = tmp_path / "set.yaml"
     path.write_text(json.dumps({**COMMON, "models": rows}))
     with Server("--config", str(path)) as server:
         asking = threading.Thread(target=ask, args=(server, "one"), kwargs={"n": 64, "max_tokens": 500})
-        rank = next(process for process in server.family() if "weft.worker" in process.cmdline())
+        rank = next(process for process in server.family() if "weft.worker" in " ".join(process.cmdline()))
         rank.suspend()
         asking.start()
         eventually(lambda: states(server)["one"]["running"] == 1)

@@ -195,7 +195,8 @@ class ModelRunner:
         """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
         self.graphs, self.caches, self._asleep = None, [], True
         self.model.forget_caches()
-        if level > 1:
+        # A pipeline over a CPU and GPUs reads its weights again: all stages take part in that.
+        if level > 1 or (self.plan.uses_cpu and not self.plan.on_cpu):
             self._drop_model()
             return
         self.model.fill_ropes(0, self.plan.max_model_len, self.device)
