@@ -414,6 +414,7 @@ class Keeper:
                 reason = f"its process showed no sign of life for {silent_s:.1f} s: {error}"
                 log.error("%s is killed: %s", name, reason)
                 member.kill(reason)
+                hosted.answered_s = self.clock()  # its end is still to be noticed
             return
         hosted.answered_s = self.clock()
 

@@ -76,6 +76,7 @@ class Member:
         self._lifeline: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
+        self._killed_for = ""
 
     @property
     def runs(self) -> bool:
@@ -101,6 +102,7 @@ class Member:
         The words come through the lifeline: one of them may be a token, which others must not see in `ps`.
         """
         self.tail.clear()
+        self._killed_for = ""
         command = [model, *words, *self._words, "--served-model-name", *names]
         try:
             await self._begin(json.dumps(command).encode() + b"\n")
@@ -148,7 +150,9 @@ class Member:
     def failure(self) -> HttpError:
         """The error of a process that has ended, with the last line that names a cause."""
         lines = [line for line in self.tail if "error" in line.lower()] or list(self.tail)
-        cause = lines[-1] if lines else f"exit status {self._process.returncode if self._process else None}"
+        cause = self._killed_for or (
+            lines[-1] if lines else f"exit status {self._process and self._process.returncode}"
+        )
         return HttpError(503, f"{self.name!r} does not run: {cause}", code="model-down", retry_after_s=5)
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
@@ -227,8 +231,7 @@ class Member:
     def kill(self, reason: str = "") -> None:
         """End the process at once; its ranks notice, and end too. `reason` is what `failure` is to say of it."""
         if self._process is not None and self.runs:
-            if reason:
-                self.tail.append(f"error: {reason}")
+            self._killed_for = reason
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
