@@ -37,7 +37,6 @@ from weft.plan.wiring import Network, Tcp
 
 log = logging.getLogger("weft")
 
-ATTACH_S = 60.0  # seconds for the actors to start and to connect
 LOOK_S = 0.5  # between two looks at actors that have not connected
 SAY_S = 10.0  # between two lines about resources that are missing
 STACKS_S = 1.0  # seconds for the ranks to print their stacks, which Ray passes on
@@ -184,15 +183,19 @@ class RayExecutor(RankExecutor):
             self._actors.append(actor)
             address = (self._nodes.address, port)
             self._runs.append(
-                actor.run.remote(place.rank, address, self._nodes.key, not plan.on_cpu, self._nodes.certificate)
+                actor.run.remote(
+                    place.rank, self._worker, address, self._nodes.key, not plan.on_cpu, self._nodes.certificate
+                )
             )
 
     def _await_actors(self, count: int) -> None:
         """Wait for the connections of all actors. Raises EngineError for one that has died or does not come.
 
-        Each is heard and pinged from its connection on: the last may come long after the first.
+        Each is heard and pinged from its connection on: the last may come long after the first, as an actor imports
+        torch before.
         """
-        deadline = time.monotonic() + ATTACH_S
+        patience_s = self._nodes.timeout_s
+        deadline = time.monotonic() + patience_s
         while len(self._attached) < count:
             with contextlib.suppress(Empty):
                 attached = self._came.get(timeout=LOOK_S)
@@ -205,7 +208,11 @@ class RayExecutor(RankExecutor):
             missing = next(rank for rank in range(count) if rank not in self._attached)
             ended, _ = self._ray.wait([self._runs[missing]], timeout=0)
             if ended or time.monotonic() > deadline:
-                reason = self._death(missing) if ended else f"its actor has not connected within {ATTACH_S:g} s"
+                reason = (
+                    self._death(missing)
+                    if ended
+                    else f"its actor has not connected within {patience_s:g} s (--start-timeout)"
+                )
                 raise EngineError(
                     Cause(rank=missing, phase="start", code="actor-died" if ended else "actor-missing", cause=reason)
                 )

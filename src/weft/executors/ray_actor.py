@@ -30,10 +30,19 @@ CONNECT_S = 20.0
 class RankActor:
     """The class of the actors. Its process ends with the driver's connection, and with the driver."""
 
-    def run(self, rank: int, address: tuple[str, int], key: bytes, gpu: bool, certificate: str = "") -> None:
-        """Run a rank for the driver that listens at `address`. Returns when the engine has ended."""
+    def run(
+        self, rank: int, worker: str, address: tuple[str, int], key: bytes, gpu: bool, certificate: str = ""
+    ) -> None:
+        """Run a rank, with the class `worker`, for the driver that listens at `address`.
+
+        Returns when the engine has ended.
+        """
         logs.configure()
         faulthandler.enable()
+        # Before the connection: while torch is imported, which may take long, no heartbeat could be sent.
+        with gc_paused():
+            connect = import_module("weft.comm.connect")  # by name: this package does not import torch
+            create = worker_class(worker)
         connection = socket.create_connection(address, CONNECT_S)
         own = str(connection.getsockname()[0])
         secured = connect_securely(connection, key, certificate)
@@ -49,12 +58,8 @@ class RankActor:
 
         def create_worker() -> RankWorker:
             listener = join_rendezvous(launch, driver.send)
-            with gc_paused():
-                connect = import_module("weft.comm.connect")  # by name: this package does not import torch
-            worker = worker_class(launch.worker)
             site = connect.Site(launch.plan, launch.rank, launch.wiring, launch.rendezvous, listener)
-            links = connect.connect_rank(site)
-            return worker(launch.plan, launch.rank, links)
+            return create(launch.plan, launch.rank, connect.connect_rank(site))
 
         run_rank(rank, driver.inbox, driver.send, create_worker)
         threading.Event().wait()  # the driver ends this process, once it has the cause of a failure
