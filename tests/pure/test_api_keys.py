@@ -14,8 +14,6 @@ from tests.pure.worlds import HI, FakeEngine, Wire, World, endless, in_pieces
 from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import ConfigError
-from weft.serving.clients import Client
-from weft.serving.front_client import header_of
 from weft.serving.key_file import read_keys
 from weft.serving.options import ServeOptions
 from weft.serving.server import check_keys
@@ -113,20 +111,6 @@ async def test_requests_carry_their_owner_and_prefixes_are_its_own(written: Writ
     assert [(one.owner, one.weight) for one in (first, second)] == [(1, 3.0), (2, 1.0)]
     assert first.identity == again.identity != salted.identity != second.identity
     assert (first.identity == second.identity) is shared
-
-
-@pytest.mark.parametrize("behind", [False, True])
-async def test_only_behind_a_front_the_key_names_other_clients(behind: bool) -> None:
-    """The server of one model of a set has one key, the front's, which tells whose requests it sends."""
-    world = World(api_key=("one",), behind_front=behind)
-    for name in ("a", "b"):
-        told = header_of(Client(name, 5 + len(name), 3.0, salt=name)).decode()
-        headers = by("one") | {"X-Weft-Client": told}
-        assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=headers)).status_code == 200
-        assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=headers | by("x"))).status_code == 401
-    first, second = world.engine.requests
-    assert (first.identity != second.identity) is behind
-    assert (first.owner, first.weight) == ((6, 3.0) if behind else (1, 1.0))
 
 
 async def test_nobody_s_requests_have_no_owner() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.pure.worlds import World
 from tests.refusals import refuses
 from weft.cli.commands import COMMANDS
 from weft.cli.flags import serve_options
@@ -23,7 +24,9 @@ from weft.hosting.member import Member
 from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.options import HEEDED, PASSED_ON, REFUSED, check_options, member_words, stall_limit
 from weft.hosting.sockets import YOUNG_S, SocketFolder
+from weft.serving.clients import Client
 from weft.serving.errors import HttpError
+from weft.serving.front_client import header_of
 from weft.serving.options import ServeOptions
 
 OTHERS: dict[str, Any] = {
@@ -97,6 +100,22 @@ def test_keys_of_which_a_set_could_not_keep_its_word(keys: str, policy: str, cod
         check_options(models, options)
     with refuses(ConfigError, "listing-without-keys"):
         check_options(MODELS, ServeOptions(open_listing=True))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+async def test_only_behind_a_front_the_key_names_other_clients(behind: bool) -> None:
+    """The server of one model of a set has one key, the front's, which tells whose requests it sends."""
+    world = World(api_key=("one",), behind_front=behind)
+    for name in ("a", "b"):
+        told = header_of(Client(name, 5 + len(name), 3.0, salt=name)).decode()
+        headers = {"Authorization": "Bearer one", "X-Weft-Client": told}
+        assert (await world.post("/v1/completions", {"prompt": "ab"}, headers=headers)).status_code == 200
+        assert (
+            await world.post("/v1/completions", {"prompt": "ab"}, headers=headers | {"Authorization": "Bearer x"})
+        ).status_code == 401
+    first, second = world.engine.requests
+    assert (first.identity != second.identity) is behind
+    assert (first.owner, first.weight) == ((6, 3.0) if behind else (1, 1.0))
 
 
 # The sockets of the models' servers
