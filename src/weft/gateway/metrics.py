@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,6 +13,7 @@ from prometheus_client.registry import Collector as PrometheusCollector
 from weft.gateway.exchange import Exchange
 from weft.gateway.fleet import Fleet
 from weft.gateway.replica import Replica
+from weft.serving.buckets import BucketCounts
 from weft.serving.metrics import REQUEST, TTFT
 
 
@@ -36,33 +35,12 @@ class ReplicaGauges(PrometheusCollector):
         yield up
 
 
-class Seconds:
-    """A histogram of seconds. Only the event loop counts, so that it needs no lock for each of them."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: the upper bounds of the buckets, ascending; there is one bucket more, without a bound."""
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        """Count one."""
-        self._counts[bisect_left(self._bounds, seconds)] += 1
-        self._sum += seconds
-
-    def family(self, name: str, help_text: str) -> Metric:
-        """The histogram as Prometheus gets it: each bucket with those below it."""
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self._sum)
-
-
 class EndedRequests(PrometheusCollector):
     """Requests that have ended, counted once for each."""
 
     def __init__(self) -> None:
         self.requests: Counts[tuple[str, int, str]] = Counts()  # by upstream, status and outcome
-        self.first_byte, self.duration = Seconds(TTFT), Seconds(REQUEST)
+        self.first_byte, self.duration = BucketCounts(TTFT), BucketCounts(REQUEST)
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -73,10 +51,15 @@ class EndedRequests(PrometheusCollector):
         for (upstream, status, outcome), count in self.requests.items():
             requests.add_metric((upstream, str(status), outcome), count)
         yield requests
-        yield self.first_byte.family(
-            "weft:gateway_time_to_first_byte_seconds", "From a whole request to the first byte of its response's body."
-        )
-        yield self.duration.family("weft:gateway_request_seconds", "From a whole request to the end of its response.")
+        for name, text, counts in (
+            (
+                "time_to_first_byte_seconds",
+                "From a whole request to the first byte of its response's body.",
+                self.first_byte,
+            ),
+            ("request_seconds", "From a whole request to the end of its response.", self.duration),
+        ):
+            yield HistogramMetricFamily(f"weft:gateway_{name}", text, buckets=counts.buckets, sum_value=counts.sum)
 
 
 class GatewayMetrics:

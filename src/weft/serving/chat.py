@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.client.collector import Delta
 from weft.client.outputs import Logprob
 from weft.serving.chat_answer import AnswerChoice, AnswerDelta, ChatAnswers, ToolCall, ToolCallDelta, open_answers
 from weft.serving.chat_prompt import PreparedChat, prepare_chat
@@ -57,6 +58,10 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         self._sends_ids = bool(body.return_token_ids)
         self._sends_prompt_ids = self._sends_ids and body.continue_token_ids is None
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self._unsent_roles = [
+            ChatChunkChoice(index=choice.index, delta=ChatDelta(role=self._role, content=""))
+            for choice in ([] if answers.continued else answers.whole())
+        ]
 
     def _usage(self) -> Usage:
         return self._answers.usage()
@@ -91,21 +96,25 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
             message.tool_calls = [_whole_call(call) for call in choice.tool_calls]
         return message
 
-    async def _chunk_choices(self) -> AsyncGenerator[ChatChunkChoice, None]:
+    def _outputs(self) -> AsyncIterator[tuple[int, Delta]]:
+        return aiter(self._answers.stream)
+
+    def _new_choices(self, number: int, delta: Delta) -> list[ChatChunkChoice]:
+        news = self._answers.read(delta)
         # With the first token, not before: load generators take the first chunk's time for that of the first token.
-        roles = [] if self._answers.continued else self._answers.whole()
-        async for delta in self._answers:
-            while roles:
-                yield ChatChunkChoice(index=roles.pop(0).index, delta=ChatDelta(role=self._role, content=""))
-            if not delta.empty or self._top_logprobs is not None or self._sends_ids:
-                yield ChatChunkChoice(
-                    index=delta.index,
-                    delta=self._delta(delta),
-                    logprobs=self._logprobs(delta.logprobs),
-                    finish_reason=delta.finish_reason,
-                    stop_reason=delta.stop_reason,
-                    token_ids=list(delta.token_ids) if self._sends_ids else UNSET,
+        choices, self._unsent_roles = self._unsent_roles, []
+        if not news.empty or self._top_logprobs is not None or self._sends_ids:
+            choices.append(
+                ChatChunkChoice(
+                    index=news.index,
+                    delta=self._delta(news),
+                    logprobs=self._logprobs(news.logprobs),
+                    finish_reason=news.finish_reason,
+                    stop_reason=news.stop_reason,
+                    token_ids=list(news.token_ids) if self._sends_ids else UNSET,
                 )
+            )
+        return choices
 
     def _delta(self, delta: AnswerDelta) -> ChatDelta:
         made = ChatDelta()

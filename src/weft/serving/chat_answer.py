@@ -176,7 +176,7 @@ class ChatAnswers:
             for output in self.collector.output.outputs
         ]
         self.begun = list(self._read_begun())
-        self._stream: EngineStream = service.open_stream(prepared.collectors)
+        self.stream: EngineStream = service.open_stream(prepared.collectors)
 
     @property
     def continued(self) -> bool:
@@ -184,8 +184,8 @@ class ChatAnswers:
         return bool(self.collector.requests[0].answered)
 
     async def __aiter__(self) -> AsyncIterator[AnswerDelta]:
-        async for _, delta in self._stream:
-            yield self._read(delta)
+        async for _, delta in self.stream:
+            yield self.read(delta)
 
     async def finish(self) -> None:
         """Wait until every choice has ended."""
@@ -203,11 +203,11 @@ class ChatAnswers:
 
     def usage(self) -> Usage:
         """Token counts up to now, over all choices."""
-        return self._stream.usage
+        return self.stream.usage
 
     async def aclose(self) -> None:
         """Abort unfinished choices."""
-        await self._stream.aclose()
+        await self.stream.aclose()
 
     def _read_begun(self) -> Iterator[AnswerDelta]:
         """Read the answered tokens as they came at the other server: one by one."""
@@ -216,7 +216,8 @@ class ChatAnswers:
             content, reasoning, calls = reader.read(text, last=False)
             yield AnswerDelta(0, content, reasoning, calls, token_ids=[token])
 
-    def _read(self, delta: Delta) -> AnswerDelta:
+    def read(self, delta: Delta) -> AnswerDelta:
+        """Read the next delta of `stream`, for a caller that iterates over that itself."""
         reader = self._choices[delta.index]
         content, reasoning, calls = reader.read(delta.text, last=delta.finish_reason is not None)
         return AnswerDelta(

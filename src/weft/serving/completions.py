@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -124,16 +124,24 @@ class CompletionStream(OpenAIStream[CompletionChoice]):
         ]
         return self._chunk(choices, self._usage())
 
-    async def _chunk_choices(self) -> AsyncGenerator[CompletionChoice, None]:
-        if self._echo:
-            for number, collector in enumerate(self._stream.collectors):
-                for output in collector.output.outputs:
-                    yield self._chunk_choice(number, Delta(output.index, self._prompt_text(collector), []))
-        async for number, delta in self._stream:
-            if self._scoring:
-                delta = Delta(delta.index, "", [], finish_reason="length")
-            if delta.text or delta.finish_reason or self._top_logprobs is not None or self._sends_ids:
-                yield self._chunk_choice(number, delta)
+    def _outputs(self) -> AsyncIterator[tuple[int, Delta]]:
+        return aiter(self._stream)
+
+    def _opening_choices(self) -> list[CompletionChoice]:
+        if not self._echo:
+            return []
+        return [
+            self._chunk_choice(number, Delta(output.index, self._prompt_text(collector), []))
+            for number, collector in enumerate(self._stream.collectors)
+            for output in collector.output.outputs
+        ]
+
+    def _new_choices(self, number: int, delta: Delta) -> list[CompletionChoice]:
+        if self._scoring:
+            delta = Delta(delta.index, "", [], finish_reason="length")
+        if delta.text or delta.finish_reason or self._top_logprobs is not None or self._sends_ids:
+            return [self._chunk_choice(number, delta)]
+        return []
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)

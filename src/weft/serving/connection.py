@@ -25,7 +25,7 @@ from weft.serving.admission import Admission
 from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
 from weft.serving.joined import JOINED, WHOLE, JoinedTransport, send_whole
 from weft.serving.service import shutting_down_error
-from weft.serving.sse import RESET
+from weft.serving.sse import RESET, WRITER
 
 HEAD_END = b"\r\n\r\n"
 FORWARDED = (b"x-forwarded-for", b"x-forwarded-proto")
@@ -266,6 +266,7 @@ class Connection(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run the application and adapt its response to the transport."""
+        scope[WRITER] = CycleWriter(cycle)
         allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 
@@ -396,6 +397,27 @@ class Connection(HttpToolsProtocol):
             fault = "its head is not complete" if part == "head" else "no byte of its body came"
             message = f"the request was given up: {fault} after {seconds:g} s"
             self.refuse(HttpError(408, message, code="request-timeout"))
+
+
+class CycleWriter:
+    """The ChunkWriter of `cycle`, uvicorn's response."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def usable(self) -> bool:
+        cycle = self._cycle
+        return cycle.response_started and bool(cycle.chunked_encoding) and cycle.scope["method"] != "HEAD"
+
+    def write_now(self, data: bytes) -> bool:
+        cycle = self._cycle
+        if cycle.disconnected:
+            return True
+        if cycle.flow.write_paused:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class BoundedFlowControl(FlowControl):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector as PrometheusCollector
 
 from weft.core.request import Stats
+from weft.serving.buckets import BucketCounts
 
 LABELS = ("model_name", "engine")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -113,89 +116,80 @@ class Metrics:
     """Metrics of all replicas. `model` is the first served name, `stats` has an entry for each replica."""
 
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], Sequence[Stats]]) -> None:
+        tokens = token_buckets(max_model_len)
+        self.replicas = [ReplicaMetrics(tokens) for _ in stats()]
         self.registry = CollectorRegistry()
         self.registry.register(EngineStats(model, stats))
-        families = self._families = RequestFamilies(self.registry, token_buckets(max_model_len))
-        self.registry.register(TokenTimes(families))
-        self.replicas = [ReplicaMetrics(families, model, str(number)) for number in range(len(stats()))]
+        self.registry.register(RequestTimes(model, self.replicas))
 
     def finished(self) -> int:
         """Number of choices that have ended, of all replicas together."""
-        return int(sum(value for name, _, value in self._families.samples("success") if name.endswith("_total")))
+        return sum(replica.finished.total() for replica in self.replicas)
 
     def bucket_counts(self, field: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bounds of the histogram in a field of `RequestFamilies`, and counts of values up to each, of all replicas."""
-        totals: dict[float, float] = {}
-        for sample, labels, value in self._families.samples(field):
-            if sample.endswith("_bucket"):
-                totals[float(labels["le"])] = totals.get(float(labels["le"]), 0.0) + value
-        return tuple(sorted(totals)), tuple(totals[bound] for bound in sorted(totals))
+        """Bounds of the histogram in a field of `ReplicaMetrics`, and counts of values up to each, of all replicas."""
+        histograms: list[BucketCounts] = [getattr(replica, field) for replica in self.replicas]
+        totals = [float(sum(counts)) for counts in zip(*(each.cumulative for each in histograms), strict=True)]
+        return (*histograms[0].bounds, math.inf), tuple(totals)
 
     def render(self) -> bytes:
         """The body of /metrics."""
         return generate_latest(self.registry)
 
 
-class RequestFamilies:
-    """Histograms and counters of requests, with a row for each replica. `tokens` are the bounds for tokens."""
+class ReplicaMetrics:
+    """Histograms of one replica; a request counts for the one that gave the token in question.
 
-    def __init__(self, registry: CollectorRegistry, tokens: Sequence[float]) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"vllm:{name}", text, LABELS, registry=registry, buckets=buckets)
+    `tokens` are the bounds for numbers of tokens. `finished` counts choices by the reason of their end.
+    """
 
-        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT)
-        self.itl = histogram("inter_token_latency_seconds", "Between one token and the next.", ITL)
-        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST)
-        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step.", REQUEST)
-        self.prefill = histogram("request_prefill_time_seconds", "First step to first token.", REQUEST)
-        self.inference = histogram("request_inference_time_seconds", "First step to last token.", REQUEST)
-        self.decode = histogram("request_decode_time_seconds", "First token to last.", REQUEST)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens, once per choice.", tokens)
-        self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", tokens)
-        self.longest_answer = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest choice of each request.", tokens
-        )
-        self.success = Counter(
-            "vllm:request_success", "Requests finished, by reason.", (*LABELS, "finished_reason"), registry=registry
-        )
-
-    def samples(self, field: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
-        """Name, labels and value of each sample of the family in a field."""
-        for metric in getattr(self, field).collect():
-            yield from ((sample.name, sample.labels, sample.value) for sample in metric.samples)
+    def __init__(self, tokens: Sequence[float]) -> None:
+        self.ttft = BucketCounts(TTFT)
+        self.itl = BucketCounts(ITL)
+        self.e2e = BucketCounts(REQUEST)
+        self.queue = BucketCounts(REQUEST)
+        self.prefill = BucketCounts(REQUEST)
+        self.inference = BucketCounts(REQUEST)
+        self.decode = BucketCounts(REQUEST)
+        self.prompt_tokens = BucketCounts(tokens)
+        self.generation_tokens = BucketCounts(tokens)
+        self.longest_answer = BucketCounts(tokens)
+        self.finished: Counts[str] = Counts()
 
 
-class TokenTimes(PrometheusCollector):
-    """The times between tokens under the name that vLLM's published board has for them."""
+# Name, text, and field of ReplicaMetrics. vLLM's published board has an older name for the times between tokens.
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Arrival to first token.", "ttft"),
+    ("inter_token_latency_seconds", "Between one token and the next.", "itl"),
+    ("time_per_output_token_seconds", "Between one token and the next.", "itl"),
+    ("e2e_request_latency_seconds", "Arrival to last token.", "e2e"),
+    ("request_queue_time_seconds", "Arrival to the first step.", "queue"),
+    ("request_prefill_time_seconds", "First step to first token.", "prefill"),
+    ("request_inference_time_seconds", "First step to last token.", "inference"),
+    ("request_decode_time_seconds", "First token to last.", "decode"),
+    ("request_prompt_tokens", "Prompt tokens, once per choice.", "prompt_tokens"),
+    ("request_generation_tokens", "Tokens generated per choice.", "generation_tokens"),
+    ("request_max_num_generation_tokens", "Tokens of the longest choice of each request.", "longest_answer"),
+)
 
-    def __init__(self, families: RequestFamilies) -> None:
-        self._families = families
+
+class RequestTimes(PrometheusCollector):
+    """Histograms and counters of requests, with a row for each replica."""
+
+    def __init__(self, model: str, replicas: Sequence[ReplicaMetrics]) -> None:
+        self._rows = [((model, str(number)), replica) for number, replica in enumerate(replicas)]
 
     def collect(self) -> Iterator[Metric]:
-        old, new = "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"
-        family = Metric(new, "Between one token and the next.", "histogram")
-        for name, labels, value in self._families.samples("itl"):
-            if not name.endswith("_created"):
-                family.add_sample(name.replace(old, new), dict(labels), value)
-        yield family
-
-
-class ReplicaMetrics:
-    """The rows of one replica; a request counts for the one that gave the token in question."""
-
-    def __init__(self, families: RequestFamilies, model: str, engine: str) -> None:
-        self.ttft = families.ttft.labels(model, engine)
-        self.itl = families.itl.labels(model, engine)
-        self.e2e = families.e2e.labels(model, engine)
-        self.queue = families.queue.labels(model, engine)
-        self.prefill = families.prefill.labels(model, engine)
-        self.inference = families.inference.labels(model, engine)
-        self.decode = families.decode.labels(model, engine)
-        self.prompt_tokens = families.prompt_tokens.labels(model, engine)
-        self.generation_tokens = families.generation_tokens.labels(model, engine)
-        self.longest_answer = families.longest_answer.labels(model, engine)
-        self._success, self._labels = families.success, (model, engine)
-
-    def count_finished(self, reason: str) -> None:
-        """Count one finished choice."""
-        self._success.labels(*self._labels, reason).inc()
+        for name, text, field in HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for labels, replica in self._rows:
+                counts: BucketCounts = getattr(replica, field)
+                family.add_metric(labels, counts.buckets, counts.sum)
+            yield family
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests finished, by reason.", labels=(*LABELS, "finished_reason")
+        )
+        for labels, replica in self._rows:
+            for reason, count in replica.finished.items():
+                success.add_metric((*labels, reason), count)
+        yield success

@@ -6,13 +6,13 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.client.collector import Delta
 from weft.serving.errors import JsonResponse
 from weft.serving.openai_types import SamplingRequest, StreamOptions, Usage
 from weft.serving.prefix_debug import PrefixReport
@@ -65,8 +65,16 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
         """The response's JSON object; called after the engine's stream has ended."""
 
     @abstractmethod
-    def _chunk_choices(self) -> AsyncGenerator[ChunkChoice, None]:
-        """Choices of the chunks, in the order in which the engine's output arrives."""
+    def _outputs(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Outputs of the engine, as they arrive."""
+
+    def _opening_choices(self) -> Sequence[ChunkChoice]:
+        """Choices of the chunks that are sent before the engine's first output."""
+        return ()
+
+    @abstractmethod
+    def _new_choices(self, number: int, delta: Delta) -> Sequence[ChunkChoice]:
+        """Choices of the chunks, one each, that an output of prompt `number` makes."""
 
     @abstractmethod
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | None) -> Any: ...
@@ -83,9 +91,15 @@ class OpenAIStream(ABC, Generic[ChunkChoice]):
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         usage_in_chunks = self._options.include_usage and self._options.continuous_usage_stats
-        async with aclosing(self._chunk_choices()) as choices:
-            async for choice in choices:
-                yield encode_event(self._chunk([choice], self._usage() if usage_in_chunks else None))
+
+        def encode(choice: ChunkChoice) -> bytes:
+            return encode_event(self._chunk([choice], self._usage() if usage_in_chunks else None))
+
+        for choice in self._opening_choices():
+            yield encode(choice)
+        async for number, delta in self._outputs():
+            for choice in self._new_choices(number, delta):
+                yield encode(choice)
         if self._options.include_usage:
             yield encode_event(self._chunk([], self._usage()))
         yield DONE

@@ -351,7 +351,7 @@ class Service:
             metrics.prefill.observe(now_s - began_s)
             metrics.prompt_tokens.observe(len(collector.output.prompt_ids))
         if delta.finish_reason is not None:
-            metrics.count_finished(delta.finish_reason)
+            metrics.finished[delta.finish_reason] += 1
             metrics.e2e.observe(now_s - times.arrival_s)
             metrics.decode.observe(now_s - (times.first_token_s or now_s))
             metrics.inference.observe(now_s - (times.scheduled_s or now_s))

@@ -21,6 +21,7 @@ log = logging.getLogger("weft.serving")
 
 T = TypeVar("T")
 
+WRITER = "weft.writer"  # key of a scope: the ChunkWriter of its response
 RESET = "weft.reset"  # key of an http.response.body after which the connection is reset
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"
@@ -117,6 +118,20 @@ async def send_reply(
     return response or Response()  # the client is gone: nobody reads this one
 
 
+class ChunkWriter(Protocol):
+    """Writes chunks of a response past the layers of the application that change its head only."""
+
+    @property
+    def usable(self) -> bool:
+        """True if the response has begun, and its body is sent in chunks."""
+        ...
+
+    def write_now(self, data: bytes) -> bool:
+        """Write a chunk, which is not empty, or drop it if the client is gone. Returns False, and writes nothing, if
+        the client has to take earlier ones first."""
+        ...
+
+
 class EventStream(Response):
     """Response that streams `events` and closes their `source` at the end, even if the client disconnects.
 
@@ -149,8 +164,10 @@ class EventStream(Response):
         self._report, self._resets = report, resets
         self._begun = asyncio.Event()
         self._sent_at = 0.0
+        self._writer: ChunkWriter | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._writer = scope.get(WRITER)
         if self._report is None:
             await self._begin(send)
         writer = asyncio.ensure_future(self._send_events(send))
@@ -173,10 +190,14 @@ class EventStream(Response):
             self.headers[HEADER] = self._report.header() or ""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
+        if self._writer is not None and not self._writer.usable:
+            self._writer = None
         self._begun.set()
 
     async def _send(self, send: Send, data: bytes, *, more_body: bool = True) -> None:
         self._sent_at = asyncio.get_running_loop().time()
+        if self._writer is not None and more_body and self._writer.write_now(data):
+            return
         await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
     async def _send_events(self, send: Send) -> None:

@@ -55,6 +55,7 @@ class Pieces:
         self._hf_tokenizer = hf_tokenizer
         self._decode = hf_tokenizer.decoder.decode if hf_tokenizer.decoder is not None else " ".join
         self._cache: dict[int, str | bytes | None] = {}
+        self._texts: dict[int, str | None] = {}
 
     def piece(self, id: int) -> str | bytes | None:
         """Text or bytes that token `id` adds after other tokens; None for an id without a token, which adds nothing."""
@@ -63,6 +64,14 @@ class Pieces:
         except KeyError:
             piece = self._cache[id] = self._compute(id, [_BEFORE])
             return piece
+
+    def text(self, id: int) -> str | None:
+        """Text that token `id` adds after whole characters; None if it is not whole characters itself."""
+        try:
+            return self._texts[id]
+        except KeyError:
+            text = self._texts[id] = _whole_text(self.piece(id))
+            return text
 
     def first_piece(self, id: int) -> str | bytes | None:
         """Text or bytes of token `id` at the beginning of a text, where some vocabularies drop a space."""
@@ -91,6 +100,7 @@ class Detokenizer:
         self._begun = any(self._piece(id) is not None for id in context)
         self._utf8 = self._decoder()
         self._utf8.decode(self._tail(context))
+        self._waits = self._has_bytes()
 
     def fork(self) -> Detokenizer:
         """Copy with the same state, without reading the context again."""
@@ -103,6 +113,13 @@ class Detokenizer:
         """Text that is complete after token `id`."""
         if id in self._skipped:
             return ""
+        if self._begun and not self._waits and (text := self._pieces.text(id)) is not None:
+            return text
+        text = self._push_piece(id)
+        self._waits = self._has_bytes()
+        return text
+
+    def _push_piece(self, id: int) -> str:
         if self._begun:
             piece = self._pieces.piece(id)
         else:
@@ -117,6 +134,10 @@ class Detokenizer:
     def flush(self) -> str:
         """Waiting bytes as replacement characters; call it when nothing can complete them any more."""
         return self._utf8.decode(b"", final=True)
+
+    def _has_bytes(self) -> bool:
+        """Return True if bytes wait for those that complete their character."""
+        return bool(self._utf8.getstate()[0])
 
     def _decoder(self) -> codecs.IncrementalDecoder:
         return codecs.getincrementaldecoder("utf-8")("weft-each-byte" if self._pieces.byte_fallback else "replace")
@@ -133,6 +154,15 @@ class Detokenizer:
                 break
             tail = (piece or b"") + tail
         return tail
+
+
+def _whole_text(piece: str | bytes | None) -> str | None:
+    if not isinstance(piece, bytes):
+        return piece or ""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

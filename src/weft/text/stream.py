@@ -74,4 +74,6 @@ class TextStream:
         return self._stops.push(self._text.flush(), armed=self._armed) + self._stops.flush()
 
     def _decode(self, ids: Sequence[int]) -> str:
+        if len(ids) == 1:
+            return self._text.push(ids[0])
         return "".join([self._text.push(id) for id in ids])
