@@ -300,8 +300,8 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache and of the weights back, once the steps in flight are done.
 
-        At level 1 the weights stay in the host's memory (on a CPU as cached pages of the checkpoint's files), at
-        level 2 they are dropped. Requests wait until `wake_up`; those that ran lose no token. Raises RequestError if
+        At level 1 the weights stay in the host's memory, those of a CPU where they are; at level 2 they are dropped.
+        Requests wait until `wake_up`; those that ran lose no token. Raises RequestError if
         the engine sleeps already.
         """
         self._running.call(Sleep(level))

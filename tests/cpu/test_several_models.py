@@ -198,3 +198,21 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     models = read_model_set(str(tmp_path / "models.yaml"))
     assert models is not None
     assert len(models.entries) > 1
+
+
+@pytest.mark.long
+def test_the_end_does_not_wait_for_a_stopped_rank(tmp_path: Path) -> None:
+    rows = [{"name": "one", "model": str(tiny.write(tmp_path / "one")), "distributed-executor-backend": "mp"}]
+    path = tmp_path / "set.yaml"
+    path.write_text(json.dumps({**COMMON, "models": rows}))
+    with Server("--config", str(path)) as server:
+        asking = threading.Thread(target=ask, args=(server, "one"), kwargs={"n": 64, "max_tokens": 500})
+        rank = next(process for process in server.family() if "weft.worker" in " ".join(process.cmdline()))
+        rank.suspend()
+        asking.start()
+        eventually(lambda: states(server)["one"]["running"] == 1)
+        family = server.family()
+        server.process.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs([*family, psutil.Process(server.process.pid)], timeout=20.0)
+        assert not alive, "it does not wait for --shutdown-timeout, 30 s"
+        asking.join(PATIENCE_S)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,7 +29,7 @@ from weft.hosting.residency import Need, Residency, State
 from weft.hosting.set_plan import ModelPlan, SetPlan
 from weft.serving.errors import HttpError
 from weft.serving.joined import WHOLE
-from weft.serving.key_file import ClientKey
+from weft.serving.options import ServeOptions
 
 ENTRIES = (
     ModelEntry(names=("one", "uno"), config=EngineConfig(model="Qwen/Qwen3-8B")),
@@ -36,9 +38,10 @@ ENTRIES = (
 
 
 async def answer(exchange: Exchange) -> None:
-    """Say who was asked."""
+    """Say who was asked, and how."""
     named = (exchange.json or {}).get("model", "")
-    body = b'{"model":"%b","path":"%b"}' % (named.encode(), exchange.path.encode())
+    told = {name: exchange.headers.get(name) for name in ("x-weft-client", "x-request-id")}
+    body = json.dumps({"model": named, "path": exchange.path, **told}).encode()
     exchange.head("200 OK", "Content-Type: application/json", f"Content-Length: {len(body)}")
     exchange.writer.write(body)
 
@@ -46,12 +49,17 @@ async def answer(exchange: Exchange) -> None:
 class Front:
     """The front in this event loop."""
 
-    def __init__(self, url: str, keys: Sequence[str] = (), admin_key: str | None = None) -> None:
+    def __init__(self, url: str, **options: Any) -> None:
         class FakeMember:
-            def __init__(self, name: str, names: Sequence[str], *, environment: dict[str, str]) -> None:
+            stopped = False
+
+            def __init__(self, name: str, names: Sequence[str]) -> None:
                 self.replica = Replica(UpstreamConfig(url=f"{url}/{name}", models=list(names)))
                 self.replica.draining, self.runs, self.pid, self.commands = True, False, 7, list[str]()
                 self.end = asyncio.Event()
+
+            def terminate(self) -> None:
+                pass
 
             async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
                 self.runs, self.end = True, asyncio.Event()
@@ -72,7 +80,7 @@ class Front:
                 return HttpError(503, "no cause", code="model-down")
 
         fleet = SetFleet([], POLICIES["least_conn"](), asyncio.get_running_loop().time)
-        self.keeper = Keeper(Residency({"cpu": 100}), fleet, {}, create_member=FakeMember)  # type: ignore[arg-type]
+        self.keeper = Keeper(Residency({"cpu": 100}), fleet, FakeMember)  # type: ignore[arg-type]
         models = ModelSet(entries=ENTRIES, source="set.yaml")
         catalogue = fleet.catalogue = Catalogue(models, self.keeper, parse_gpus("1xH100"))
         need = Need({"cpu": 10}, {"cpu": 1})
@@ -81,8 +89,7 @@ class Front:
             for entry in ENTRIES
         ]
         catalogue.take_plan(SetPlan(models=tuple(plans), rooms={"cpu": 100}))
-        client_keys = [ClientKey(name=f"key {number}", key=key) for number, key in enumerate(keys)]
-        self.proxy = SetProxy(fleet, client_keys, admin_key, catalogue, self.keeper, body_bytes=2**20)
+        self.proxy = SetProxy(fleet, ServeOptions(**options), catalogue, self.keeper)
         transport = httpx.ASGITransport(in_two_messages(create_app(self.proxy)), client=("127.0.0.1", 9))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000")
 
@@ -109,9 +116,9 @@ def in_two_messages(app: ASGIApp) -> ASGIApp:
 
 
 @asynccontextmanager
-async def fronting(**fields: Any) -> AsyncIterator[Front]:
+async def fronting(**options: Any) -> AsyncIterator[Front]:
     async with serving(answer) as address:
-        front = Front(str(address.url), **fields)
+        front = Front(str(address.url), **options)
         try:
             yield front
         finally:
@@ -188,6 +195,7 @@ async def test_health() -> None:
         front.keeper.models["one"].failures, front.keeper.models["one"].fault = 5, HttpError(503, "a cause", code="x")
         down = refused(await front.client.get("/health"), 503, code="model_down")
         assert "a cause" in str(down)
+        refused(await front.client.get("/health/ready"), 503, code="model_not_ready")
         assert "one" not in {row["id"] for row in (await front.client.get("/v1/models")).json()["data"]}
 
 
@@ -200,14 +208,82 @@ async def test_administration_from_this_machine() -> None:
         refused(await front.post("/admin/models/load", {}), 400, code="model_missing")
         refused(await front.post("/admin/models/paint", {"model": "two"}), 404, code="unknown_url")
         refused(await front.client.post("/sleep"), 400, code="model_missing")
+        refused(await front.client.post("/sleep?model=two&level=2"), 400, code="sleep_level")
         assert (await front.client.get("/is_sleeping?model=two")).json() == {"is_sleeping": True}
         refused(await front.client.get("/layout?model=two"), 409, code="model_not_loaded")
-        proxied = await front.client.get("/admin/models", headers={"X-Forwarded-For": "10.0.0.9"})
-        refused(proxied, 403, code="admin_key_unset")
+        for strange in ({"X-Forwarded-For": "10.0.0.9"}, {"Origin": "http://page.example"}, {"Host": "page.example"}):
+            refused(await front.client.get("/admin/models", headers=strange), 403, code="admin_key_unset")
+            refused(await front.client.post("/sleep?model=two", headers=strange), 403, code="admin_key_unset")
+        own_page = {"Origin": "http://127.0.0.1:8000"}
+        assert (await front.client.get("/admin/models", headers=own_page)).status_code == 200
+
+
+async def test_without_an_admin_key_nobody_administrates_where_clients_have_keys() -> None:
+    """A proxy on this machine that adds no header would let its clients do so."""
+    async with fronting(api_key=("client",)) as front:
+        for headers in ({}, {"Authorization": "Bearer client"}):
+            for path in ("/sleep?model=two", "/wake_up?model=two", "/admin/models/unload"):
+                refused(await front.post(path, {"model": "two"}, **headers), 403, code="admin_key_unset")
+        assert front.state("two") is State.UNLOADED
+
+
+async def test_models_servers_learn_whose_request_it_is(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one, weight: 3}, {name: 'b\u00e9', key: two}]")
+    keys.chmod(0o600)
+    body = {"model": "two", "prompt": "a"}
+    async with fronting(api_key_file=str(keys)) as front:
+        told = []
+        for key in ("one", "two"):
+            forged = {"Authorization": f"Bearer {key}", "X-Weft-Client": '{"name": "c"}'}
+            answered = (await front.post("/v1/completions", body, **forged)).json()
+            told.append(json.loads(answered["x-weft-client"]))
+        first, second = told
+        assert (first["name"], first["weight"], second["name"], second["weight"]) == ("a", 3.0, "b\u00e9", 1.0)
+        assert first["number"] != second["number"]
+        assert first["salt"] != second["salt"] != ""
+    async with fronting() as front:
+        answered = (await front.post("/v1/completions", body, **{"X-Weft-Client": "{}"})).json()
+        assert answered["x-weft-client"] is None
+
+
+async def test_request_ids() -> None:
+    body = {"model": "two", "prompt": "a"}
+    async with fronting(enable_request_id_headers=True) as front:
+        answered = await front.post("/v1/completions", body, **{"X-Request-Id": "mine"})
+        assert (answered.headers["x-request-id"], answered.json()["x-request-id"]) == ("mine", "mine")
+        answered = await front.post("/v1/completions", body)
+        assert answered.headers["x-request-id"] == answered.json()["x-request-id"]
+        assert (await front.client.get("/v1/models")).headers["x-request-id"]
+
+
+async def test_listings_from_this_machine_may_be_open() -> None:
+    async with fronting(api_key=("client",), open_listing=True) as front:
+        for path in ("/v1/models", "/v1/models/one", "/api/tags", "/api/ps"):
+            assert (await front.client.get(path)).status_code == 200
+            assert (await front.client.get(path, headers={"X-Forwarded-For": "10.0.0.9"})).status_code == 401
+        refused(await front.post("/v1/completions", {"model": "two", "prompt": "a"}), 401, code="invalid_api_key")
+
+
+async def test_a_key_sees_its_models_only(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: a, key: one, models: [uno]}]")
+    keys.chmod(0o600)
+    async with fronting(api_key_file=str(keys)) as front:
+        for name, status in (("uno", 200), ("uno:latest", 200), ("two", 404), ("one", 404), ("six", 404)):
+            shown = await front.post("/api/show", {"model": name}, Authorization="Bearer one")
+            assert shown.status_code == status, name
+
+
+async def test_a_request_waits_no_longer_for_its_model_than_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fronting(request_timeout=0.01) as front:
+        monkeypatch.setattr(front.keeper.models["two"].member, "start", lambda *_: asyncio.Event().wait())
+        late = await front.post("/v1/completions", {"model": "two", "prompt": "a"})
+        assert "0.01 s" in str(refused(late, 503, code="model_not_ready"))
 
 
 async def test_keys() -> None:
-    async with fronting(keys=["client"], admin_key="owner") as front:
+    async with fronting(api_key=("client",), admin_key="owner") as front:
         body = {"model": "two", "prompt": "a"}
         refused(await front.post("/v1/completions", body), 401, code="invalid_api_key")
         refused(await front.client.get("/v1/models"), 401, code="invalid_api_key")

@@ -14,6 +14,7 @@ from tests.refusals import refuses
 from weft.config import EngineConfig
 from weft.errors import PlanError
 from weft.gateway.policy import POLICIES
+from weft.gateway.upstream import UpstreamError
 from weft.hosting import keeper as keepers
 from weft.hosting.catalogue import SetFleet
 from weft.hosting.keeper import FAILURES, Keeper
@@ -28,8 +29,11 @@ PATIENCE_S = 10.0
 class FakeMember:
     """A process that starts, obeys and ends at once; `told` is what it was told."""
 
-    def __init__(self, name: str, names: Sequence[str], *, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, names: Sequence[str]) -> None:
         self.name, self.told, self.runs, self.broken = name, list[str](), False, False
+        self.fault: Exception | None = None  # of the next start
+        self.health, self.responds, self.stopped = "", asyncio.Event(), False
+        self.responds.set()
         self.replica = SimpleNamespace(name=name, draining=True, listed=None)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -37,10 +41,15 @@ class FakeMember:
 
     async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
         self.told.append("start")
-        await self.gate.wait()
-        if self.broken:
-            raise self.failure()
         self.runs, self._ended = True, asyncio.Event()
+        either = [asyncio.create_task(event.wait()) for event in (self.gate, self._ended)]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        if self.broken or not self.runs:
+            self.kill()
+            raise self.failure()
 
     async def command(self, path: str) -> None:
         self.told.append(path)
@@ -49,11 +58,23 @@ class FakeMember:
         await self._ended.wait()
 
     def failure(self) -> HttpError:
-        return HttpError(503, f"{self.name!r} does not run: no cause", code="model-down")
+        return HttpError(503, f"{self.name!r} does not run: {self.reason}", code="model-down")
 
-    def kill(self) -> None:
-        self.runs = False
+    async def ask_health(self, limit_s: float) -> str:
+        if not self.responds.is_set():
+            await asyncio.sleep(0)
+            raise UpstreamError("no response", code="check-timeout")
+        return self.health
+
+    reason = "no cause"
+
+    def kill(self, reason: str = "no cause") -> None:
+        self.runs, self.reason, self.stopped = False, reason, False
+        self.responds.set()
         self._ended.set()
+
+    def terminate(self) -> None:
+        self.told.append("terminate")
 
     async def stop(self) -> None:
         self.told.append("stop")
@@ -82,7 +103,7 @@ async def keeping(
     monkeypatch.setattr(keepers, "read_models", nothing)
     clock = Clock()
     fleet = SetFleet([], POLICIES["least_conn"](), clock)
-    keeper = Keeper(Residency({"cpu": room}), fleet, {}, clock, FakeMember)  # type: ignore[arg-type]
+    keeper = Keeper(Residency({"cpu": room}), fleet, FakeMember, clock)  # type: ignore[arg-type]
     for name, fields in models.items():
         entry = ModelEntry(names=(name,), config=EngineConfig(model=name), **fields)
         need = Need({"cpu": 10}, {"cpu": 1})
@@ -105,7 +126,7 @@ async def until(check: Any) -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TICK_S", "GONE_POLL_S"):
         monkeypatch.setattr(keepers, name, 0.01)
-    monkeypatch.setattr(keepers, "CHECK_EVERY_S", 1e9)
+    monkeypatch.setattr(keepers, "CHECK_EVERY_S", 0.0)
 
 
 async def ask(keeper: Keeper, name: str, **fields: Any) -> None:
@@ -264,3 +285,126 @@ async def test_commands_of_an_administrator(monkeypatch: pytest.MonkeyPatch) -> 
         assert keeper.residency.tenants["one"].state is State.UNLOADED
         assert members["one"].told == ["start", "/sleep?level=1", "stop"]
         assert keeper.models["one"].failures == 0
+
+
+async def test_an_engine_that_starts_again_is_left_alone_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={}) as (keeper, members, clock):
+        await keeper.start(["one"])
+        assert keeper.fault_of("one") == ""
+        members["one"].health = "the engine starts again"
+        await until(lambda: keeper.fault_of("one"))
+        assert "the engine starts again" in keeper.fault_of("one")
+        clock.now += 1000
+        await asyncio.sleep(0.05)
+        assert members["one"].told == ["start"], "its own restart is faster than a cold start"
+        members["one"].health = ""
+        await until(lambda: not keeper.fault_of("one"))
+
+
+async def test_a_process_that_does_not_respond_is_killed_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"words": ("--progress-timeout=3",)}, two={}) as (keeper, members, clock):
+        await keeper.start(["one", "two"])
+        for member in members.values():
+            member.responds.clear()
+        clock.now += 2.5
+        await asyncio.sleep(0.05)
+        assert members["one"].runs
+        clock.now += 1
+        await until(lambda: keeper.models["one"].failures)
+        assert "no sign of life for 3.5 s" in keeper.fault_of("one")
+        assert members["two"].runs, "its limit is that of the set"
+        clock.now += 60
+        await until(lambda: members["one"].told.count("start") == 2)
+
+
+async def test_a_process_that_is_stopped_while_it_loads_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, clock):
+        members["one"].gate.clear()
+        asking = asyncio.create_task(ask(keeper, "one"))
+        await until(lambda: members["one"].runs)
+        clock.now += 100
+        await asyncio.sleep(0.05)
+        assert members["one"].runs, "to load may take long"
+        members["one"].stopped = True
+        clock.now += 100
+        await until(lambda: keeper.models["one"].failures)
+        members["one"].gate.set()
+        clock.now += 60
+        await asking
+        assert members["one"].told.count("start") == 2
+
+
+async def test_a_look_that_waits_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"one": {"keep_alive_s": 60.0}, "two": {"keep_alive_s": 60.0}}
+    async with keeping(monkeypatch, 100, **models) as (keeper, members, clock):
+        monkeypatch.setattr(members["one"], "ask_health", lambda limit_s: asyncio.Event().wait())
+        await ask(keeper, "one")
+        await ask(keeper, "two")
+        await asyncio.sleep(0.03)
+        clock.now += 61
+        await until(lambda: keeper.residency.tenants["two"].state is State.ASLEEP)
+
+
+@pytest.mark.parametrize("fault", [OSError("no process left"), BrokenPipeError(), RuntimeError("a fault of ours")])
+async def test_no_fault_of_a_start_leaves_a_model_loading(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+    async with keeping(monkeypatch, 100, one={}) as (keeper, members, clock):
+        members["one"].fault = fault
+        waiting = asyncio.create_task(ask(keeper, "one"))
+        await until(lambda: keeper.models["one"].failures == 1)
+        assert keeper.residency.tenants["one"].state is State.UNLOADED
+        clock.now += 60
+        await waiting
+
+
+async def test_a_fault_of_a_look_does_not_end_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, _, clock):
+        await ask(keeper, "one")
+        whole, failed = keeper.residency.expired, list[float]()
+
+        def fails_once(now: float) -> list[str]:
+            if not failed:
+                failed.append(now)
+                raise RuntimeError("a fault of ours")
+            return whole(now)
+
+        monkeypatch.setattr(keeper.residency, "expired", fails_once)
+        clock.now += 60
+        await until(lambda: keeper.residency.tenants["one"].state is State.ASLEEP)
+        assert failed
+
+
+async def test_health_tells_of_models_that_must_be_awake_and_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: dict[str, Any] = {"one": {}, "two": {"keep_alive_s": 60.0}}
+    async with keeping(monkeypatch, 100, **models) as (keeper, members, clock):
+        await keeper.start(["one", "two"])
+        for member in members.values():
+            member.kill()
+        await until(lambda: all(hosted.failures for hosted in keeper.models.values()))
+        assert "'one' is unloaded: 'one' does not run: no cause" in keeper.fault_of("one")
+        assert keeper.fault_of("two") == "", "it is loaded with the next request"
+        members["one"].gate.clear()
+        clock.now += 60
+        await until(lambda: "loading" in keeper.fault_of("one"))
+        members["one"].gate.set()
+        await until(lambda: not keeper.fault_of("one"))
+        await keeper.put_down("one", unload=False)
+        assert keeper.fault_of("one") == "", "an administrator wants it so"
+
+
+async def test_with_the_end_of_the_set_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with keeping(monkeypatch, 100, one={}, two={"keep_alive_s": 60.0}) as (keeper, members, clock):
+        await keeper.start(["one"])
+        members["two"].gate.clear()
+        async with keeper.using("one"):
+            waiting = asyncio.create_task(ask(keeper, "two"))
+            await until(lambda: members["two"].runs)
+            keeper.drain()
+            with refuses(HttpError, "shutting-down"):
+                await waiting
+            with refuses(HttpError, "shutting-down"):
+                await ask(keeper, "two")
+            assert members["one"].told == ["start", "terminate"]
+        members["one"].kill()
+        clock.now += 60
+        await asyncio.sleep(0.05)
+        assert members["one"].told.count("start") == 1, "nothing starts again"

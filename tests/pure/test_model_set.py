@@ -21,8 +21,10 @@ from weft.cli.serve import main as serve
 from weft.cli.serve import ollama_address
 from weft.errors import PlanError, WeftError
 from weft.formats import lookup
-from weft.hardware.cluster import parse_gpus
+from weft.hardware.cluster import Cluster, Node, parse_gpus
+from weft.hardware.gpus import GpuSpec
 from weft.hosting.model_set import ModelEntry, ModelSet
+from weft.hosting.residency import State
 from weft.hosting.set_plan import SetPlan, plan_set
 
 TWO = {"models": [{"name": "small", "model": "Qwen/Qwen3-8B"}, {"name": "other", "model": "Qwen/Qwen3-4B"}]}
@@ -191,6 +193,29 @@ def test_models_that_must_be_awake_have_to_fit_together(tmp_path: Path) -> None:
     plan = planned(tmp_path, "1xRTX4090", *({**row, "keep-alive": "5m"} for row in rows))
     assert [model.devices for model in plan.models] == [("cuda:0",)] * 2
     assert all(0 < model.wake_s < 2 for model in plan.models), "8B over PCIe"
+
+
+def test_on_a_cpu_a_model_that_sleeps_keeps_its_weights(tmp_path: Path) -> None:
+    cpu = GpuSpec(
+        name="a CPU",
+        memory_bytes=24 << 30,
+        bandwidth_Bps=4e10,
+        flops={"bf16": 1e12, "fp16": 1e12, "fp32": 1e12},
+        nvlink_Bps=0,
+        pcie_Bps=0,
+        capability=(0, 0),
+        source="made up",
+        kind="cpu",
+    )
+    rows = [{"name": name, "model": "Qwen/Qwen3-4B", "max-model-len": 4096, "keep-alive": "5m"} for name in ("a", "b")]
+    models = read(tmp_path, {"models": rows})
+    plan = plan_set(models, Cluster((Node((cpu,), "memory"),), 1e9), look_up)
+    for model in plan.models:
+        assert model.weight_bytes <= model.need.asleep["cpu"] < model.need.awake["cpu"] - 0.9 * model.kv_bytes
+    residency = plan.residency()
+    residency.tenants["a"].state = State.AWAKE
+    room = residency.room_for("b", 1.0)
+    assert room.ready or room.sleepers == ("a",), "its KV cache is room enough"
 
 
 def test_a_model_that_does_not_fit(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def serve_words(words: list[str]) -> None:
     logs.configure(command.log_level)
     arguments = parse_command(command, words)
     expand_model_name(command, arguments)
-    options = replace(serve_options(arguments, os.environ), announces=False)
+    options = replace(serve_options(arguments, os.environ), announces=False, behind_front=True)
     serve(engine_config(arguments), options)
 
 

@@ -44,8 +44,8 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
 class Sleep(msgspec.Struct, frozen=True, tag=True):
     """Give the memory of the KV cache and of the weights back.
 
-    At level 1 the weights stay in the host's memory, on a CPU as pages of the checkpoint's files; at level 2 they are
-    dropped.
+    At level 1 the weights stay in the host's memory: those of a CPU where they are. At level 2 they are dropped,
+    as they are at level 1 in a pipeline over a CPU and GPUs.
     """
 
     phase: ClassVar[str] = "sleep"

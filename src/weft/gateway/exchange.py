@@ -16,9 +16,11 @@ from weft.gateway.policy import Fingerprint
 from weft.gateway.replica import Attempt, Replica
 from weft.gateway.upstream import UpstreamError
 from weft.serving.errors import HttpError
+from weft.serving.front_client import HEADER
 
 OWNER_HEADER = b"x-weft-owner"  # whose files and batches a request is about
 HOP_HEADER = b"x-weft-gateway"  # names of the gateways that a request came through
+CLIENT_HEADER = HEADER.encode()  # whose request the front of a set sends on
 
 # RFC 9110: about one connection, not about the message. The others are written anew for each upstream.
 HOP_BY_HOP = frozenset(
@@ -34,6 +36,7 @@ WRITTEN_ANEW = HOP_BY_HOP | {
     b"x-forwarded-proto",
     HOP_HEADER,
     OWNER_HEADER,
+    CLIENT_HEADER,
 }
 KEYS = frozenset((b"authorization", b"x-api-key", OWNER_HEADER))  # that may be the upstream's
 NOT_SENT = WRITTEN_ANEW | KEYS
@@ -72,6 +75,7 @@ class Exchange:
     metered = False
     entered = False  # counted by the rates of its key
     owner = b""  # of files and batches: the client, as upstreams know it
+    told = b""  # the client, as the front of a set tells a model's server
     attempt: Attempt | None = None
     tries = 0
     refusal: HttpError | None = None
@@ -107,6 +111,8 @@ class Exchange:
             lines.append(self._keys)
         if self.owner:
             lines.append(b"%b: %b\r\n" % (OWNER_HEADER, self.owner))
+        if self.told:
+            lines.append(b"%b: %b\r\n" % (CLIENT_HEADER, self.told))
         return b"".join([*lines, b"\r\n"])
 
     def _read_headers(self, gateway: bytes) -> None:

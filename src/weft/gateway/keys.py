@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from weft.serving.access import comes_from_here
 from weft.serving.errors import HttpError
 from weft.serving.key_file import ClientKey
 from weft.serving.keys import digest_key, matching_index, sent_key
@@ -55,17 +54,20 @@ class Keys:
     def check_admin(self, scope: Scope) -> None:
         """Raise HttpError 403 or 401 unless the sender may change the gateway.
 
-        Without an admin key these are the processes of this machine, but not through a proxy on it, whose clients are
-        anywhere. The page of a browser on this machine may send under a name that leads here: that is refused too.
+        Without an admin key these are the processes of this machine, as `comes_from_here` tells them. Nobody may if
+        keys are required, or on a Unix socket: a proxy on this machine that adds no header may be in front, and the
+        requests of its clients look like this machine's.
         """
         if self._has_admin:
             client = self._find(scope)
             if client is None or not client.admin:
                 raise HttpError(401, "the admin key is needed: Authorization: Bearer KEY", code="invalid-admin-key")
             return
-        headers, peer = Headers(scope=scope), scope.get("client")
-        proxied = "x-forwarded-for" in headers or "forwarded" in headers
-        if proxied or not _names_address(headers.get("host", "")) or not peer or not ip_address(peer[0]).is_loopback:
+        if self.required or not scope.get("client"):
+            raise HttpError(
+                403, "set WEFT_ADMIN_KEY in the gateway's environment to allow this", code="admin-key-unset"
+            )
+        if not comes_from_here(scope):
             raise HttpError(
                 403,
                 "only this machine may do this; set WEFT_ADMIN_KEY in the gateway's environment to allow it elsewhere",
@@ -77,15 +79,6 @@ class Keys:
             return None
         index = matching_index(self._digests, sent_key(Headers(scope=scope)))
         return None if index is None else self._clients[index]
-
-
-def _names_address(host: str) -> bool:
-    """Return True for the Host of a request to an IP address or to localhost, with or without a port."""
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ip_address(name))
-    except ValueError:
-        return False
 
 
 def _client_of(key: ClientKey) -> Client:

@@ -45,7 +45,12 @@ MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
 
 class Proxy:
-    """The ASGI application for all paths that are the upstreams'."""
+    """The ASGI application for all paths that are the upstreams'.
+
+    `resets`: a stream that breaks ends with a reset of its connection, never with an error event.
+    """
+
+    resets = False
 
     def __init__(
         self,
@@ -300,7 +305,7 @@ class Proxy:
                 await send({"type": "http.response.body", "body": b""})
                 return
             exchange.outcome = error.code
-            if not ending.between_events:
+            if self.resets or not ending.between_events:
                 return  # the server resets a connection whose response is not complete
             await send({"type": "http.response.body", "body": error_event(exchange, error)})
         else:

@@ -95,10 +95,9 @@ class Replica:
 
     async def connect(self, limit_s: float) -> UpstreamConnection:
         """Open a connection. Raises UpstreamError."""
-        loop, url = asyncio.get_running_loop(), self.url
         try:
             async with asyncio.timeout(limit_s or None):
-                _, connection = await loop.create_connection(UpstreamConnection, url.host, url.port, ssl=self._tls)
+                return await self._open()
         except TimeoutError:
             raise UpstreamError(
                 f"no connection to it within {limit_s:g} s", code="connect-timeout", sent=False
@@ -107,6 +106,11 @@ class Replica:
             raise UpstreamError(
                 f"cannot connect to it: {error_reason(error)}", code="cannot-connect", sent=False
             ) from None
+
+    async def _open(self) -> UpstreamConnection:
+        """Open a connection. Raises OSError."""
+        loop, url = asyncio.get_running_loop(), self.url
+        _, connection = await loop.create_connection(UpstreamConnection, url.host, url.port, ssl=self._tls)
         return connection
 
     def give_back(self, connection: UpstreamConnection) -> None:

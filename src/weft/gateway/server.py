@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 
 from starlette.types import ASGIApp
@@ -171,8 +171,12 @@ class GatewayServer(HttpServer):
         options: ServeOptions,
         shutdown_timeout: float,
         application: ASGIApp | None = None,
+        drain_upstreams: Callable[[], None] = lambda: None,
     ) -> None:
-        """`application` answers in place of the gateway's own, and sends on through the same proxy."""
+        """`application` answers in place of the gateway's own, and sends on through the same proxy.
+
+        `drain_upstreams` is called with the first signal.
+        """
         super().__init__(
             application or create_app(proxy),
             listener,
@@ -181,6 +185,7 @@ class GatewayServer(HttpServer):
             ssl_certfile=options.ssl_certfile,
         )
         self._proxy, self._shutdown_timeout = proxy, shutdown_timeout
+        self._drain_upstreams = drain_upstreams
         self._ending: asyncio.Task[None] | None = None
         certfile = options.ssl_certfile
         self._certificate = CertificateFiles(certfile, options.ssl_keyfile) if certfile is not None else None
@@ -201,6 +206,7 @@ class GatewayServer(HttpServer):
     async def _end(self, number: signal.Signals) -> None:
         proxy = self._proxy
         proxy.draining = True
+        self._drain_upstreams()
         log.info("%s: stopping; %d requests still run", number.name, len(proxy.running))
         try:
             async with asyncio.timeout(self._shutdown_timeout):

@@ -17,9 +17,11 @@ from weft import __version__
 from weft.errors import ConfigError, WeftError
 from weft.gateway.app import describe_replica, read_admin_body
 from weft.gateway.fleet import unknown_model
-from weft.gateway.keys import Client
+from weft.gateway.keys import ANONYMOUS, Client
 from weft.hosting.front import SetProxy
-from weft.serving.app import DateHeader
+from weft.logs import request_id
+from weft.serving.access import comes_from_here
+from weft.serving.app import DateHeader, RequestIds
 from weft.serving.errors import HANDLERS, HttpError, JsonResponse
 from weft.serving.metrics import CONTENT_TYPE
 from weft.serving.ollama.names import LATEST
@@ -55,27 +57,39 @@ async def ready(front: SetProxy, request: Request) -> Response:
         if hosted.wanted:
             state = front.keeper.residency.tenants[name].state
             raise HttpError(503, f"{name!r} is {state.value}", code="model-not-ready")
+        if hosted.plan.entry.must_be_awake and (fault := front.keeper.fault_of(name)):
+            raise HttpError(503, fault, code="model-not-ready")
     return JsonResponse({"status": "ok"})
 
 
 async def health(front: SetProxy, request: Request) -> Response:
-    """/health: every model answers, or can be made to."""
-    for name, hosted in front.keeper.models.items():
-        if hosted.down:
-            raise HttpError(503, f"{name!r} is down: {hosted.fault}", code="model-down")
+    """/health: the models that must be awake are, no engine of one that is awake has a fault, and none stays down."""
+    for name in front.keeper.models:
+        if fault := front.keeper.fault_of(name):
+            raise HttpError(503, fault, code="model-down")
     return JsonResponse({"status": "ok"})
+
+
+def identify_reader(front: SetProxy, request: Request) -> Client:
+    """The sender of a request for a list, who needs no key on this machine with --open-listing. Raises HttpError."""
+    try:
+        return front.keys.identify(request.scope)
+    except HttpError:
+        if front.options.open_listing and comes_from_here(request.scope):
+            return ANONYMOUS
+        raise
 
 
 async def list_models(front: SetProxy, request: Request) -> Response:
     """/v1/models: every name of every model, as far as the key may use it."""
-    client = front.keys.identify(request.scope)
+    client = identify_reader(front, request)
     rows = [front.catalogue.model_row(name, entry) for name, entry in front.catalogue.listed() if client.may_use(name)]
     return JsonResponse({"object": "list", "data": rows})
 
 
 async def get_model(front: SetProxy, request: Request) -> Response:
     """/v1/models/NAME."""
-    client, name = front.keys.identify(request.scope), request.path_params["name"]
+    client, name = identify_reader(front, request), request.path_params["name"]
     entry = front.catalogue.find(name)
     if entry is None or not client.may_use(name):
         raise unknown_model(name)
@@ -89,21 +103,21 @@ def _may_use(client: Client, name: str) -> bool:
 
 async def list_tags(front: SetProxy, request: Request) -> Response:
     """/api/tags: all models in Ollama's form."""
-    client = front.keys.identify(request.scope)
+    client = identify_reader(front, request)
     rows = await asyncio.to_thread(front.catalogue.tag_rows)
     return JsonResponse(ModelList([row for row in rows if _may_use(client, row.name)]))
 
 
 async def list_running(front: SetProxy, request: Request) -> Response:
     """/api/ps: the models that are awake."""
-    client = front.keys.identify(request.scope)
+    client = identify_reader(front, request)
     rows = await asyncio.to_thread(front.catalogue.running_rows)
     return JsonResponse(RunningList([row for row in rows if _may_use(client, row.name)]))
 
 
 async def show(front: SetProxy, request: Request) -> Response:
     """/api/show: facts of a model, which need not be awake."""
-    front.keys.identify(request.scope)
+    client = front.keys.identify(request.scope)
     try:
         body = msgspec.json.decode(await request.body())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -111,6 +125,8 @@ async def show(front: SetProxy, request: Request) -> Response:
     name = (body.get("model") or body.get("name")) if isinstance(body, dict) else None
     if not isinstance(name, str):
         raise HttpError(400, "the body must name a model", code="model-missing", param="model")
+    if not _may_use(client, front.catalogue.own_name(name)):
+        raise unknown_model(name)
     return JsonResponse(await asyncio.to_thread(front.catalogue.show, name))
 
 
@@ -165,6 +181,14 @@ async def _change(front: SetProxy, name: str, change: str) -> Response:
 async def sleep(front: SetProxy, request: Request) -> Response:
     """/sleep?model=NAME."""
     front.keys.check_admin(request.scope)
+    level = request.query_params.get("level", "1")
+    if level != "1":
+        raise HttpError(
+            400,
+            f"level is {level!r:.60}; models of a set sleep at level 1; POST /admin/models/unload drops the weights",
+            code="sleep-level",
+            param="level",
+        )
     return await _change(front, _named(front, request), "sleep")
 
 
@@ -232,6 +256,7 @@ ENDPOINTS: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/wake_up", wake_up),
     *((method, f"/{name}", one_model) for name, method in MODEL_COMMANDS.items()),
 )
+ID_HEADER = b"x-request-id"
 OWN = frozenset(path for _, path, _ in ENDPOINTS)
 PREFIXES = ("/v1/models/", "/admin/models/")
 
@@ -245,7 +270,22 @@ def create_app(front: SetProxy) -> ASGIApp:
         path: str = scope["path"]
         await (own if path in OWN or path.startswith(PREFIXES) else front)(scope, receive, send)
 
-    return application
+    options = front.options
+    if not options.enable_request_id_headers and options.log_format != "json":
+        return application
+    return RequestIds(_sending_ids_on(application), logs=options.log_format == "json")
+
+
+def _sending_ids_on(application: ASGIApp) -> ASGIApp:
+    """The application, with the id of each request in the request that a model's server gets."""
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        others = [pair for pair in scope["headers"] if pair[0] != ID_HEADER]
+        await application(
+            {**scope, "headers": [*others, (ID_HEADER, request_id.get().encode("latin-1"))]}, receive, send
+        )
+
+    return named
 
 
 def _bound(front: SetProxy, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:

@@ -25,6 +25,7 @@ from weft.serving.ollama.names import tagged
 from weft.serving.ollama.types import ModelDetails, ModelRow, RunningRow, ShowAnswer
 
 RELIST_S = 1.0  # between two looks at the cache of fetched models
+FETCHED_SHARERS = 2  # fetched models that divide a CPU's memory for KV: another one finds room beside one that sleeps
 
 
 def look_up_entry(entry: ModelEntry) -> Model:
@@ -39,7 +40,7 @@ def fetched_models(keep_alive_s: float) -> ModelSet:
         ModelEntry(names=(model.name,), config=EngineConfig(model=model.name), keep_alive_s=keep_alive_s, always=False)
         for model in local_models.list_models()
     )
-    return ModelSet(entries=entries, source="the models on this machine", grows=True)
+    return ModelSet(entries=entries, source="the models on this machine", grows=True, keep_alive_s=keep_alive_s)
 
 
 class SetFleet(Fleet):
@@ -96,8 +97,7 @@ class Catalogue:
         now = time.monotonic()
         if self.models.grows and now - self._listed_s >= RELIST_S:
             self._listed_s = now
-            keep_alive_s = self.models.entries[0].keep_alive_s if self.models.entries else math.inf
-            self.models = fetched_models(keep_alive_s)
+            self.models = fetched_models(self.models.keep_alive_s)
 
     def own_name(self, name: str) -> str:
         """The model's name as its process has it. Raises HttpError 404."""
@@ -134,7 +134,7 @@ class Catalogue:
             if tenants[name].state not in (State.UNLOADED, State.ASLEEP)
             for device in hosted.plan.devices
         }
-        return plan_model(entry, self.facts(entry), self._cluster, taken)
+        return plan_model(entry, self.facts(entry), self._cluster, taken, sharers=FETCHED_SHARERS)
 
     def facts(self, entry: ModelEntry) -> Model:
         """The facts of a model, read once. Raises ModelError."""
@@ -182,7 +182,7 @@ class Catalogue:
             "load_s": hosted.load_s,
             "wake_s": hosted.wake_s,
             "failures": hosted.failures,
-            "fault": str(hosted.fault) if hosted.fault is not None and hosted.failures else None,
+            "fault": str(hosted.fault) if hosted.fault is not None and hosted.failures else hosted.ill or None,
         }
 
     def tag_rows(self) -> list[ModelRow]:

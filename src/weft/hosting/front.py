@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
@@ -18,14 +19,18 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.proxy import Proxy
 from weft.hosting.catalogue import Catalogue, SetFleet
 from weft.hosting.keep_alive import parse_keep_alive
-from weft.hosting.keeper import Keeper
+from weft.hosting.keeper import LOAD_TIMEOUT_S, Keeper
 from weft.hosting.residency import State
+from weft.serving.clients import Clients
 from weft.serving.errors import HttpError, JsonResponse, error_response
-from weft.serving.key_file import ClientKey
+from weft.serving.front_client import header_of
+from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.ollama.chat import ChatParts, GenerateParts
+from weft.serving.options import ServeOptions
 
 LOADING = {"/api/generate": GenerateParts, "/api/chat": ChatParts}  # where clients load and unload models
 KEPT = ("/v1/files", "/v1/batches")
+BODY_BYTES = 2**26  # of a request, as the gateway's default
 
 
 class SetProxy(Proxy):
@@ -34,16 +39,15 @@ class SetProxy(Proxy):
     def __init__(
         self,
         fleet: SetFleet,
-        client_keys: list[ClientKey],
-        admin_key: str | None,
+        options: ServeOptions,
         catalogue: Catalogue,
         keeper: Keeper,
-        *,
-        body_bytes: int,
     ) -> None:
+        """Raises ConfigError for a bad file of keys."""
+        client_keys, body_bytes = keys_of(options), options.max_body_bytes or BODY_BYTES
         super().__init__(
             fleet,
-            Keys(client_keys, admin_key),
+            Keys(client_keys, options.admin_key),
             # A queue may be long; a process that ends or hangs is noticed by `Keeper`.
             Timeouts(first_byte=0, idle=0),
             GatewayMetrics(fleet),
@@ -51,7 +55,10 @@ class SetProxy(Proxy):
             accounts=Accounts(client_keys, None, None, None),
             objective=Objective(),
         )
-        self.catalogue, self.keeper = catalogue, keeper
+        self.options, self.catalogue, self.keeper = options, catalogue, keeper
+        self.resets = options.reset_on_error
+        self._clients = Clients(options)
+        self._limit_s = min(LOAD_TIMEOUT_S, options.request_timeout or LOAD_TIMEOUT_S)
         self._keep_alive_s: WeakKeyDictionary[Exchange, float] = WeakKeyDictionary()
 
     @property
@@ -89,13 +96,17 @@ class SetProxy(Proxy):
     async def _serve(self, exchange: Exchange, receive: Receive, send: Send) -> None:
         """Answer the request once its model is awake."""
         stays_s = self._keep_alive_s.get(exchange)
+        client = self._clients.find(Headers(scope=exchange.scope))
+        if client is not None:
+            exchange.told = header_of(client)
         try:
             name = (await self.catalogue.planned(exchange.model)).plan.entry.name
             if stays_s == 0 and (answer := self._unloaded(exchange, name)) is not None:
                 exchange.status, exchange.outcome = 200, "complete"
                 await answer(exchange.scope, receive, send)
                 return
-            async with self.keeper.using(name, keep_alive_s=stays_s, gone=lambda: exchange.gone):
+            waiting = self.keeper.using(name, keep_alive_s=stays_s, gone=lambda: exchange.gone, limit_s=self._limit_s)
+            async with waiting:
                 await super()._serve(exchange, receive, send)
                 if exchange.outcome == "complete" and exchange.status < 500:
                     self.keeper.note_answered(name)
@@ -119,6 +130,12 @@ class SetProxy(Proxy):
         if not _is_empty(exchange.body):
             return None
         return JsonResponse(kind.part(exchange.model, "", done=True, done_reason="unload"))
+
+
+def keys_of(options: ServeOptions) -> list[ClientKey]:
+    """The keys of the clients, with the names that `Clients` gives them. Raises ConfigError."""
+    given = [ClientKey(name=f"--api-key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
+    return given if options.api_key_file is None else [*given, *read_keys(options.api_key_file)]
 
 
 def _is_empty(body: bytes) -> bool:

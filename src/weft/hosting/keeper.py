@@ -7,14 +7,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from weft.errors import WeftError
-from weft.gateway.checks import check_health, read_models
+from weft.gateway.checks import read_models
 from weft.gateway.config import Timeouts
 from weft.gateway.fleet import Fleet
+from weft.gateway.upstream import UpstreamError
 from weft.hosting.member import Member
+from weft.hosting.options import stall_limit
 from weft.hosting.residency import Residency, Room, State
 from weft.hosting.set_plan import ModelPlan
 from weft.serving.errors import HttpError
@@ -25,25 +27,32 @@ FAILURES = 5  # in a row, between which no request was answered: then the model 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # before a failed model is started again
 LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LOAD_TIMEOUT
 TICK_S = 0.5  # between two looks at times
-CHECK_EVERY_S = 2.0
-STUCK_CHECKS = 3  # failed ones in a row: the process is killed
+CHECK_EVERY_S = 1.0  # between two looks at the health of a model
 SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
 GONE_POLL_S = 0.2  # between two looks for a client that has gone
 
 
 class Hosted:
-    """One model of the set: its plan, its process group, the requests that wait for it, and its failures."""
+    """One model of the set: its plan, its process group, the requests that wait for it, and its failures.
 
-    def __init__(self, plan: ModelPlan, member: Member) -> None:
-        self.plan, self.member = plan, member
+    `words`: the flags of its process. `due`: it is to be awake all the time from now on. `ill`: the fault that its
+    process told last. `answered_s`: the time of its last response to a look at its health.
+    """
+
+    def __init__(self, plan: ModelPlan, member: Member, words: Sequence[str]) -> None:
+        self.plan, self.member, self.words = plan, member, tuple(words)
+        self.stall_s = stall_limit(self.words)
         self.waiters: list[asyncio.Future[None]] = []
         self.wanted = False  # an administrator, or the start, wants it awake without a request
+        self.due = False
         self.failures = 0
         self.fault: HttpError | None = None
         self.again_s = -math.inf
         self.load_s: float | None = None
         self.wake_s: float | None = None
-        self.checks_failed = 0
+        self.ill = ""
+        self.answered_s = self.check_s = -math.inf
+        self.check: asyncio.Task[None] | None = None
         self.watch: asyncio.Task[None] | None = None  # for an end of the process that nobody asked for
 
     async def stop(self) -> None:
@@ -66,14 +75,14 @@ class Keeper:
         self,
         residency: Residency,
         fleet: Fleet,
-        environment: Mapping[str, str],
+        create_member: Callable[[str, Sequence[str]], Member],
         clock: Callable[[], float] = time.monotonic,
-        create_member: Callable[..., Member] = Member,
+        words: Sequence[str] = (),
     ) -> None:
+        """`create_member` gets the names of a model; `words` are flags of all processes."""
         self.residency, self.fleet, self.clock = residency, fleet, clock
         self.models: dict[str, Hosted] = {}
-        self._environment = dict(environment)
-        self._create_member = create_member
+        self._create_member, self._words = create_member, tuple(words)
         self._tasks: set[asyncio.Task[None]] = set()
         self._order: list[str] = []  # models that are wanted awake, the first one first
         self._closed = False
@@ -82,8 +91,8 @@ class Keeper:
     def add(self, plan: ModelPlan) -> Hosted:
         """Take a model in, unloaded."""
         name = plan.entry.name
-        member = self._create_member(name, plan.entry.names, environment=self._environment)
-        self.models[name] = hosted = Hosted(plan, member)
+        member = self._create_member(name, plan.entry.names)
+        self.models[name] = hosted = Hosted(plan, member, [*self._words, *plan.words])
         self.residency.tenants.setdefault(name, plan.tenant)
         self.fleet.replicas[member.replica.name] = member.replica
         return hosted
@@ -118,6 +127,8 @@ class Keeper:
 
     async def _wait(self, hosted: Hosted, gone: Callable[[], bool], limit_s: float) -> None:
         """Wait until the model is awake; the request then counts as running."""
+        if self._closed:
+            raise _shutting_down()
         name, waiter = hosted.plan.entry.name, asyncio.get_running_loop().create_future()
         hosted.waiters.append(waiter)
         self._want(name)
@@ -174,7 +185,7 @@ class Keeper:
                 await asyncio.sleep(SETTLE_POLL_S)
         finally:
             tenant.leaves = tenant.ends_turn = False
-        hosted.wanted, failures = False, hosted.failures
+        hosted.wanted, hosted.due, failures = False, False, hosted.failures
         if tenant.state not in resting:
             await self._begin_rest(name, unload=unload)
         if hosted.failures > failures and hosted.fault is not None:
@@ -183,6 +194,18 @@ class Keeper:
     def note_answered(self, name: str) -> None:
         """Note that a model has answered a request: earlier failures do not count any more."""
         self.models[name].failures = 0
+
+    def fault_of(self, name: str) -> str:
+        """The reason why a model does not answer that should; "" if it does, or need not."""
+        hosted, state = self.models[name], self.residency.tenants[name].state
+        if hosted.down:
+            return f"{name!r} is down: {hosted.fault}"
+        if state is State.AWAKE:
+            return f"{name!r}: {hosted.ill}" if hosted.ill else ""
+        if not hosted.due:
+            return ""
+        cause = f": {hosted.fault}" if hosted.failures else ""
+        return f"{name!r} is {state.value}{cause}"
 
     # Changes
 
@@ -261,23 +284,25 @@ class Keeper:
     async def _bring_up(self, hosted: Hosted, load: bool) -> None:
         """Load a model, or wake it."""
         entry, tenant, began = hosted.plan.entry, self.residency.tenants[hosted.plan.entry.name], self.clock()
+        hosted.answered_s, hosted.ill = began, ""
         try:
             if load:
-                await hosted.member.start(entry.config.model, entry.names, hosted.plan.words)
+                await hosted.member.start(entry.config.model, entry.names, hosted.words)
                 hosted.load_s = self.clock() - began
                 await read_models(hosted.member.replica, Timeouts())
                 hosted.watch = self._spawn(self._watch(hosted))
             else:
                 await hosted.member.command("/wake_up")
                 hosted.wake_s = self.clock() - began
-        except HttpError as error:
+        except Exception as error:
             if load or hosted.member.runs:
-                await self._fail(hosted, error)
+                await self._fail(hosted, _as_refusal(entry.name, error))
             return
         now = self.clock()
         log.info("%s %s (%.2f s)", entry.name, "is loaded" if load else "is awake", now - began)
         tenant.state, tenant.woken_s, tenant.used_s = State.AWAKE, now, now
-        hosted.wanted, hosted.member.replica.draining, hosted.checks_failed = False, False, 0
+        hosted.wanted, hosted.member.replica.draining = False, False
+        hosted.due = entry.must_be_awake
         self.pump()
 
     def _begin_rest(self, name: str, *, unload: bool) -> asyncio.Task[None]:
@@ -295,9 +320,9 @@ class Keeper:
                 await hosted.stop()
             else:
                 await hosted.member.command("/sleep?level=1")
-        except HttpError as error:
-            if hosted.member.runs:
-                await self._fail(hosted, error)
+        except Exception as error:
+            if unload or hosted.member.runs:
+                await self._fail(hosted, _as_refusal(name, error))
             return  # `_watch` sees to a process that has ended
         tenant.state = State.UNLOADED if unload else State.ASLEEP
         log.info("%s is %s", name, tenant.state.value)
@@ -311,11 +336,16 @@ class Keeper:
 
     async def _fail(self, hosted: Hosted, error: HttpError) -> None:
         """Note a failure. The model starts again after a pause, unless it has failed FAILURES times in a row."""
+        if self._closed:
+            return
         name = hosted.plan.entry.name
         tenant = self.residency.tenants[name]
         hosted.member.replica.draining = True
         tenant.state = State.UNLOADING
-        await hosted.stop()
+        try:
+            await hosted.stop()
+        except Exception:
+            log.exception("the process of %s may not have ended", name)
         tenant.state = State.UNLOADED
         hosted.failures += 1
         hosted.fault = error
@@ -336,7 +366,9 @@ class Keeper:
     async def start(self, names: Sequence[str]) -> None:
         """Load models, one after the other: each measures the free memory. A failure is logged."""
         for name in names:
-            self.models[name].wanted = True
+            hosted = self.models[name]
+            hosted.wanted, hosted.due = True, hosted.plan.entry.must_be_awake
+        for name in names:
             try:
                 await self.wake(name)
             except WeftError as error:
@@ -345,40 +377,81 @@ class Keeper:
 
     async def tick_forever(self) -> None:
         """Look at the times and at the health of all models, until it is cancelled."""
-        next_check_s = self.clock()
+        logged = ""
         while True:
             await asyncio.sleep(TICK_S)
-            self.pump()
-            if self.clock() >= next_check_s:
-                next_check_s = self.clock() + CHECK_EVERY_S
-                await asyncio.gather(*map(self._check, self.models.values()), return_exceptions=True)
+            try:
+                self.pump()
+                self._begin_checks()
+            except Exception as error:  # a fault of ours: without a look at the times no model would sleep or start
+                if repr(error) != logged:
+                    logged = repr(error)
+                    log.exception("a look at the models failed; they go on")
+
+    def _begin_checks(self) -> None:
+        """Begin the looks at health that are due. One that waits for its response holds up no other."""
+        now = self.clock()
+        for hosted in self.models.values():
+            waits = hosted.check is not None and not hosted.check.done()
+            if hosted.member.runs and now >= hosted.check_s and not waits:
+                hosted.check_s = now + CHECK_EVERY_S
+                hosted.check = self._spawn(self._check(hosted))
 
     async def _check(self, hosted: Hosted) -> None:
-        """Ask an awake model for its health; a process that does not answer is killed, and starts again."""
-        if self.residency.tenants[hosted.plan.entry.name].state is not State.AWAKE:
+        """Ask a model for its health. A process that does not respond for `stall_s` is killed, and starts again.
+
+        While it loads it need not respond, but must not be stopped. Faults of its engine are its own to mend.
+        """
+        name, member = hosted.plan.entry.name, hosted.member
+        try:
+            if self.residency.tenants[name].state is not State.LOADING:
+                hosted.ill = await member.ask_health(hosted.stall_s)
+            elif member.stopped:
+                raise UpstreamError("it is stopped", code="process-stopped")
+        except UpstreamError as error:
+            silent_s = self.clock() - hosted.answered_s
+            if silent_s >= hosted.stall_s:
+                reason = f"its process showed no sign of life for {silent_s:.1f} s: {error}"
+                log.error("%s is killed: %s", name, reason)
+                member.kill(reason)
+                hosted.answered_s = self.clock()  # its end is still to be noticed
             return
-        replica = hosted.member.replica
-        before = replica.breaker.failures
-        await check_health(replica, self.fleet, Timeouts())
-        failed = replica.breaker.failures > before or not replica.breaker.closed
-        hosted.checks_failed = hosted.checks_failed + 1 if failed else 0
-        if hosted.checks_failed >= STUCK_CHECKS:
-            log.error("%s is killed: %s", hosted.plan.entry.name, replica.breaker.last_failure)
-            hosted.member.kill()
+        hosted.answered_s = self.clock()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._note_end)
         return task
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a fault of ours about the models", exc_info=error)
+
+    def drain(self) -> None:
+        """Refuse requests that wait for a model, and ask all processes to end once their running requests have."""
+        self._closed = True
+        for hosted in self.models.values():
+            self._refuse(hosted, _shutting_down())
+            hosted.member.terminate()
 
     async def close(self) -> None:
         """End all processes."""
-        self._closed = True
-        shutting_down = HttpError(503, "the server is shutting down", code="shutting-down", retry_after_s=1)
-        for hosted in self.models.values():
-            self._refuse(hosted, shutting_down)
+        self.drain()
         await asyncio.gather(*(hosted.member.close() for hosted in self.models.values()), return_exceptions=True)
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _shutting_down() -> HttpError:
+    return HttpError(503, "the server is shutting down", code="shutting-down", retry_after_s=1)
+
+
+def _as_refusal(name: str, error: Exception) -> HttpError:
+    """The error for the requests that wait for a model; one that nobody has foreseen is logged with its stack."""
+    if isinstance(error, HttpError):
+        return error
+    log.error("a fault of ours about %s", name, exc_info=error)
+    return HttpError(503, f"{name!r} does not run: {error!r:.200}", code="model-down", retry_after_s=5)

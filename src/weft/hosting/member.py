@@ -1,4 +1,4 @@
-"""Member: the process group that serves one model of a set, on a port of the loopback that only the front knows."""
+"""Member: the process group that serves one model of a set, on a Unix socket that only this user can reach."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from weft import logs
 from weft.errors import error_reason
+from weft.gateway.breaker import Breaker
 from weft.gateway.checks import ask_small
 from weft.gateway.config import Timeouts, UpstreamConfig
 from weft.gateway.replica import Attempt, Replica
-from weft.gateway.upstream import UpstreamError
+from weft.gateway.upstream import UpstreamConnection, UpstreamError
 from weft.serving.errors import HttpError
 
 log = logging.getLogger("weft.hosting")
@@ -30,27 +34,49 @@ TAIL = 20  # of the last lines of a process that are kept
 MODULE = "weft.cli.member"
 
 
-class Member:
-    """One model's process group. `replica` is its server, as the gateway's code sends requests to it.
+class SteadyBreaker(Breaker):
+    """A breaker that stays closed: no other process has the model, and `Keeper` ends one that does not respond."""
 
-    The port is taken by a socket of ours as long as the set runs, so that nobody else gets it between two starts. The
-    keys are random: another user of this machine who finds the port gets no answer.
+    def fail(self, now: float, reason: str, *, probe: bool) -> None:
+        self.failures += 1
+        self.last_failure = reason
+
+
+class MemberReplica(Replica):
+    """A member's server, as the gateway's code sends requests to it."""
+
+    def __init__(self, names: Sequence[str], path: Path) -> None:
+        super().__init__(UpstreamConfig(url="http://localhost", models=list(names)))
+        self.name, self._path = f"unix://{path}", os.fspath(path)
+        self.breaker = SteadyBreaker()
+        self.draining = True  # until it is ready
+
+    async def _open(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_unix_connection(UpstreamConnection, self._path)
+        return connection
+
+
+class Member:
+    """One model's process group. `replica` is its server.
+
+    The socket is in a folder of this user alone: no other user reaches it, nor can be there in its place while the
+    process starts. Its keys are random.
     """
 
-    def __init__(self, name: str, names: Sequence[str], *, environment: dict[str, str]) -> None:
+    def __init__(self, name: str, names: Sequence[str], *, environment: Mapping[str, str], path: Path) -> None:
         self.name = name
-        self._reservation = _reserve_port()
-        port = self._reservation.getsockname()[1]
         self._key, self._admin_key = secrets.token_hex(16), secrets.token_hex(16)
         self._environment = {**environment, "VLLM_API_KEY": self._key, "WEFT_ADMIN_KEY": self._admin_key}
-        self.replica = Replica(UpstreamConfig(url=f"http://127.0.0.1:{port}", models=list(names)))
+        self._logs_json = environment.get(logs.FORMAT_VARIABLE) == "json"
+        self.replica = MemberReplica(names, path)
         self.replica.key = self._key
-        self.replica.draining = True  # until it is ready
-        self._words = [f"--port={port}", "--host=127.0.0.1", "--shutdown-timeout=1"]
+        self._words = [f"--uds={path}"]
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self.tail: deque[str] = deque(maxlen=TAIL)
+        self._killed_for = ""
 
     @property
     def runs(self) -> bool:
@@ -61,16 +87,41 @@ class Member:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self.runs else None
 
+    @property
+    def stopped(self) -> bool:
+        """True if a signal has stopped the process, see proc_pid_stat(5)."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in ("T", "t")
+
     async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
         """Start the process, and wait until its server is ready. Raises HttpError 503 with the cause.
 
         The words come through the lifeline: one of them may be a token, which others must not see in `ps`.
         """
-        ours, theirs = socket.socketpair()
-        command = [model, *words, *self._words, "--served-model-name", *names]
         self.tail.clear()
+        self._killed_for = ""
+        command = [model, *words, *self._words, "--served-model-name", *names]
+        try:
+            await self._begin(json.dumps(command).encode() + b"\n")
+        except BrokenPipeError:
+            pass  # it has ended already, and its lines say why
+        except OSError as error:
+            self._close_lifeline()
+            raise HttpError(
+                503, f"{self.name!r} cannot be started: {error_reason(error)}", code="model-down", retry_after_s=5
+            ) from None
+        await self._until_ready()
+
+    async def _begin(self, command: bytes) -> None:
+        """Start the process, and tell it its words. Raises OSError."""
+        self._close_lifeline()
+        ours, theirs = socket.socketpair()
+        self._lifeline = ours
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 MODULE,
@@ -83,12 +134,8 @@ class Member:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is the front's
             )
-        self._close_lifeline()
-        self._lifeline = ours
-        ours.setblocking(True)
-        ours.sendall(json.dumps(command).encode() + b"\n")
-        self._reading = asyncio.create_task(self._read_lines(self._process))
-        await self._until_ready()
+        self._reading = asyncio.create_task(self._read_lines(process))
+        ours.sendall(command)
 
     async def _until_ready(self) -> None:
         while self.runs:
@@ -103,7 +150,9 @@ class Member:
     def failure(self) -> HttpError:
         """The error of a process that has ended, with the last line that names a cause."""
         lines = [line for line in self.tail if "error" in line.lower()] or list(self.tail)
-        cause = lines[-1] if lines else f"exit status {self._process.returncode if self._process else None}"
+        cause = self._killed_for or (
+            lines[-1] if lines else f"exit status {self._process and self._process.returncode}"
+        )
         return HttpError(503, f"{self.name!r} does not run: {cause}", code="model-down", retry_after_s=5)
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
@@ -117,8 +166,11 @@ class Member:
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
-            self.tail.append(text)
-            print(f"{self.name} | {text}", file=sys.stderr, flush=True)
+            row = _json_row(text) if self._logs_json else None
+            self.tail.append(f"{row.get('level', '')} {row.get('message', '')}".strip() if row else text)
+            shown = json.dumps({"model": self.name, **(row or {"message": text})}) if self._logs_json else None
+            with contextlib.suppress(OSError):  # nobody may read our own lines any more; the process is to go on
+                print(shown or f"{self.name} | {text}", file=sys.stderr, flush=True)
 
     async def ended(self) -> None:
         """Wait until the process has ended, and its lines are read."""
@@ -141,6 +193,11 @@ class Member:
         except UpstreamError as error:
             raise HttpError(502, f"the process of {self.name!r}: {error}", code="model-failed") from None
 
+    async def ask_health(self, limit_s: float) -> str:
+        """The fault that the process's /health tells; "" if there is none. Raises UpstreamError without a response."""
+        status, body = await self.request("GET", "/health", limit_s)
+        return "" if status == 200 else _message_of(body) or f"status {status} of /health"
+
     async def request(self, method: str, path: str, limit_s: float, *, admin: bool = False) -> tuple[int, bytes]:
         """Status and body of a small response. Raises UpstreamError."""
         attempt, key = Attempt(self.replica, counted=False), self._admin_key if admin else self._key
@@ -154,8 +211,7 @@ class Member:
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        self.terminate()
         try:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
@@ -164,17 +220,25 @@ class Member:
         await self.ended()
         self._close_lifeline()
 
-    def kill(self) -> None:
-        """End the process at once; its ranks notice, and end too."""
+    def terminate(self) -> None:
+        """Ask the process to end, once its running requests have ended; a stopped one cannot, and ends at once."""
+        if self.stopped:
+            self.kill()
+        elif self._process is not None and self.runs:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self, reason: str = "") -> None:
+        """End the process at once; its ranks notice, and end too. `reason` is what `failure` is to say of it."""
         if self._process is not None and self.runs:
+            self._killed_for = reason
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Stop, and give the port back."""
+        """End the process, and the connections to it."""
         await self.stop()
         self.replica.close()
-        self._reservation.close()
 
     def _close_lifeline(self) -> None:
         if self._lifeline is not None:
@@ -182,13 +246,17 @@ class Member:
             self._lifeline = None
 
 
-def _reserve_port() -> socket.socket:
-    """A socket bound to a free port of the loopback, beside which another socket may be bound that listens."""
-    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _json_row(text: str) -> dict[str, Any] | None:
+    """The object of a line of JSON; None for any other line."""
     try:
-        reservation.bind(("127.0.0.1", 0))
-    except OSError as error:
-        reservation.close()
-        raise HttpError(503, f"no port of the loopback is free: {error_reason(error)}", code="no-free-port") from None
-    return reservation
+        row = json.loads(text)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _message_of(body: bytes) -> str:
+    """The message of an error's body; "" if it has none."""
+    row = _json_row(body.decode(errors="replace")) or {}
+    error = row.get("error")
+    return str(error.get("message", "")) if isinstance(error, dict) else ""

@@ -42,7 +42,8 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
     """The models of one address. `source` is the file that names them; `port` is the one that it gives, if any.
 
-    `warnings` are lines about what the file says in vain. With `grows`, models that are fetched later belong to it.
+    `warnings` are lines about what the file says in vain. With `grows`, models that are fetched later belong to it, and
+    stay awake for `keep_alive_s` after their last request.
     """
 
     entries: tuple[ModelEntry, ...]
@@ -50,6 +51,7 @@ class ModelSet(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
     warnings: tuple[str, ...] = ()
     grows: bool = False
+    keep_alive_s: float = math.inf
 
     def find(self, name: str) -> ModelEntry | None:
         """The model that a name means, with or without the tag `latest`."""

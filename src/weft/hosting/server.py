@@ -9,31 +9,33 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
-from weft.errors import ConfigError
+from weft import logs
 from weft.gateway.policy import POLICIES
 from weft.gateway.server import KEEPALIVE_S, GatewayServer
 from weft.hardware.cluster import Cluster
 from weft.hardware.host import probe_host
 from weft.hosting.app import create_app
 from weft.hosting.catalogue import Catalogue, SetFleet, look_up_entry
-from weft.hosting.front import SetProxy
+from weft.hosting.front import BODY_BYTES, SetProxy
 from weft.hosting.keeper import Keeper
+from weft.hosting.member import Member
 from weft.hosting.model_set import ModelSet
+from weft.hosting.options import check_options, member_words
 from weft.hosting.residency import Residency
 from weft.hosting.set_plan import SetPlan, device_rooms, plan_set
+from weft.hosting.sockets import SocketFolder
 from weft.probes import machine
 from weft.serving import listen
 from weft.serving.admission import ConnectionLimits, fit_to_files, raise_file_limit
+from weft.serving.certificate import RENEW_S
 from weft.serving.http_server import loop_factory
-from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.options import ServeOptions
 from weft.serving.run_files import announced
 from weft.serving.stopping import cancel_exit_deadline, handle_stop_signals
 
 log = logging.getLogger("weft.hosting")
-
-BODY_BYTES = 2**26  # of a request, as the gateway's default
 
 
 def serve_set(models: ModelSet, options: ServeOptions) -> None:
@@ -41,37 +43,23 @@ def serve_set(models: ModelSet, options: ServeOptions) -> None:
 
     Raises ConfigError, ModelError and PlanError before anything is started.
     """
+    logs.use_format(options.log_format)
     for warning in models.warnings:
         log.warning("%s", warning)
-    check_options(options)
+    check_options(models, options)
     listen.check_tls(options)
     with listen.bind(options) as listener:
+        options = listen.bound_options(listener, options)
         cluster = machine.probe_cluster()
         plan = plan_models(models, cluster)
         for model in plan.models:
             sizes = ", ".join(f"{size:,} bytes of {device}" for device, size in model.need.awake.items())
             log.info("%s: %s awake, by the plan", model.entry.name, sizes)
         try:
-            with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(_run(models, plan, cluster, options, listener))
+            with closing(SocketFolder()) as folder, asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(_run(models, plan, cluster, options, listener, folder))
         finally:
             cancel_exit_deadline()
-
-
-def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError for options that only a server of one model has."""
-    defaults = ServeOptions()
-    for name in (
-        "served_model_name",
-        "root_path",
-        "allowed_origins",
-        "enable_prefix_debug",
-        "refuse_while_asleep",
-        "otlp_traces_endpoint",
-    ):
-        if getattr(options, name) != getattr(defaults, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is for a server of one model; leave it out", code="option-of-one-model")
 
 
 def plan_models(models: ModelSet, cluster: Cluster) -> SetPlan:
@@ -83,19 +71,34 @@ def plan_models(models: ModelSet, cluster: Cluster) -> SetPlan:
 
 
 async def _run(
-    models: ModelSet, plan: SetPlan, cluster: Cluster, options: ServeOptions, listener: socket.socket
+    models: ModelSet,
+    plan: SetPlan,
+    cluster: Cluster,
+    options: ServeOptions,
+    listener: socket.socket,
+    folder: SocketFolder,
 ) -> None:
     began = time.monotonic()
-    keeper, proxy = create_front(models, plan, cluster, options)
+    keeper, proxy = create_front(models, plan, cluster, options, folder)
     limits = fit_to_files(
         # Half of the files: a connection to a model for each of a client.
         ConnectionLimits(keepalive_s=KEEPALIVE_S, held_bytes=4 * BODY_BYTES),
         raise_file_limit() // 2,
     )
-    server = GatewayServer(proxy, listener, limits, options, options.shutdown_timeout, application=create_app(proxy))
+    server = GatewayServer(
+        proxy,
+        listener,
+        limits,
+        options,
+        options.shutdown_timeout,
+        application=create_app(proxy),
+        drain_upstreams=keeper.drain,  # the models' servers know best which of their requests can still end
+    )
     address = listen.public_url(listener, options)
     names = [name for name, _ in proxy.catalogue.listed()]
     tasks = [asyncio.create_task(keeper.tick_forever())]
+    if options.enable_ssl_refresh:
+        tasks.append(asyncio.create_task(_renew_certificate(server)))
     listen.start_listening(listener, options)
     gc.freeze()  # what exists now stays: no request waits while the collector scans it
     tasks.append(asyncio.create_task(_load(keeper, models, names, address, began)))
@@ -109,6 +112,13 @@ async def _run(
         await keeper.close()
 
 
+async def _renew_certificate(server: GatewayServer) -> None:
+    """Look for a certificate that has been replaced from time to time."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        server.reload_certificate()
+
+
 async def _load(keeper: Keeper, models: ModelSet, names: Sequence[str], address: str, began: float) -> None:
     """Load the models that begin with the set, and say so."""
     await keeper.start([entry.name for entry in models.entries if entry.always])
@@ -116,15 +126,17 @@ async def _load(keeper: Keeper, models: ModelSet, names: Sequence[str], address:
     log.info("serving %s at %s (%.2f s)", listed, address, time.monotonic() - began)
 
 
-def create_front(models: ModelSet, plan: SetPlan, cluster: Cluster, options: ServeOptions) -> tuple[Keeper, SetProxy]:
+def create_front(
+    models: ModelSet, plan: SetPlan, cluster: Cluster, options: ServeOptions, folder: SocketFolder
+) -> tuple[Keeper, SetProxy]:
     """The keeper of a set's processes, none of which runs yet, and the proxy in front. Call it in the event loop."""
     fleet = SetFleet([], POLICIES["least_conn"](), time.monotonic)
-    keeper = Keeper(Residency(plan.rooms), fleet, os.environ)
+
+    def create_member(name: str, names: Sequence[str]) -> Member:
+        return Member(name, names, environment=os.environ, path=folder.new_path())
+
+    keeper = Keeper(Residency(plan.rooms), fleet, create_member, words=member_words(options))
     catalogue = Catalogue(models, keeper, cluster)
     fleet.catalogue = catalogue
     catalogue.take_plan(plan)
-    keys = [ClientKey(name=f"key {number}", key=key) for number, key in enumerate(options.api_key, 1)]
-    if options.api_key_file is not None:
-        keys += read_keys(options.api_key_file)
-    body_bytes = options.max_body_bytes or BODY_BYTES
-    return keeper, SetProxy(fleet, keys, options.admin_key, catalogue, keeper, body_bytes=body_bytes)
+    return keeper, SetProxy(fleet, options, catalogue, keeper)

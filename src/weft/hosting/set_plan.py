@@ -232,13 +232,13 @@ def _fixed_bytes(rank: RankMemory) -> int:
 
 
 def _cpu_plan(entry: ModelEntry, best: Candidate, cluster: Cluster, sharers: int) -> ModelPlan:
-    """The plan on a CPU: a sleeping model's weights are pages of its files, which the system may drop."""
+    """The plan on a CPU, where a sleeping model keeps its weights and gives its KV cache back."""
     ranks = best.memory.ranks
     given = entry.config.kv_cache_memory_bytes
     each = given if given is not None else max(rank.kv_room_bytes for rank in ranks) // sharers
     weights, kv = sum(rank.weights.total for rank in ranks), each * len(ranks)
-    asleep = sum(rank.runtime_bytes for rank in ranks)
-    # Once read and once written.
+    asleep = weights + sum(rank.runtime_bytes + rank.draft_bytes for rank in ranks)
+    # The two steps that are rehearsed read them.
     wake_s = 2 * weights / cluster.gpus[0].bandwidth_Bps
     return ModelPlan(
         entry=entry,

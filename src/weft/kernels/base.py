@@ -255,6 +255,10 @@ class FusedStage(Protocol):
         """Give the phases of every later call to `log`; None ends that."""
         ...
 
+    def forget_caches(self) -> None:
+        """Hold the KV caches of the last call no longer."""
+        ...
+
 
 class PhaseTimes(Protocol):
     """Receives the phases of a stage's calls."""

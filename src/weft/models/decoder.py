@@ -221,6 +221,9 @@ class DecoderModel:
     def forget_caches(self) -> None:
         """Hold the KV caches of the last step no longer, so that their memory can be given back."""
         self._caches, self._run_caches = (), []
+        for run in self.runs:
+            if isinstance(run, FusedLayers):
+                run.forget_caches()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Compute logits of the S sampled rows: [S, hidden] -> [S, vocab].

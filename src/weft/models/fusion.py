@@ -40,6 +40,10 @@ class FusedLayers:
             log and (lambda layer, phase, began_ns, ended_ns: log(first + layer, phase, began_ns, ended_ns))
         )
 
+    def forget_caches(self) -> None:
+        """Hold the KV caches of the last step no longer."""
+        self._stage.forget_caches()
+
 
 def describe_layer(layer: DecoderLayer) -> FusedLayer | None:
     """A layer as fused kernels read it; None if it is of a kind that they do not know.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -10,7 +11,9 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from weft.serving.errors import HttpError
-from weft.serving.service import Service
+
+if TYPE_CHECKING:
+    from weft.serving.service import Service
 
 
 def check_admin_key(request: Request) -> None:

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 
 from weft.core.request import Request
 from weft.errors import ConfigError
+from weft.serving.front_client import as_told
 from weft.serving.key_file import ClientKey, read_keys
 from weft.serving.key_rates import KeyRates
 from weft.serving.keys import digest_key, matching_index, sent_key
@@ -60,6 +61,7 @@ class Clients:
         self.rates = KeyRates(keys)
         # A single key has nobody to share prefixes with.
         salted = options.prefix_cache_per_key and len(keys) + len(given) > 1
+        self._behind_front = options.behind_front
         self._digests: list[bytes] = []
         self._clients: list[Client] = []
         for number, key in enumerate((*given, *keys), 1):
@@ -77,7 +79,10 @@ class Clients:
     def find(self, headers: Headers) -> Client | None:
         """The client whose key a request has; None without one."""
         index = matching_index(self._digests, sent_key(headers))
-        return None if index is None else self._clients[index]
+        if index is None:
+            return None
+        client = self._clients[index]
+        return as_told(client, headers) if self._behind_front else client
 
     def key_of(self, headers: Headers) -> str:
         """Digest of a request's key, 64 hexadecimal digits; "" without one, and on a server that asks for none."""

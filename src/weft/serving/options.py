@@ -100,3 +100,4 @@ class ServeOptions(Options):
     )
     admin_key: str | None = None  # of the endpoints in serving.admin; without one these are refused
     announces: bool = True  # `weft ps` shows the server; not each of several behind one address
+    behind_front: bool = False  # its only client is the front of a set, which names its own clients in a header

@@ -62,8 +62,8 @@ class ModelRunner:
         self.attention = AttentionShape.from_plan(plan, rank)
         self.caches: Sequence[KVCache] = []
         self._num_blocks = 0  # of the KV cache, asleep too
-        self._copies: HostCopies | None = None  # of weights, asleep
-        self._asleep = False
+        self._copies: HostCopies | None = None  # of a GPU's weights, asleep
+        self._asleep = self._dropped = False
         self.graphs: Graphs | None = None
         self.weight_bytes = self.activation_bytes = self.graph_bytes = 0
 
@@ -203,21 +203,22 @@ class ModelRunner:
         """Give the memory of KV cache, graphs and weights back, see the command Sleep."""
         self.graphs, self.caches, self._asleep = None, [], True
         self.model.forget_caches()
-        # A CPU reads its weights again, in which all stages of its pipeline take part.
-        if level == 1 and not self.plan.uses_cpu:
-            self.model.fill_ropes(0, self.plan.max_model_len, self.device)
-            self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
-        else:
+        # A pipeline over a CPU and GPUs reads its weights again: all stages take part in that.
+        if level > 1 or (self.plan.uses_cpu and not self.plan.on_cpu):
             self._drop_model()
+            return
+        self.model.fill_ropes(0, self.plan.max_model_len, self.device)
+        if self.device.type != "cpu":  # whose weights are in the host's memory already
+            self._copies = HostCopies([*self.model.vectors.values(), *self.kernels.matrices.tensors()])
 
     def wake(self, rehearse: Rehearse) -> None:
         """Load what `sleep` has dropped, and allocate as many KV blocks as before."""
         if self._copies:
             self._copies.restore()
             self._copies = None
-        else:
+        elif self._dropped:
             self._load_model()
-        self._asleep = False
+        self._asleep = self._dropped = False
         self._fill_ropes()
         self.allocate(self._num_blocks, rehearse)
 
@@ -240,6 +241,7 @@ class ModelRunner:
         self.kernels.matrices.refresh_biases()
 
     def _drop_model(self) -> None:
+        self._dropped = True
         self.model = self.kernels = None  # type: ignore[assignment]
 
     def _allocate_caches(self, num_blocks: int) -> None:
@@ -305,7 +307,7 @@ class ModelRunner:
 
     def trace(self, log: PhaseTimes | None) -> None:
         """Log the layers of later steps, see `DecoderModel.trace`; None ends that."""
-        if not self._asleep or self._copies:  # else there is no model
+        if not self._dropped:
             self.model.trace(log)
 
     def forward(self, batch: Batch, incoming: torch.Tensor | None = None) -> torch.Tensor:

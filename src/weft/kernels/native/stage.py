@@ -105,6 +105,9 @@ class NativeStage:
     def trace(self, log: PhaseTimes | None) -> None:
         self._phases = PhaseBuffer(len(self._layers), log) if log else None
 
+    def forget_caches(self) -> None:
+        self._caches = None  # the next call sets the addresses anew
+
     def _grow_workspace(self, tokens: int, routed: int) -> None:
         """Have room for a step of `tokens`, of which `routed`, with those of other groups, go through the experts."""
         had, room = self._capacity, (max(tokens, self._capacity[0]), max(routed, self._capacity[1]))

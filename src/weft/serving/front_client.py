@@ -1,0 +1,39 @@
+"""The header by which the front of a set tells a model's server whose request it sends on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.datastructures import Headers
+
+if TYPE_CHECKING:
+    from weft.serving.clients import Client
+
+HEADER = "x-weft-client"
+
+
+class FrontClient(msgspec.Struct, frozen=True):
+    """The part of a `Client` that a model's engine heeds."""
+
+    name: str
+    number: int
+    weight: float
+    salt: str
+
+
+def header_of(client: Client) -> bytes:
+    """Value of the header for a client of the front, in ASCII."""
+    return json.dumps(
+        {"name": client.name, "number": client.number, "weight": client.weight, "salt": client.salt}
+    ).encode("ascii")
+
+
+def as_told(own: Client, headers: Headers) -> Client:
+    """The client that the front names in a request with its key; `own`, the front itself, if it names none."""
+    text = headers.get(HEADER)
+    if text is None:
+        return own
+    told = msgspec.json.decode(text, type=FrontClient)
+    return own._replace(name=told.name, number=told.number, weight=told.weight, salt=told.salt)
