@@ -545,13 +545,14 @@ async def test_what_an_unfinished_batch_reads_stays(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with store.new_content() as content:
         content.write(jsonl([line("a")]))
-        file = store.add_file("", content, "f", "batch", expires_at=1)
+        file = store.add_file("", content, "f", "batch", lifetime_s=1)
+    after = file.created_at + 2.0
     fields: dict[str, Any] = {"endpoint": URL, "completion_window": "1h", "created_at": 0, "expires_at": 2**40}
     store.add_batch("", BatchObject(id="batch_1", input_file_id=file.id, **fields))
-    assert store.remove_expired(2.0, 1.0) == file.bytes and store.batch("", "batch_1")
+    assert store.remove_expired(after, 1.0) == file.bytes and store.batch("", "batch_1")
     store.change_batch("batch_1", lambda row: setattr(row, "status", "failed"))
-    assert store.remove_expired(2.0, 0.0) == 0 and store.batch("", "batch_1")
-    assert store.remove_expired(2.0, 1.0) == 0 and store.batch("", "batch_1") is None
+    assert store.remove_expired(after, 0.0) == 0 and store.batch("", "batch_1")
+    assert store.remove_expired(after, 1.0) == 0 and store.batch("", "batch_1") is None
     store.close()
 
 

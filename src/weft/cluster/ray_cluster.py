@@ -42,7 +42,7 @@ NO_TOKEN = (
     "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
     "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
 )
-FACTS_S = 30.0  # seconds for all nodes to report
+FACTS_S = 60.0  # seconds for all nodes to report: as long as Ray gives a worker to start; a dead node is known earlier
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 

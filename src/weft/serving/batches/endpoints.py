@@ -100,8 +100,8 @@ async def upload_file(request: Request) -> Response:
         with store.new_content() as content:
             await asyncio.to_thread(_copy, body, form, content)
             name = form.filename
-            until = keeper.expiry(int(time.time()), expires_after)
-            file = await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE, expires_at=until))
+            lifetime_s = keeper.lifetime_s(expires_after)
+            file = await keeper.call(lambda store: store.add_file(owner, content, name, PURPOSE, lifetime_s=lifetime_s))
     keeper.start()
     return JsonResponse(file)
 

@@ -60,10 +60,10 @@ class BatchKeeper:
         """Seconds for which files are kept if nothing else is asked; 0 for ever."""
         return self._service.options.storage_days * DAY_S
 
-    def expiry(self, created: int, given: ExpiresAfter | None) -> int | None:
-        """Time at which a file expires; None for never."""
+    def lifetime_s(self, given: ExpiresAfter | None) -> int | None:
+        """Seconds after which a new file expires; None for never."""
         kept_s = given.seconds if given is not None else self.kept_s
-        return created + int(kept_s) if kept_s else None
+        return int(kept_s) if kept_s else None
 
     async def remove_expired(self) -> None:
         """Remove what has expired."""

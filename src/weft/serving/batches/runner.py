@@ -164,8 +164,8 @@ class BatchRun:
         cancelled, expired = batch.status == "cancelling", False
         if not cancelled:
             expired = await self._keeper.call(lambda store: add_expired(store, batch, self._limits))
-        until = self._keeper.expiry(_now(), batch.output_expires_after)
-        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch, until))
+        lifetime_s = self._keeper.lifetime_s(batch.output_expires_after)
+        output, errors = await self._keeper.call(lambda store: write_outputs(store, owner, batch, lifetime_s))
 
         def end(row: BatchObject) -> None:
             row.output_file_id, row.error_file_id = output, errors
@@ -208,7 +208,7 @@ def line_error(error: RequestError) -> LineError:
 
 
 def write_outputs(
-    store: Store, owner: str, batch: BatchObject, expires_at: int | None
+    store: Store, owner: str, batch: BatchObject, lifetime_s: int | None
 ) -> tuple[str | None, str | None]:
     """Write the answers and the errors of a batch to a file each; return their ids, None for an empty one.
 
@@ -222,7 +222,7 @@ def write_outputs(
             empty = not content.tell()
             if not empty:
                 name = f"{batch.id}_{kind}.jsonl"
-                store.add_file(owner, content, name, "batch_output", output_id(batch, kind), expires_at)
+                store.add_file(owner, content, name, "batch_output", output_id(batch, kind), lifetime_s)
         ids.append(None if empty else output_id(batch, kind))
     return ids[0], ids[1]
 

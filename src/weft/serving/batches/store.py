@@ -112,9 +112,11 @@ class Store:
         filename: str,
         purpose: str,
         id: str = "",
-        expires_at: int | None = None,
+        lifetime_s: int | None = None,
     ) -> FileObject:
         """Keep what `new_content` gave as a file; with the `id` of another, in its place.
+
+        It expires `lifetime_s` after its creation; None: never.
 
         Raises HttpError 413 for a file without `id` that exceeds the owner's share of the store.
         """
@@ -124,13 +126,14 @@ class Store:
         if not id:
             self.check_room(owner, size)
         id = id or new_id("file-")
+        created_at = int(time.time())
         file = FileObject(
             id=id,
             bytes=size,
-            created_at=int(time.time()),
+            created_at=created_at,
             filename=filename,
             purpose=purpose,
-            expires_at=expires_at,
+            expires_at=None if lifetime_s is None else created_at + lifetime_s,
         )
         os.replace(content.name, self.content(id))
         with self._rows:
