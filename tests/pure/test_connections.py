@@ -228,6 +228,16 @@ async def test_a_stream_without_chunks_for_http_1_0() -> None:
         assert b"text_completion" in await whole.rest()
 
 
+async def test_a_json_answer_has_no_body_for_head() -> None:
+    async with weft_server(World()) as live:
+        client = await live.connect()
+        await client.send(MODELS.replace(b"GET", b"HEAD") + MODELS)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        status, fields, body = await client.answer()
+        assert status == 200 and json.loads(body)["object"] == "list"
+        assert f"content-length: {len(body)}\r\n".encode() in head and fields["content-length"] == str(len(body))
+
+
 async def test_a_client_that_still_writes_its_body_gets_the_refusal() -> None:
     size = 30 * 2**20  # more than the sockets hold, so that an early end would reset it
     async with weft_server(World(max_body_bytes=1000)) as live:

@@ -22,8 +22,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
-from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
-from weft.serving.joined import JOINED, WHOLE, JoinedTransport, send_whole
+from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.joined import JOINED, JoinedTransport, send_whole
 from weft.serving.service import shutting_down_error
 from weft.serving.sse import RESET, WRITER
 
@@ -266,7 +266,7 @@ class Connection(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run the application and adapt its response to the transport."""
-        scope[WRITER] = CycleWriter(cycle)
+        scope[WRITER], scope[WHOLE] = CycleWriter(cycle), True
         allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 

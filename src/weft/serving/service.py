@@ -43,6 +43,7 @@ from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
 from weft.serving.tracing import trace_headers
+from weft.serving.watches import ClientWatches
 from weft.structured.compiler import UnpreparedError, must_be_quick
 from weft.text.limits import LIMITS
 
@@ -155,6 +156,7 @@ class Service:
         self.last_profile = LastProfile()
         self.draining = False
         self.answer_bytes = AnswerBytes()
+        self.watches = ClientWatches()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()
@@ -479,10 +481,12 @@ class EngineStream:
     @property
     def usage(self) -> Usage:
         """Token counts up to now, over all prompts and choices."""
-        outputs = [collector.output for collector in self.collectors]
-        prompt = sum(len(output.prompt_ids) for output in outputs)
-        completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-        cached = sum(output.num_cached_tokens for output in outputs)
+        prompt = completion = cached = 0
+        for collector in self.collectors:
+            prompt += len(collector.output.prompt_ids)
+            cached += collector.output.num_cached_tokens
+            for choice in collector.output.outputs:
+                completion += len(choice.token_ids)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 
