@@ -31,15 +31,15 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.paths import BATCHES, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.errors import WHOLE, HttpError, error_response
-from weft.serving.joined import JOINED
+from weft.serving.errors import HttpError, error_response
+from weft.serving.joined import JOINED, WHOLE
 from weft.serving.sse import DONE
-from weft.serving.watches import ClientWatches
 
 LENGTH = frozenset((b"content-length",))
 BODYLESS = (204, 304)
 # The last tells where a prompt leaves the server's earlier ones, which are those of all keys of the gateway.
 NOT_FOR_CUSTOMERS = HOP_BY_HOP | {OWNER_HEADER, b"x-weft-prefix"}
+WATCH_AFTER_S = 0.02
 LATEST = ":latest"
 MODEL_CHARACTERS = 512  # of a name, which the log and the ledger keep
 
@@ -92,11 +92,11 @@ class Proxy:
             raise
         self.running.add(exchange)
         self.idle.clear()
-        watch = self._watches.begin(receive, exchange.leave)
+        self._watches.begin(exchange, receive)
         try:
             await self._serve(exchange, receive, send)
         finally:
-            self._watches.end(watch)
+            self._watches.end(exchange)
             if exchange.attempt is not None:
                 exchange.attempt.close()
             self.running.discard(exchange)
@@ -386,3 +386,45 @@ class Proxy:
 def owner_of(name: str) -> bytes:
     """The name by which upstreams know the files of a key; it stays if the key itself changes."""
     return blake2b(name.encode(errors="replace"), digest_size=16).hexdigest().encode()
+
+
+class ClientWatches:
+    """Cancels requests whose clients have closed their connections.
+
+    Short requests end before they are watched: one timer for all looks for those that are older than WATCH_AFTER_S.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Exchange, Receive] = {}  # in the order of their beginning
+        self._tasks: dict[Exchange, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, exchange: Exchange, receive: Receive) -> None:
+        self._waiting[exchange] = receive
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._look)
+
+    def end(self, exchange: Exchange) -> None:
+        self._waiting.pop(exchange, None)
+        task = self._tasks.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+
+    def _look(self) -> None:
+        """Watch the clients of all requests that have lasted for WATCH_AFTER_S."""
+        self._timer = None
+        now = time.monotonic()
+        while self._waiting:
+            exchange, receive = next(iter(self._waiting.items()))
+            remaining_s = exchange.began_s + WATCH_AFTER_S - now
+            if remaining_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(remaining_s, self._look)
+                return
+            del self._waiting[exchange]
+            self._tasks[exchange] = asyncio.create_task(self._watch(exchange, receive))
+
+    @staticmethod
+    async def _watch(exchange: Exchange, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        exchange.leave()

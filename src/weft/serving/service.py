@@ -43,7 +43,6 @@ from weft.serving.progress import Progress
 from weft.serving.sampling import ACCEPTED_FIELDS, check_lengths, check_supported
 from weft.serving.threads import LoopGate, WorkThreads
 from weft.serving.tracing import trace_headers
-from weft.serving.watches import ClientWatches
 from weft.structured.compiler import UnpreparedError, must_be_quick
 from weft.text.limits import LIMITS
 
@@ -156,7 +155,6 @@ class Service:
         self.last_profile = LastProfile()
         self.draining = False
         self.answer_bytes = AnswerBytes()
-        self.watches = ClientWatches()
         self.streams: set[OpenStream] = set()  # open now
         self.downloads: set[object] = set()  # that clients have asked for, and that run
         self.idle = asyncio.Event()

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.serving.errors import AnthropicErrorFrame, error_frame
+from weft.serving.leaving import wait_for_disconnect, while_connected
 from weft.serving.prefix_debug import HEADER, PrefixReport
-from weft.serving.watches import wait_for_disconnect, while_connected
 
 log = logging.getLogger("weft.serving")
 
@@ -91,7 +91,7 @@ async def send_reply(
             resets=request.app.state.service.options.reset_on_error,
         )
     try:
-        response = await while_connected(request.app.state.service.watches, request.receive, whole())
+        response = await while_connected(request, whole())
     finally:
         if report is not None:
             report.end()
