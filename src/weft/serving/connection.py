@@ -23,8 +23,8 @@ from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
 from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response
-from weft.serving.leaving import LEAVING
 from weft.serving.joined import JOINED, JoinedTransport, send_whole
+from weft.serving.leaving import LEAVING
 from weft.serving.service import shutting_down_error
 from weft.serving.sse import RESET, WRITER
 

@@ -29,10 +29,13 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
-    task = asyncio.current_task()
-    assert task is not None
-    cancelling, gone = task.cancelling(), False
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
+
+    The work has its own task: each token's way through all callers of this would cost a short answer more than that.
+    """
+    task, this_task = asyncio.ensure_future(work), asyncio.current_task()
+    assert this_task is not None
+    gone = False
 
     def leave() -> None:
         nonlocal gone
@@ -42,9 +45,9 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T |
     notice: LeaveNotice = request.scope.get(LEAVING) or WaitingTask(request.receive)
     notice.on_leave(leave)
     try:
-        return await work
+        return await task
     except asyncio.CancelledError:
-        if not gone or task.uncancel() > cancelling:  # somebody else has cancelled the task
+        if not gone or this_task.cancelling():  # by somebody else
             raise
         return None
     finally:
