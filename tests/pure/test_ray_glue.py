@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -327,15 +328,18 @@ class SlowRay:
         return self._answer
 
 
-def test_a_node_may_report_late(facts: Callable[..., Facts], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_node_may_report_late(
+    facts: Callable[..., Facts], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
     config = EngineConfig(model="x")
     ray = SlowRay(msgspec.json.encode(facts()), waits=2)
     assert ray_cluster.gather_from(ray, ["0123456789"], config) == [facts()]
     assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
     assert len(caplog.messages) == 2
-    late = replace(config, start_timeout=0)
-    with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 0 s", "ray status"):
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=count(step=10).__next__))
+    late = replace(config, start_timeout=25)
+    with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):
         ray_cluster.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
 
 
