@@ -596,4 +596,4 @@ def test_a_file_of_blank_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatc
     total, _, errors = lines.check_lines(path, URL, lines.LineLimits(1000, 1000))
     assert total == 1 and [error.code for error in errors] == ["too_many_lines"]
     path.write_bytes(jsonl([line("a")]) + b"\n" * 10 + jsonl([line("b")]))
-    assert lines.check_lines(path, URL, lines.LineLimits(1000, 1000)) == (2, "demo", [])
+    assert lines.check_lines(path, URL, lines.LineLimits(1000, 1000)) == (2, "tiny", [])
