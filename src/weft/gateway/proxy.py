@@ -31,8 +31,8 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.paths import BATCHES, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.errors import HttpError, error_response
-from weft.serving.joined import JOINED, WHOLE
+from weft.serving.errors import WHOLE, HttpError, error_response
+from weft.serving.joined import JOINED
 from weft.serving.sse import DONE
 
 LENGTH = frozenset((b"content-length",))
