@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.ranks import CLOSED
 
-# Key of a scope whose server sends whole responses in one piece, and of their http.response.start: there, the body, whose
-# length the headers have. No body follows.
+# Key of a scope whose server sends whole responses in one piece, and of their http.response.start: there, the body,
+# whose length the headers have. No body follows.
 WHOLE = "weft.whole"
 
 
