@@ -323,7 +323,7 @@ async def test_a_process_that_does_not_respond_is_killed_after_its_limit(monkeyp
 
 
 async def test_time_in_which_the_keeper_itself_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container that is paused, with all models in it: the responses to the looks are not read yet when it goes on."""
+    """A container is paused, with all models in it: when it goes on, responses to the looks are not read yet."""
     async with keeping(monkeypatch, 100, one={}) as (keeper, members, clock):
         await keeper.start(["one"])
         over = asyncio.Event()
