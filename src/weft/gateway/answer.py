@@ -185,14 +185,13 @@ class StreamedAnswer(ResumableAnswer):
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""
         usage, choices = chunk.get("usage"), chunk.get("choices")
+        if not choices:
+            return self._keep_usage(usage)
         found = choices if isinstance(choices, list) else []
         rows = [choice for choice in found if isinstance(choice, dict)]
         # The usage of a chunk in the middle is that of the answer so far.
-        if isinstance(usage, dict) and (not choices or any(row.get("finish_reason") for row in rows)):
+        if isinstance(usage, dict) and any(row.get("finish_reason") for row in rows):
             self.usage = usage
-        if not choices:
-            self._usage_passed |= self._keeps_usage and isinstance(usage, dict)
-            return self._keeps_usage or not isinstance(usage, dict)
         if not self.continuable:
             self.tokens += 1
         ids = rows[0].get("token_ids") if rows else None
@@ -201,7 +200,16 @@ class StreamedAnswer(ResumableAnswer):
                 row.pop("token_ids", None)
         return not rows or not self.continuable or self._keep_choice(rows[0], ids)
 
+    def _keep_usage(self, usage: Any) -> bool:
+        """Read a chunk without choices. Returns True if the client gets it."""
+        if not isinstance(usage, dict):
+            return True
+        self.usage = usage
+        self._usage_passed |= self._keeps_usage
+        return self._keeps_usage
+
     def _keep_choice(self, choice: dict[str, Any], ids: Any) -> bool:
+        """Read a choice of an answer that can be continued. Returns True if the client gets it."""
         if self.finished:  # another replica repeats the end
             return False
         delta = choice.get("delta") or {}
@@ -209,19 +217,27 @@ class StreamedAnswer(ResumableAnswer):
             self._give_up()
             return True
         said = bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
-        if not ids and not choice.get("finish_reason"):
+        finished = bool(choice.get("finish_reason"))
+        if not ids and not finished:
             self.continuable = ids is not None or not said  # else this server does not know of token ids
-            if self._skipped:
-                self._skipped -= 1
-                return False
-            self._preamble += 1
-            return True
-        self.token_ids += ids or ()
-        self.tokens += len(ids or ())
-        self.finished = bool(choice.get("finish_reason"))
+            return self._keep_preamble()
+        self._add_ids(ids or [])
+        self.finished = finished
+        return said or finished or bool(choice.get("logprobs")) or self._keeps_ids
+
+    def _keep_preamble(self) -> bool:
+        """Count a chunk before the first token. Returns True if the client has not got it from another replica."""
+        if self._skipped:
+            self._skipped -= 1
+            return False
+        self._preamble += 1
+        return True
+
+    def _add_ids(self, ids: list[int]) -> None:
+        self.token_ids += ids
+        self.tokens += len(ids)
         if len(self.token_ids) > MOST_IDS:
             self._give_up()
-        return bool(said or self.finished or choice.get("logprobs") or self._keeps_ids)
 
     def _give_up(self) -> None:
         """Hold no token ids any more: no other replica can go on."""
