@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -216,8 +217,7 @@ class StreamedAnswer(ResumableAnswer):
         if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
             self._give_up()
             return True
-        said = bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
-        finished = bool(choice.get("finish_reason"))
+        said, finished = _says_something(choice, delta), bool(choice.get("finish_reason"))
         if not ids and not finished:
             self.continuable = ids is not None or not said  # else this server does not know of token ids
             return self._keep_preamble()
@@ -251,6 +251,11 @@ class StreamedAnswer(ResumableAnswer):
             if self._model is not None:
                 self._head["model"] = self._model
         chunk.update(self._head)
+
+
+def _says_something(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool:
+    """Return True if a choice has text, or its delta anything but a role."""
+    return bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
 
 
 class WholeAnswer:
