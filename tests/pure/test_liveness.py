@@ -129,6 +129,18 @@ def test_a_step_that_computes_has_more_time(clock: Clock) -> None:
     assert watched(Ranks(), clock, None, 100)[0] is None, "nothing to do"
 
 
+def test_time_in_which_the_watch_itself_was_stopped_does_not_count(clock: Clock) -> None:
+    """A container that is paused, with the ranks in it, and goes on: the step needs a moment yet."""
+    ranks, causes = Ranks(), []
+    watch = RankWatch(cast(RankProcesses, ranks), LIMIT_S, lambda: A_STEP, lambda cause: None)
+    watch._stopped = cast(Any, SimpleNamespace(wait=lambda seconds: None))
+    for beat in range(100):
+        clock.now += 1000 * (beat == 2)
+        clock.beat()
+        causes.append(watch._stuck_work(clock.now))
+    assert not any(causes[:4]) and causes[10].code == "step-stuck", "but a step that never finishes is found"
+
+
 @pytest.mark.parametrize("phase", ["load", "report"])
 def test_a_start_and_a_command_that_never_finish(clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """No progress, no CPU time, no file read: but they have no limit while there is one of these."""
