@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
 
 from scripts import writing
 
@@ -16,8 +17,11 @@ SOURCE = ROOT / "src/weft"
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 
 
-@functools.cache
-def source_nodes() -> dict[Path, list[ast.AST]]:
+Nodes = dict[Path, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def source_nodes() -> Nodes:
     """Nodes of every file of the source, in breadth-first order."""
     return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(SOURCE.rglob("*.py"))}
 
@@ -31,13 +35,13 @@ def test_every_room_is_on_one_side_of_torch() -> None:
     assert not free & torch
 
 
-def test_no_pickle_and_no_remote_code() -> None:
+def test_no_pickle_and_no_remote_code(source_nodes: Nodes) -> None:
     """No object crosses a process border but as plain data, and no checkpoint brings code along."""
     modules = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     # torch.distributed's object collectives pickle too.
     calls = re.compile(r"\w+_object(_list)?$")
     found = []
-    for path, nodes in source_nodes().items():
+    for path, nodes in source_nodes.items():
         for node in nodes:
             match node:
                 case ast.Import(names=names):
@@ -64,11 +68,11 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
 
 
-def test_the_simulator_uses_the_core_s_public_names() -> None:
+def test_the_simulator_uses_the_core_s_public_names(source_nodes: Nodes) -> None:
     """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
     named_tuples = {"_replace", "_asdict", "_fields", "_make"}
     found = []
-    for path, nodes in source_nodes().items():
+    for path, nodes in source_nodes.items():
         if path.parent != SOURCE / "simulate":
             continue
         core = {
@@ -92,12 +96,12 @@ def test_the_simulator_uses_the_core_s_public_names() -> None:
     assert found == []
 
 
-def test_every_error_carries_a_code() -> None:
+def test_every_error_carries_a_code(source_nodes: Nodes) -> None:
     """A code is a literal of its own, or comes from the caller or from the error beneath."""
-    names = error_classes(node for nodes in source_nodes().values() for node in nodes)
+    names = error_classes(node for nodes in source_nodes.values() for node in nodes)
     bad = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, nodes in source_nodes().items()
+        for path, nodes in source_nodes.items()
         for node in nodes
         if isinstance(node, ast.Call) and not carries_code(node, names)
     ]
