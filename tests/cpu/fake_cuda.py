@@ -275,7 +275,7 @@ card = Card()
 
 
 def plainly() -> AbstractContextManager[None]:
-    """Have operations of this thread see to tensors of the CPU alone, which those of the card hold: many times faster."""
+    """Have operations of this thread see tensors of the CPU alone, which those of the card hold: many times faster."""
     return _disable_current_modes()
 
 

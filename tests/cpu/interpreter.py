@@ -3,7 +3,7 @@
 For every launch, and for every call of a function inside of one, it puts its own operations in the place of those of
 the language, one by one, and takes them out again; for every operation it builds a table of number types, types of the
 sizes, and copies of tensors that have the shape already. After every sum of integers it computes whether that
-overflowed, for an assertion that it leaves out. It copies every storage to the CPU and back, where all lie here. Here the
+overflowed, for an assertion that it leaves out. It copies every storage back from the CPU, where all lie here. Here the
 operations are replaced once and stay, for nothing is compiled in such a process, and the rest is found once.
 """
 

@@ -25,6 +25,7 @@ from weft.plan.plan import Plan
 from weft.quant.quantised import QuantisedWeight
 from weft.weights.load import allocate_parameters, load_weights
 
+pytestmark = pytest.mark.usefixtures("small_caches")
 CPU = torch.device("cpu")
 # Rows and columns that are no multiple of 128, in heads of 32: cuts fall inside blocks both ways.
 CONFIG: dict[str, Any] = {
