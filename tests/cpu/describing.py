@@ -1,4 +1,4 @@
-"""What Transformers says of a model's class, asked in this process, which has imported it already."""
+"""Transformers' report on a model's class, made in this process, which has imported it already."""
 
 from __future__ import annotations
 
