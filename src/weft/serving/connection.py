@@ -412,7 +412,7 @@ class CycleWriter:
 
     def write_now(self, data: bytes) -> bool:
         cycle = self._cycle
-        if cycle.disconnected:
+        if cycle.disconnected or cycle.response_complete:
             return True
         if cycle.flow.write_paused:
             return False

@@ -127,8 +127,8 @@ class ChunkWriter(Protocol):
         ...
 
     def write_now(self, data: bytes) -> bool:
-        """Write a chunk, which is not empty, or drop it if the client is gone. Returns False, and writes nothing, if
-        the client has to take earlier ones first."""
+        """Write a chunk, which is not empty, or drop it if the client is gone or the response has ended. Returns False,
+        and writes nothing, if the client has to take earlier ones first."""
         ...
 
 
