@@ -252,7 +252,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
     name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints.make(name, tmp_path_factory.mktemp("graphs"))
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     prompts = [[1, 5, 9], [4], [3, 4]]
 
     def answers(**how: object) -> list[list[int]]:
@@ -268,7 +268,7 @@ def test_an_engine_with_triton_and_graphs_gives_the_same_tokens(
 
     monkeypatch.setattr(runner.ModelRunner, "captures", property(lambda self: self.model.capturable))
     monkeypatch.setattr(runner, "CudaGraphs", capture)
-    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 2, 4])
+    monkeypatch.setattr(graphs, "graph_sizes", lambda most: [1, 4])
     monkeypatch.setattr(graphs, "CAPTURE_S", 3600.0)  # the interpreter takes long
     assert answers(attention_backend="triton", max_num_seqs=4) == plain
-    assert captures and all(it.captured == 3 for it in captures)
+    assert captures and all(it.captured == 2 for it in captures)

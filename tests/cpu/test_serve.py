@@ -99,9 +99,11 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self.process.kill()
         self.ended()
+        if kind is not None:  # a failed test shows what the server said
+            print("\n".join(self.lines))
 
 
 def eventually(check: Callable[[], bool]) -> None:

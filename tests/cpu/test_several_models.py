@@ -30,7 +30,7 @@ COMMON = {
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def set_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("several")
     rows = [
         {"name": ["one", "uno"], "model": str(tiny.write(folder / "one"))},
@@ -44,7 +44,12 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ]
     path = folder / "set.yaml"
     path.write_text(json.dumps({**COMMON, "models": rows}))
-    with Server("--config", str(path)) as server:
+    return path
+
+
+@pytest.fixture(scope="module")
+def several(set_file: Path) -> Iterator[Server]:
+    with Server("--config", str(set_file)) as server:
         yield server
 
 
@@ -179,13 +184,14 @@ def test_unloading_ends_the_process(several: Server) -> None:
     assert ask(several, "one").status_code == 200
 
 
-def test_everything_ends_with_the_front(several: Server) -> None:
-    family = several.family()
-    assert family
-    several.process.kill()
-    gone, alive = psutil.wait_procs(family, timeout=5.0)
-    assert not alive
-    assert gone
+def test_everything_ends_with_the_front(set_file: Path) -> None:
+    with Server("--config", str(set_file)) as server:  # others go on with theirs
+        family = server.family()
+        assert family
+        server.process.kill()
+        gone, alive = psutil.wait_procs(family, timeout=5.0)
+        assert not alive
+        assert gone
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:

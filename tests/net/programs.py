@@ -22,7 +22,7 @@ import psutil
 from tests.net.namespaces import HOSTS, Cable
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 90  # at most, for something that takes seconds
+WAIT_S = 240  # at most, for something that takes seconds on an idle machine
 COMMON: dict[str, Any] = {
     "dtype": "float32",
     "load_format": "dummy",

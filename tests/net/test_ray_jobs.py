@@ -31,7 +31,7 @@ ray = pytest.importorskip("ray", reason="needs the extra weft[ray]")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120
+WAIT_S = 240
 FLAGS = "--load-format dummy --dtype float32 --kv-cache-memory-bytes 16M --max-model-len 512"
 ENGINE: dict[str, Any] = {
     "load_format": "dummy",

@@ -20,6 +20,7 @@ from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
 from tests.pure.worlds import HELLO, FakeEngine, World, dying, endless, refused
 from weft.core.request import Output, Request
+from weft.serving.batches import lines, uploads
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
 from weft.serving.batches.types import BatchObject
@@ -572,3 +573,27 @@ async def test_expiries_that_are_refused(tmp_path: Path, given: dict[str, Any]) 
             await api.batches.create(
                 input_file_id=file.id, endpoint=URL, completion_window="24h", output_expires_after=expiry
             )
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, 50, 51, 52, 53, 200])
+def test_a_boundary_is_found_wherever_a_window_ends(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 bytes, and contents that hold most of a boundary."""
+    monkeypatch.setattr(uploads, "WINDOW", 16)
+    content = (b"\r\n--abc" * 30)[:size]
+    head = b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    path = tmp_path / "body"
+    path.write_bytes(b"--abcdef\r\n" + head + content + b"\r\n--abcdef--\r\n")
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        form = uploads.read_form(file, b"--abcdef")
+    assert path.read_bytes()[form.start : form.end] == content
+
+
+def test_a_file_of_blank_lines_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_LINES", 10)
+    path = tmp_path / "lines"
+    path.write_bytes(jsonl([line("a")]) + b"\n" * 11 + jsonl([line("b")]))
+    total, _, errors = lines.check_lines(path, URL, lines.LineLimits(1000, 1000))
+    assert total == 1 and [error.code for error in errors] == ["too_many_lines"]
+    path.write_bytes(jsonl([line("a")]) + b"\n" * 10 + jsonl([line("b")]))
+    assert lines.check_lines(path, URL, lines.LineLimits(1000, 1000)) == (2, "tiny", [])

@@ -6,6 +6,8 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,6 +304,43 @@ def test_addresses_are_compared(facts: Callable[..., Facts]) -> None:
     check_seats([Seat(node, 1, facts(host_ip="10.0.0.1"))], config())
     with refuses(ConfigError, "preflight", "10.0.0.1", "VLLM_HOST_IP=10.1.0.1", "--node-ip-address 10.1.0.1"):
         check_seats([Seat(node, 1, facts(host_ip="10.1.0.1"))], config())
+
+
+class SlowRay:
+    """Answers of nodes that come after so many waits."""
+
+    exceptions = SimpleNamespace(RayError=OSError, GetTimeoutError=TimeoutError)
+
+    def __init__(self, answer: bytes, waits: int) -> None:
+        self._answer, self._waits = answer, waits
+
+    def remote(self, run: Callable[..., bytes]) -> SimpleNamespace:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: self))
+
+    def wait(self, answers: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self._waits -= 1
+        return ([], answers) if self._waits >= 0 else (answers, [])
+
+    def get(self, answer: Any, timeout: float) -> bytes:
+        assert timeout == 0
+        if self._waits >= 0:
+            raise TimeoutError
+        return self._answer
+
+
+def test_a_node_may_report_late(
+    facts: Callable[..., Facts], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    config = EngineConfig(model="x")
+    ray = SlowRay(msgspec.json.encode(facts()), waits=2)
+    assert ray_cluster.gather_from(ray, ["0123456789"], config) == [facts()]
+    assert [line for line in caplog.messages if "waiting for Ray node 01234567 to report" in line] == caplog.messages
+    assert len(caplog.messages) == 2
+    monkeypatch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=count(step=10).__next__))
+    late = replace(config, start_timeout=25)
+    with refuses(ConfigError, "ray-node-not-reporting", "01234567", "no answer within 25 s", "ray status"):
+        ray_cluster.gather_from(SlowRay(b"", waits=9), ["0123456789"], late)
 
 
 @pytest.fixture

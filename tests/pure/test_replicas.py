@@ -54,7 +54,7 @@ class FakeEngine:
         self.answers: dict[str, list[int]] = {}
         self.sinks: dict[str, OutputSink] = {}
         self.called: list[object] = []
-        self.calling, self.computes, self.silent_s, self.watched = False, False, 0.0, True
+        self.calling, self.computes, self.stopped_s, self.watched = False, False, 0.0, True
         self.gate = asyncio.Event()  # commands wait for it
         self.gate.set()
         self.refusal: RequestError | None = None

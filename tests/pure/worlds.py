@@ -135,7 +135,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.open: set[str] = set()
         self.left = asyncio.Event()
-        self.silent_s, self.computes = 0.0, False
+        self.stopped_s, self.computes = 0.0, False
         self.called: list[Command | ResetPrefixCache] = []
         self.reply: Reply = Done()  # of every rank to a command, except RankStats
         self.awake = asyncio.Event()

@@ -179,9 +179,9 @@ class AsyncEngine:
         return [self.stats]
 
     @property
-    def silent_s(self) -> float:
-        """Seconds for which the core, or one of its ranks, has shown no sign of life."""
-        return max(self._silence.seconds, self.alive_sign.silent_s)
+    def stopped_s(self) -> float:
+        """Seconds for which the core, or one of its ranks, has been stopped (SIGSTOP)."""
+        return max(self._silence.stopped_s, self.alive_sign.stopped_s)
 
     @property
     def computes(self) -> bool:

@@ -182,9 +182,9 @@ class ReplicaSet:
         return f"{none}: {next(dying, None) or self._requests.last_death or 'they start'}"
 
     @property
-    def silent_s(self) -> float:
-        """Seconds for which a process of an engine has shown no sign of life."""
-        return max((replica.engine.silent_s for replica in self._replicas if replica.engine), default=0.0)
+    def stopped_s(self) -> float:
+        """Seconds for which a process of an engine has been stopped (SIGSTOP)."""
+        return max((replica.engine.stopped_s for replica in self._replicas if replica.engine), default=0.0)
 
     @property
     def computes(self) -> bool:

@@ -8,6 +8,7 @@ import secrets
 import shlex
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ NO_TOKEN = (
     "this Ray cluster asks for no token: whoever reaches its ports can run code on it; ray get-auth-token --generate, "
     "copy ~/.ray/auth_token to all nodes, and set RAY_AUTH_MODE=token for ray start and for Weft"
 )
-FACTS_S = 60.0  # seconds for all nodes to report: as long as Ray gives a worker to start; a dead node is known earlier
+SAY_S = 10.0  # seconds between two log lines on a node that has not reported yet
 ANSWER_S = 2.0  # for a connection to RAY_ADDRESS, before the backend is chosen
 AGAIN_S = 30.0  # seconds to wait for resources before a replica that starts again looks for others
 
@@ -327,7 +328,8 @@ def find_seats(ray: Any, config: EngineConfig, on_cpu: bool, group: OwnGroup | N
 
 
 def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Facts]:
-    """Facts of nodes, from a task on each. Raises ConfigError for a node that does not report in time."""
+    """Facts of nodes, from a task on each. Raises ConfigError for a node that does not report within --start-timeout,
+    or that dies before, which Ray finds out by itself: on a busy machine Ray takes long to start a worker."""
     question = msgspec.json.encode(config)
     task = ray.remote(report_facts)
     asked = {
@@ -335,11 +337,16 @@ def gather_from(ray: Any, ids: Iterable[str], config: EngineConfig) -> list[Fact
         for number, node in enumerate(ids)
     }
     facts = []
+    deadline = time.monotonic() + config.start_timeout
     for node, answer in asked.items():
+        while not ray.wait([answer], timeout=min(SAY_S, max(0.0, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                break
+            log.info("waiting for Ray node %s to report", node[:8])
         try:
-            facts.append(msgspec.json.decode(ray.get(answer, timeout=FACTS_S), type=Facts))
+            facts.append(msgspec.json.decode(ray.get(answer, timeout=0), type=Facts))
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError, msgspec.DecodeError) as error:
-            lines = str(error).strip().splitlines() or [f"no answer within {FACTS_S:g} s"]
+            lines = str(error).strip().splitlines() or [f"no answer within {config.start_timeout:g} s"]
             raise ConfigError(
                 f"Ray node {node[:8]} does not report: {lines[-1]}; {way_out(error)}",
                 code="ray-node-not-reporting",

@@ -27,11 +27,11 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """The answer to a Heartbeat.
 
     A rank says how many `steps` it has finished, and whether it waits for a compiler, which `computes` for it. The core
-    says for how long one of its ranks has been silent, and whether they compute, or come forward, at this time.
+    says for how long one of its ranks has been stopped, and whether they compute, or come forward, at this time.
     """
 
     steps: int = 0
-    silent_s: float = 0.0
+    stopped_s: float = 0.0
     computes: bool = False
 
 
@@ -132,6 +132,11 @@ class Silence:
             return False
         before, self._other_work = self._other_work, read_other_work(self.pid)
         return self._other_work != before
+
+    @property
+    def stopped_s(self) -> float:
+        """Seconds of silence of a process that is stopped; 0 for one that may only be short of CPU time."""
+        return self.seconds if self.times is not None and self.times.stopped else 0.0
 
     @property
     def reason(self) -> ExitReason:

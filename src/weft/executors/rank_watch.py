@@ -56,11 +56,11 @@ class RankWatch:
 
     @property
     def state(self) -> Alive:
-        """The longest silence of a rank, and whether ranks compute. Whoever asks has heartbeats sent to them."""
+        """The longest stop of a rank, and whether ranks compute. Whoever asks has heartbeats sent to them."""
         self._asked.set()
-        silent_s = max((silence.seconds for silence in list(self._processes.silences.values())), default=0.0)
+        stopped_s = max((silence.stopped_s for silence in list(self._processes.silences.values())), default=0.0)
         moved_s = max(self._moved_s, self._computed_s)
-        return Alive(silent_s=silent_s, computes=self._work is not None and time.monotonic() - moved_s < 3 * BEAT_S)
+        return Alive(stopped_s=stopped_s, computes=self._work is not None and time.monotonic() - moved_s < 3 * BEAT_S)
 
     def _run(self) -> None:
         while True:

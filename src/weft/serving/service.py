@@ -87,8 +87,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def silent_s(self) -> float:
-        """Seconds for which a process of an engine has shown no sign of life."""
+    def stopped_s(self) -> float:
+        """Seconds for which a process of an engine has been stopped (SIGSTOP)."""
         ...
 
     @property

@@ -22,8 +22,8 @@ log = logging.getLogger("weft.serving")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Time after requests were cut off, for their last bytes and the end of the engine.
 CLOSE_S = 4.5
-# Without a finished step, or without a sign of life of a process: running requests are not expected to end.
-STALL_S, SILENT_S = 10.0, 1.0
+# Without a finished step, or with a stopped process: running requests are not expected to end.
+STALL_S, STOPPED_S = 10.0, 1.0
 POLL_S = 0.25
 STDERR = 2
 
@@ -62,8 +62,8 @@ def cancel_exit_deadline() -> None:
 async def drain(service: Service, end_s: float) -> None:
     """Wait until no request runs, at most until the monotonic clock reads `end_s`.
 
-    The wait also ends if no step finishes for STALL_S seconds, or if a process shows no sign of life for SILENT_S
-    seconds: with a stopped rank no request ends. Requests that wait for an engine to start again are not waited for.
+    The wait also ends if no step finishes for STALL_S seconds, or if a process has been stopped for STOPPED_S
+    seconds: without it no request ends. Requests that wait for an engine to start again are not waited for.
     """
     progress = Progress(STALL_S, time.monotonic)
     while service.streams and (left := end_s - time.monotonic()) > 0:
@@ -73,8 +73,8 @@ async def drain(service: Service, end_s: float) -> None:
         if service.engine.outage:
             log.warning("no engine runs; not waiting any longer")
             return
-        if service.engine.silent_s >= SILENT_S:
-            log.warning("a process of the engine shows no sign of life; not waiting any longer")
+        if service.engine.stopped_s >= STOPPED_S:
+            log.warning("a process of the engine is stopped; not waiting any longer")
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(POLL_S, left)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from weft.text.limits import LIMITS
 
 MOST_LINES = 50_000  # as OpenAI's API
 MOST_ERRORS = 100  # that are told
+FEW = 64  # lines that are read without a pause for other threads
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,21 @@ def check_lines(path: Path, endpoint: str, limits: LineLimits) -> tuple[int, str
     errors: list[BatchError] = []
     seen: set[str] = set()
     total, model = 0, None
-    for total, text in numbered_lines(path, limits):  # the last number is their count
-        fault = _fault(text, endpoint, limits, seen)
-        if fault is not None:
-            errors.append(_error(*fault, total))
-            if len(errors) >= MOST_ERRORS:
+    try:
+        for total, text in numbered_lines(path, limits, most_blank=MOST_LINES):  # the last number is their count
+            fault = _fault(text, endpoint, limits, seen)
+            if fault is not None:
+                errors.append(_error(*fault, total))
+                if len(errors) >= MOST_ERRORS:
+                    break
+            elif total == 1:
+                named = decode_line(text, limits).body.get("model")
+                model = named if isinstance(named, str) else None
+            if total > MOST_LINES:
+                errors.append(_error("too_many_lines", f"more than {MOST_LINES:,} lines; send several"))
                 break
-        elif total == 1:
-            named = decode_line(text, limits).body.get("model")
-            model = named if isinstance(named, str) else None
-        if total > MOST_LINES:
-            errors.append(_error("too_many_lines", f"more than {MOST_LINES:,} lines; send several"))
-            break
+    except RequestError as error:
+        errors.append(_error("too_many_lines", str(error)))
     if not total:
         errors.append(_error("empty_file", "the input file has no lines"))
     return total, model, errors
@@ -51,9 +56,13 @@ def _error(code: str, message: str, line: int | None = None) -> BatchError:
     return BatchError(code=code, message=message, line=line)
 
 
-def numbered_lines(path: Path, limits: LineLimits) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. One that is too long comes with a byte more than the limit."""
-    number = 0
+def numbered_lines(path: Path, limits: LineLimits, most_blank: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, numbered from 1. One that is too long comes with a byte more than the limit.
+
+    Raises RequestError if more than `most_blank` are blank. Every few lines other threads get Python's lock, for which
+    an event loop would otherwise wait 5 ms each time.
+    """
+    number = blank = 0
     with path.open("rb") as file:
         while text := file.readline(limits.nbytes + 1):
             part = text
@@ -62,6 +71,12 @@ def numbered_lines(path: Path, limits: LineLimits) -> Iterator[tuple[int, bytes]
             if text.strip():
                 number += 1
                 yield number, text
+            else:
+                blank += 1
+                if most_blank is not None and blank > most_blank:
+                    raise RequestError(f"more than {most_blank:,} blank lines; leave them out", code="blank-lines")
+            if (number + blank) % FEW == 0:
+                time.sleep(0)
 
 
 def decode_line(text: bytes, limits: LineLimits) -> BatchLine:

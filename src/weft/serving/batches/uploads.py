@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import time
 from collections.abc import Iterator
 from email.message import Message
 from email.parser import BytesParser
@@ -18,6 +19,7 @@ MOST_BYTES = 200 * 2**20  # of one file, as OpenAI's API
 FORM_BYTES = 2**16  # of the other fields and the parts' heads
 HEAD_BYTES = 2**13
 MOST_PARTS = 32
+WINDOW = 2**18  # bytes that are searched at once: mmap.find holds Python's lock, here for about 1 ms
 
 
 def boundary_of(request: Request) -> bytes:
@@ -72,7 +74,7 @@ def read_form(file: BinaryIO, boundary: bytes) -> Form:
 
 def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[int, int]]:
     """Start and end of each part, its head included."""
-    at = data.find(boundary)
+    at = _find(data, boundary, 0)
     for _ in range(MOST_PARTS):
         if at < 0:
             break
@@ -81,13 +83,23 @@ def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[int, int]]:
             return
         if not re.match(rb"[ \t]*\r\n", data[start : start + 80]):
             break
-        start = data.find(b"\r\n", start) + 2
-        at = data.find(b"\r\n" + boundary, start - 2)
+        start = _find(data, b"\r\n", start) + 2
+        at = _find(data, b"\r\n" + boundary, start - 2)
         if at < 0:
             break
         yield start, at
         at += 2
     raise _broken("it ends in the middle, or has too many parts")
+
+
+def _find(data: mmap.mmap, sought: bytes, start: int) -> int:
+    """Like `data.find`, in windows, between which other threads get Python's lock."""
+    for at in range(start, len(data), WINDOW):
+        found = data.find(sought, at, at + WINDOW + len(sought) - 1)
+        if found >= 0:
+            return found
+        time.sleep(0)
+    return -1
 
 
 def _broken(reason: str) -> RequestError:
