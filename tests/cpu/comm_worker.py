@@ -118,7 +118,7 @@ class CollectivesWorker(FakeWorker):
     """
 
     def load(self) -> Capacity:
-        gloo.POSTED_BYTES, links.IN_FLIGHT_BYTES = 200, 60
+        gloo.POSTED_BYTES, links.IN_FLIGHT_BYTES, links.SHOT_BYTES = 200, 60, 400
         cpu = torch.device("cpu")
         processes = [dist.new_group(list(range(size)), backend="gloo") for size in range(1, self.place.tp_size + 1)]
         self.groups: list[list[Group]] = [

@@ -259,17 +259,20 @@ def test_nccl_sends_up_and_down_a_tree_of_nodes() -> None:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (3, 3), (4, 4), (4, 2), (8, 2)])
 def test_sums_of_cpu_ranks_take_one_latency_or_two(ranks: int, nodes: int) -> None:
-    """As many as `comm.gloo` waits for, by the rule that it goes by itself; and the bytes that a node sends."""
+    """The planner counts what `comm.gloo` waits for, by the rule that it goes by; and the bytes that a node sends."""
     cpu, message_s = cpus.typical_cpu(), 1e-3
     found = links.all_reduce_cost(cpu, "network", ranks, 1e8, False, message_s, nodes)
     shot_s = links.send_cost(cpu, "network", 1e8, message_s).latency_s
     assert message_s < shot_s < 2 * message_s
     byte_s = 1e-8
     own = ranks // nodes
-    for size in (0, 1 << 10, 20_000, 100_000, 1 << 20):
+    for size in (0, 1 << 10, 20_000, 100_000, links.SHOT_BYTES):
         shots = 1 if links.sums_in_one_shot(size, ranks) else 2
         sent = own * (ranks - own) * size * (1 if shots == 1 else 2 / ranks)
         assert found.seconds(size) == pytest.approx(shots * shot_s + sent * byte_s, rel=1e-6), size
+    # Beyond, the bytes of a ring.
+    more = found.seconds(4 << 20) - found.seconds(2 << 20)
+    assert more == pytest.approx(2 * (ranks - 1) / ranks * (2 << 20) * byte_s)
     assert links.sums_in_one_shot(1 << 30, 2) and links.sums_in_one_shot(1 << 10, ranks)
     assert not links.sums_in_one_shot(1 << 20, 3)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from weft.comm.base import add_up
 from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
 from weft.comm.times import timed
+from weft.hardware import links
 from weft.hardware.links import sums_in_one_shot
 
 POSTED_BYTES = 4 << 20  # of a message for which a receive is posted; memory is taken only as far as it is used
@@ -28,9 +29,9 @@ POSTED, DIRECT = 1, 2  # tags of the messages for which a receive was posted, an
 class GlooGroup(DistributedGroup):
     """A `Group` over a process group of gloo.
 
-    A small sum takes one shot: each rank gets the parts of all others and adds them up. A large one of more than two
-    ranks takes two: each rank gets the parts of its share of the elements, and then the other shares of the sum. That
-    sends as many bytes as a ring.
+    A small sum takes one shot: each rank gets the parts of all others and adds them up. A larger one of more than two
+    ranks takes two: each rank gets the parts of its share of the elements, and then the other shares of the sum. The
+    largest go through gloo's ring, which sends the fewest bytes between nodes with several ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -40,6 +41,8 @@ class GlooGroup(DistributedGroup):
 
     @timed
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.nbytes > links.SHOT_BYTES:
+            return super().sum(x)
         local = self._to_transfer(x)
         if sums_in_one_shot(x.nbytes, self.size):
             parts = [local if peer == self.rank else torch.empty_like(local) for peer in range(self.size)]

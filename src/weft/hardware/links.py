@@ -17,6 +17,9 @@ LinkKind = Literal["nvlink", "pcie", "memory", "network"]
 RANKS = (2, 4, 8)  # numbers of ranks that the tables have figures for
 # Bytes that a network carries within its one-way latency: 10 Gb/s and 50 us, or 1 Gb/s and 0.5 ms.
 IN_FLIGHT_BYTES = 64 << 10
+# Largest sum that CPU ranks on several nodes exchange in shots; gloo's ring is as fast there and better for larger ones
+# (docs/benchmarks.md, sums over a slow link).
+SHOT_BYTES = 512 << 10
 
 
 class NvLinkFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +164,10 @@ def sums_in_one_shot(size: float, ranks: int) -> bool:
 
 
 def _gloo_cost(ranks: int, nodes: int, latency_s: float, byte_s: float) -> LinkCost:
-    """Time of a sum of `comm.gloo`; all ranks of a node send through the same link."""
+    """Time of a sum of `comm.gloo`; all ranks of a node send through the same link.
+
+    Beyond SHOT_BYTES, where gloo's ring was measured to be as fast, the bytes of the ring are added.
+    """
     shot_s = latency_s + link_table().network.gloo_us * 1e-6
     own = ranks / nodes
     crossing = own * (ranks - own)  # parts that leave a node
@@ -170,7 +176,8 @@ def _gloo_cost(ranks: int, nodes: int, latency_s: float, byte_s: float) -> LinkC
         return one
     most = ranks * IN_FLIGHT_BYTES // ((ranks - 1) * (ranks - 2))
     two = LinkCost(2 * shot_s, 2 / ranks * crossing * byte_s)
-    return LinkCost(shot_s, two.s_per_byte, ((most, one.seconds(most)), (most + 1, two.seconds(most + 1))))
+    times = (most, one.seconds(most)), (most + 1, two.seconds(most + 1)), (SHOT_BYTES, two.seconds(SHOT_BYTES))
+    return LinkCost(shot_s, 2 * (ranks - 1) / ranks * byte_s, times)
 
 
 def _nvlink_cost(gpu: GpuSpec, ranks: int, passes: float, graphs: bool) -> LinkCost:
