@@ -1,7 +1,8 @@
 """`scripts/bench net`: pipeline and tensor parallel over a slow link between two namespaces, beside shared memory.
 
 Two ranks with a core each, in four engines that take turns: pp2 and tp2, each on one machine and over the link. Prints
-a Markdown table with the planner's predictions, and one JSON object on the last line. Needs root, for the namespaces.
+a Markdown table with the planner's predictions, and one JSON object on the last line. With `--sums` it measures sums of
+vectors alone, through gloo's all-reduce and through Weft's. Needs root, for the namespaces.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from statistics import median
 from typing import Any
 
 from scripts.net.links import ADDRESSES, SlowLink, remove_leftovers
+from scripts.net.sums import measure_sums, sums_table
+from weft.hardware.host import probe_host
+from weft.probes.speeds import known_cpu_speed
 
 HERE = Path(__file__).parent
 CORES = (0, 1)
@@ -154,10 +158,15 @@ def main() -> int:
     parser.add_argument("--latency-ms", type=float, default=0.5, help="time that each packet is held (default: 0.5)")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--sums", type=int, metavar="RANKS", help="measure sums alone, of this many ranks on two nodes")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("scripts/bench net: error: network namespaces need root", file=sys.stderr)
         return 1
+    if arguments.sums:
+        return print_sums(arguments)
+    # Before the engines compute: they read the figures, and would measure a busy machine.
+    speed = known_cpu_speed(probe_host(), refresh=True)
     works = [{"requests": 16, "input": 32, "output": 48}, {"requests": 1, "input": 32, "output": 48}]
     results: dict[str, list[dict[str, Any]]] = {}
     remove_leftovers()
@@ -167,11 +176,24 @@ def main() -> int:
                 here, head = Bench(arguments.model, link, Path(folder), stack).start(layout, PORT + number)
                 results[layout] = measure(here, head, works, arguments.runs)
     load = os.getloadavg()
-    speed, seconds = next(iter(results.values()))[0]["network"]
+    bytes_per_s, seconds = next(iter(results.values()))[0]["network"]
     print(f"{arguments.model}, two ranks with a core each. The link by Weft's own measurement: ", end="")
-    print(f"{8 * speed / 1e9:.2f} Gb/s, {2e6 * seconds:.0f} us there and back. Load at the end: {load[0]:.1f}.\n")
+    print(f"{8 * bytes_per_s / 1e9:.2f} Gb/s, {2e6 * seconds:.0f} us there and back. Load at the end: {load[0]:.1f}.")
+    print("Other processes computed while the planner's figures were measured.\n" if speed.busy else "")
     print(table(results))
-    print(json.dumps({"task": "net", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "layouts": results}))
+    settings = {"task": "net", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "busy": speed.busy}
+    print(json.dumps({**settings, "layouts": results}))
+    return 0
+
+
+def print_sums(arguments: argparse.Namespace) -> int:
+    """Measure sums of vectors over the link, and print a table and the figures."""
+    remove_leftovers()
+    with SlowLink(arguments.rate, arguments.latency_ms / 1000) as link:
+        figures = measure_sums(link, arguments.sums, PORT)
+    print(sums_table(figures))
+    settings = {"task": "sums", "rate": arguments.rate, "latency_ms": arguments.latency_ms, "ranks": arguments.sums}
+    print(json.dumps({**settings, **figures}))
     return 0
 
 

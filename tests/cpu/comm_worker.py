@@ -13,9 +13,11 @@ from collectives import Case, check_case
 from fake_worker import FakeWorker
 
 from weft.architectures.place import Place
-from weft.comm import Group, StageLink
+from weft.comm import Group, StageLink, gloo
 from weft.comm.distributed import DistributedGroup
+from weft.comm.gloo import GlooGroup
 from weft.core.step import StepPlan, StepResult
+from weft.hardware import links
 from weft.plan.memory import Capacity
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,19 +112,23 @@ class CommWorker(FakeWorker):
 
 
 class CollectivesWorker(FakeWorker):
-    """Each step is a case of `collectives`, among the first ranks of the world of torch.distributed."""
+    """Each step is a case of `collectives`, among the first ranks of the world of torch.distributed.
+
+    The limits of messages and sums lie within the sizes of the cases.
+    """
 
     def load(self) -> Capacity:
+        gloo.POSTED_BYTES, links.IN_FLIGHT_BYTES, links.SHOT_BYTES = 200, 60, 400
         cpu = torch.device("cpu")
         processes = [dist.new_group(list(range(size)), backend="gloo") for size in range(1, self.place.tp_size + 1)]
-        self.groups = [
-            DistributedGroup(each, cpu) if self.rank < size else None for size, each in enumerate(processes, 1)
+        self.groups: list[list[Group]] = [
+            [DistributedGroup(each, cpu), GlooGroup(each, cpu)] if self.rank < size else []
+            for size, each in enumerate(processes, 1)
         ]
         return super().load()
 
     def execute(self, step: StepPlan) -> StepResult | None:
         case = Case.from_tokens(step.tokens)
-        group = self.groups[case.ranks - 1]
-        if group is not None:
+        for group in self.groups[case.ranks - 1]:
             check_case(group, case)
         return StepResult(step.id, [0], [None], {}) if self.rank == self.plan.output_rank else None

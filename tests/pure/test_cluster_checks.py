@@ -177,6 +177,7 @@ def test_a_plan_for_measured_nodes_and_its_file(cache: Path) -> None:
     assert status == 0
     cluster = load_cluster()
     assert [len(node.gpus) for node in cluster.nodes] == [2, 2] and cluster.network_Bps == min(1.25e9, FINE.bytes_per_s)
+    assert cluster.network_s == FINE.round_trip_s / 2
     _, again = weft_json("plan", "Llama-3.1-8B", "--gpus", str(file))
     assert again["best"]["predicted"] == planned["best"]["predicted"]
     assert weft_json("plan", "Llama-3.1-8B", "--cluster", str(file))[0] == 0, "the same nodes again"

@@ -15,7 +15,7 @@ from weft.architectures.shape import ModelShape
 from weft.errors import ConfigError
 from weft.formats.catalogue import find
 from weft.formats.precision import weight_bytes
-from weft.hardware import kernel_shares, links
+from weft.hardware import cpus, kernel_shares, links
 from weft.hardware.cluster import Cluster, Node, parse_gpus, parse_nodes
 from weft.hardware.gpus import find_gpu, known_gpus
 from weft.planner.cost import predict
@@ -243,6 +243,38 @@ def test_sums_slow_down_with_the_link() -> None:
     assert links.all_reduce_cost(h100, "nvlink", 1, 12.5e9, True).seconds(size) == 0
     eager, graphs = (links.all_reduce_cost(h100, "nvlink", 8, 12.5e9, graphs).latency_s for graphs in (False, True))
     assert eager - graphs == pytest.approx(11e-6)
+
+
+def test_nccl_sends_up_and_down_a_tree_of_nodes() -> None:
+    """Twice a message per level, whatever is measured of one; the GPUs of a node cost little beside that."""
+
+    def latency(ranks: int, nodes: int, message_s: float) -> float:
+        return links.all_reduce_cost(find_gpu("H100"), "network", ranks, 1e9, True, message_s, nodes).latency_s
+
+    assert latency(2, 2, 1e-3) == pytest.approx(2e-3)
+    assert latency(8, 8, 1e-3) == pytest.approx(6e-3)
+    assert 2e-3 < latency(16, 2, 1e-3) < 2.1e-3
+    assert links.all_reduce_cost(find_gpu("H100"), "network", 2, 1e9, True).latency_s == pytest.approx(30e-6)
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 2), (3, 3), (4, 4), (4, 2), (8, 2)])
+def test_sums_of_cpu_ranks_take_one_latency_or_two(ranks: int, nodes: int) -> None:
+    """The planner counts what `comm.gloo` waits for, by the rule that it goes by; and the bytes that a node sends."""
+    cpu, message_s = cpus.typical_cpu(), 1e-3
+    found = links.all_reduce_cost(cpu, "network", ranks, 1e8, False, message_s, nodes)
+    shot_s = links.send_cost(cpu, "network", 1e8, message_s).latency_s
+    assert message_s < shot_s < 2 * message_s
+    byte_s = 1e-8
+    own = ranks // nodes
+    for size in (0, 1 << 10, 20_000, 100_000, links.SHOT_BYTES):
+        shots = 1 if links.sums_in_one_shot(size, ranks) else 2
+        sent = own * (ranks - own) * size * (1 if shots == 1 else 2 / ranks)
+        assert found.seconds(size) == pytest.approx(shots * shot_s + sent * byte_s, rel=1e-6), size
+    # Beyond, the bytes of a ring.
+    more = found.seconds(4 << 20) - found.seconds(2 << 20)
+    assert more == pytest.approx(2 * (ranks - 1) / ranks * (2 << 20) * byte_s)
+    assert links.sums_in_one_shot(1 << 30, 2) and links.sums_in_one_shot(1 << 10, ranks)
+    assert not links.sums_in_one_shot(1 << 20, 3)
 
 
 def test_ranks_between_the_tabled_ones_lie_between() -> None:

@@ -271,3 +271,14 @@ def test_ranks_on_nodes_of_their_own_wait_for_the_network() -> None:
         lost[layout] = there.speed(**work).tpot_s - here.speed(**work).tpot_s
     sums = 2 * len(expected().plan.shape.layers)
     assert lost["tensor_parallel_size"] > sums * slow[1] > 10 * lost["pipeline_parallel_size"] > 0
+    # The hidden states to the next stage, and the tokens back to the head.
+    assert lost["pipeline_parallel_size"] > 2 * slow[1]
+
+
+def test_numbers_of_32_bits_cross_the_network_as_such() -> None:
+    lost = []
+    for dtype in ("bfloat16", "float32"):
+        here = expected(tensor_parallel_size=2, dtype=dtype)
+        there = here.over_network(1e6, 1e-6)
+        lost.append(there.speed(16, 32, 8).step.links - here.speed(16, 32, 8).step.links)
+    assert lost[1] == pytest.approx(2 * lost[0], rel=0.05)

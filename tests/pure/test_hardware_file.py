@@ -149,17 +149,20 @@ def nodes(draw: st.DrawFn) -> Node:
     return Node(tuple(cards), link, bridged)
 
 
-@given(st.lists(nodes(), min_size=1, max_size=3), FIGURES, st.sampled_from([None, 2.5]))
-def test_a_written_file_is_read_again(found: list[Node], network: float, price: float | None) -> None:
+@given(st.lists(nodes(), min_size=1, max_size=3), FIGURES, st.sampled_from([None, 2.5]), st.sampled_from([None, 2e-4]))
+def test_a_written_file_is_read_again(
+    found: list[Node], network: float, price: float | None, latency_s: float | None
+) -> None:
     if len(found) > 1 and any(node.link == "memory" for node in found):
         found = found[:1]
-    cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price)
+    cluster = Cluster(tuple(found), network if len(found) > 1 else 12.5e9, price, network_s=latency_s)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(hardware_yaml(cluster))
         file.flush()
         again = read_hardware_file(file.name)
     # Figures may differ in the last of their binary digits.
     assert hardware_yaml(again) == hardware_yaml(cluster)
+    assert again.network_s == (None if latency_s is None else pytest.approx(latency_s))
     assert [(node.link, node.bridged, len(node.gpus)) for node in again.nodes] == [
         (node.link, node.bridged, len(node.gpus)) for node in found
     ]

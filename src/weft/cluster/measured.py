@@ -22,17 +22,23 @@ START = "start the engine once with --nnodes, or with weft cluster up: its check
 
 
 class MeasuredCluster(msgspec.Struct, frozen=True):
-    """The machines, the head's first, and the slowest network between two of them, in bytes per second."""
+    """The machines, the head's first, and the slowest network between two of them: bytes per second, and seconds of a
+    small message, one way (None in files of earlier versions)."""
 
     hosts: tuple[Host, ...]
     network_Bps: float
+    network_s: float | None = None
 
 
 def store_cluster(facts: Sequence[Facts], speeds: Sequence[Speed]) -> None:
     """Keep what the checks have found, if there are speeds; a cache that cannot be written is logged."""
     if not speeds:
         return
-    measured = MeasuredCluster(tuple(node.host for node in facts), min(speed.bytes_per_s for speed in speeds))
+    measured = MeasuredCluster(
+        hosts=tuple(node.host for node in facts),
+        network_Bps=min(speed.bytes_per_s for speed in speeds),
+        network_s=max(speed.round_trip_s for speed in speeds) / 2,
+    )
     try:
         write_cache_file(cache_path() / FILE, msgspec.json.format(msgspec.json.encode(measured)))
     except (OSError, RuntimeError, WeftError) as error:
@@ -61,4 +67,4 @@ def load_cluster() -> Cluster:
             )
     speeds = load_speeds(measured.hosts[0])
     nodes = tuple(machine.gpu_node(host, speeds) for host in measured.hosts)
-    return Cluster(nodes, measured.network_Bps)
+    return Cluster(nodes, measured.network_Bps, network_s=measured.network_s)

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from weft.comm.base import Group, Links, Solo, StageLink
 from weft.comm.distributed import DistributedGroup, DistributedLink, peers_may_vanish
+from weft.comm.gloo import GlooGroup, GlooLink
 from weft.comm.line import Edge, JoinedLink, SharedMemoryLink
 from weft.comm.shared import SharedMemoryGroup
 from weft.comm.threads import Threads
@@ -144,7 +145,7 @@ def create_shared_memory_group(site: Site, partition: Sequence[Ranks]) -> Group:
 
 
 def create_gloo_group(site: Site, partition: Sequence[Ranks]) -> Group:
-    return DistributedGroup(site.process_group("gloo", partition), site.device)
+    return GlooGroup(site.process_group("gloo", partition), site.device)
 
 
 # --- transports of links between stages ---
@@ -171,7 +172,7 @@ def create_shared_memory_link(site: Site, partition: Sequence[Ranks]) -> StageLi
 def create_mixed_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
     """A link of which only some pairs of neighbouring stages share memory."""
     assert isinstance(site.wiring, SharedMemory)
-    between_nodes = DistributedLink(site.process_group("gloo", partition), site.device)
+    between_nodes = GlooLink(site.process_group("gloo", partition), site.device)
     within_node = create_shared_memory_link(site, partition)
     return JoinedLink(
         before=within_node if site.wiring.before else between_nodes,
@@ -180,7 +181,7 @@ def create_mixed_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
 
 
 def create_gloo_link(site: Site, partition: Sequence[Ranks]) -> StageLink:
-    return DistributedLink(site.process_group("gloo", partition), site.device)
+    return GlooLink(site.process_group("gloo", partition), site.device)
 
 
 # --- when they apply ---

@@ -119,11 +119,12 @@ class DistributedLink:
             # The copy is kept until it has been sent. At most one step per stage is in flight, so the copy before those
             # has long been received; and stages send one way only, so the wait for it ends. No more copies are kept: a
             # prompt's step may be 100 MB.
-            self._sent.append((dist.isend(copy, group=self._group, group_dst=self._stage + 1), copy))
+            sending = dist.isend(copy, group=self._group, group_dst=self._stage + 1, tag=self._tag(copy))
+            self._sent.append((sending, copy))
             while len(self._sent) > self._stages:
-                sending, _ = self._sent.popleft()
-                if sending is not None:  # None for a rank outside the group, which sends nothing
-                    sending.wait()
+                earlier, _ = self._sent.popleft()
+                if earlier is not None:  # None for a rank outside the group, which sends nothing
+                    earlier.wait()
 
     @timed
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -133,6 +134,10 @@ class DistributedLink:
             dist.recv(local, group=self._group, group_src=self._stage - 1)
         self.times.add_waited(began)  # with the transfer, which is short beside the work of a stage
         return local.to(self._device)
+
+    def _tag(self, x: torch.Tensor) -> int:
+        """The tag under which a tensor is sent."""
+        return 0
 
 
 def transfer_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

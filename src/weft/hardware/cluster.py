@@ -48,8 +48,8 @@ class GpuPosition(NamedTuple):
 
 class Cluster(msgspec.Struct, frozen=True, dict=True):
     """Nodes and their network: `network_Bps` is bytes per second from one node to another, `network_s` the measured
-    time of a small message, None for that of the table. `price` is dollars for one GPU and hour, None if unknown. `cpu`
-    is the CPU of a single node with GPUs, if layers may run on it beside them."""
+    time of a small message, one way, None for that of the table. `price` is dollars for one GPU and hour, None if
+    unknown. `cpu` is the CPU of a single node with GPUs, if layers may run on it beside them."""
 
     nodes: tuple[Node, ...]
     network_Bps: float

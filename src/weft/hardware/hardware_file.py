@@ -211,10 +211,12 @@ class _Node(_Fields, frozen=True, kw_only=True):
 
 
 class _File(_Fields, frozen=True, kw_only=True):
-    """The whole file; `price` is dollars for one GPU and hour."""
+    """The whole file; `network_latency_us` is the time of a small message between two nodes, one way, `price` dollars
+    for one GPU and hour."""
 
     nodes: Annotated[tuple[_Node, ...], Meta(min_length=1)]
     network: Rate | UnsetType = UNSET
+    network_latency_us: Figure | None = None
     price: Annotated[float, Meta(gt=0, le=1e6)] | None = None
 
     def cluster(self) -> Cluster:
@@ -227,7 +229,8 @@ class _File(_Fields, frozen=True, kw_only=True):
                 code="cpu-node-among-others",
             )
         network = network_bytes(NETWORK) if isinstance(self.network, UnsetType) else self.network
-        cluster, cpu = Cluster(tuple(nodes), network, self.price), self.nodes[0].cpu
+        latency = None if self.network_latency_us is None else self.network_latency_us * 1e-6
+        cluster, cpu = Cluster(tuple(nodes), network, self.price, network_s=latency), self.nodes[0].cpu
         return cluster.beside(cpu.spec()) if cpu and len(nodes) == 1 and self.nodes[0].gpus else cluster
 
 
@@ -289,6 +292,7 @@ def cluster_fields(cluster: Cluster) -> dict[str, Any]:
     file = _File(
         nodes=tuple(_node_entry(node, count) for node, count in _runs(cluster.nodes)),
         network=Rate(cluster.network_Bps) if len(cluster.nodes) > 1 else UNSET,
+        network_latency_us=None if cluster.network_s is None else six_digits(cluster.network_s * 1e6),
         price=cluster.price,
     )
     fields: dict[str, Any] = msgspec.to_builtins(file, enc_hook=quantities.format_quantity)

@@ -15,6 +15,11 @@ from weft.hardware.gpus import GpuSpec
 
 LinkKind = Literal["nvlink", "pcie", "memory", "network"]
 RANKS = (2, 4, 8)  # numbers of ranks that the tables have figures for
+# Bytes that a network carries within its one-way latency: 10 Gb/s and 50 us, or 1 Gb/s and 0.5 ms.
+IN_FLIGHT_BYTES = 64 << 10
+# Largest sum that CPU ranks on several nodes exchange in shots; gloo's ring is as fast there and better for larger ones
+# (docs/benchmarks.md, sums over a slow link).
+SHOT_BYTES = 512 << 10
 
 
 class NvLinkFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +55,16 @@ class MemoryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfers between two nodes, as a share of the network's bandwidth."""
+    """Transfers between two nodes: for GPUs as a share of the network's bandwidth, for CPUs at the measured one.
+
+    `latency_us` is a small message from one node to another, one way; `inside_us` one between the GPUs of a node, as a
+    step of an all-reduce over several nodes. `gloo_us` is the time of an exchange through gloo beside that of its
+    messages.
+    """
 
     latency_us: float
+    inside_us: float
+    gloo_us: float
     share: float
     source: str
 
@@ -100,20 +112,28 @@ def nearest_nvlink(gpu: GpuSpec) -> NvLinkFigures:
 
 @cache
 def all_reduce_cost(
-    gpu: GpuSpec, kind: LinkKind, ranks: int, network_Bps: float, graphs: bool, network_s: float | None = None
+    gpu: GpuSpec,
+    kind: LinkKind,
+    ranks: int,
+    network_Bps: float,
+    graphs: bool,
+    network_s: float | None = None,
+    nodes: int | None = None,
 ) -> LinkCost:
-    """Time of an all-reduce among `ranks` GPUs like `gpu`.
+    """Time of an all-reduce among `ranks` GPUs like `gpu`, on `nodes` nodes: if left out, a node each.
 
     `kind` is the slowest link between any two of them; `network_Bps` is bytes per second from one node to another, and
-    `network_s` the measured time of a small message, None for that of the table. With `graphs` the all-reduce is a
-    kernel in a CUDA graph, without it a call of NCCL.
+    `network_s` the measured time of a small message, one way, None for that of the table. With `graphs` the all-reduce
+    is a kernel in a CUDA graph, without it a call of NCCL.
     """
     if ranks == 1:
         return LinkCost(0.0, 0.0)
     passes = 2 * (ranks - 1) / ranks
     if kind == "network":
-        latency = _network_latency(network_s)
-        return LinkCost(latency * log2(ranks), passes / (network_Bps * link_table().network.share))
+        latency, nodes = _network_latency(network_s), nodes or ranks
+        if gpu.kind == "cpu":
+            return _gloo_cost(ranks, nodes, latency, 1 / network_Bps)
+        return LinkCost(_tree_latency(ranks, nodes, latency), passes / (network_Bps * link_table().network.share))
     if kind == "nvlink":
         return _nvlink_cost(gpu, ranks, passes, graphs)
     if kind == "memory":
@@ -123,6 +143,41 @@ def all_reduce_cost(
     crossings = 1 if has_peer(gpu) else 2
     latency = (_at(pcie.latency_us, ranks) + (0.0 if graphs else pcie.nccl_us)) * 1e-6
     return LinkCost(latency, passes * crossings / (gpu.pcie_Bps * pcie.busbw_of_pcie))
+
+
+def _tree_latency(ranks: int, nodes: int, latency_s: float) -> float:
+    """Seconds of NCCL's tree for a small all-reduce: up and down again, through the GPUs of a node and then the nodes.
+
+    Source: NCCL's own model, src/graph/tuning.cc. Its ring takes 2 (nodes - 1) messages between nodes, which is never
+    less.
+    """
+    return 2 * (log2(nodes) * latency_s + (ranks / nodes - 1) * link_table().network.inside_us * 1e-6)
+
+
+def sums_in_one_shot(size: float, ranks: int) -> bool:
+    """Return True if ranks that gloo joins send all of their parts, of `size` bytes, to all others (comm.gloo).
+
+    One shot saves the second latency of two shots, and sends n / 2 times their bytes. It pays as long as the
+    additional bytes, (n - 1) (1 - 2 / n) times the size, take less time than a latency; for two ranks there are none.
+    """
+    return (ranks - 1) * (ranks - 2) * size <= ranks * IN_FLIGHT_BYTES
+
+
+def _gloo_cost(ranks: int, nodes: int, latency_s: float, byte_s: float) -> LinkCost:
+    """Time of a sum of `comm.gloo`; all ranks of a node send through the same link.
+
+    Beyond SHOT_BYTES, where gloo's ring was measured to be as fast, the bytes of the ring are added.
+    """
+    shot_s = latency_s + link_table().network.gloo_us * 1e-6
+    own = ranks / nodes
+    crossing = own * (ranks - own)  # parts that leave a node
+    one = LinkCost(shot_s, crossing * byte_s)
+    if ranks == 2:
+        return one
+    most = ranks * IN_FLIGHT_BYTES // ((ranks - 1) * (ranks - 2))
+    two = LinkCost(2 * shot_s, 2 / ranks * crossing * byte_s)
+    times = (most, one.seconds(most)), (most + 1, two.seconds(most + 1)), (SHOT_BYTES, two.seconds(SHOT_BYTES))
+    return LinkCost(shot_s, 2 * (ranks - 1) / ranks * byte_s, times)
 
 
 def _nvlink_cost(gpu: GpuSpec, ranks: int, passes: float, graphs: bool) -> LinkCost:
@@ -148,12 +203,15 @@ def has_peer(gpu: GpuSpec) -> bool:
 def send_cost(gpu: GpuSpec, kind: LinkKind, network_Bps: float, network_s: float | None = None) -> LinkCost:
     """Time of a transfer from one stage to the next; an all-reduce of two ranks carries every byte once, too."""
     if kind == "network":
-        return LinkCost(_network_latency(network_s), 1 / (network_Bps * link_table().network.share))
+        network, latency = link_table().network, _network_latency(network_s)
+        if gpu.kind == "cpu":
+            return LinkCost(latency + network.gloo_us * 1e-6, 1 / network_Bps)
+        return LinkCost(latency, 1 / (network_Bps * network.share))
     return all_reduce_cost(gpu, kind, 2, network_Bps, graphs=False)
 
 
 def _network_latency(measured_s: float | None) -> float:
-    """Seconds of a small message between nodes: as measured, else the table's."""
+    """Seconds of a small message from one node to another: as measured, else the table's."""
     return link_table().network.latency_us * 1e-6 if measured_s is None else measured_s
 
 

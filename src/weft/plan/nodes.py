@@ -217,7 +217,8 @@ def crossing_groups(plan: Plan) -> list[list[int]]:
 def crossing_warning(plan: Plan, round_trip_s: float | None) -> str:
     """Warning about tensor-parallel groups that span nodes, with the predicted cost; "" if there are none.
 
-    Each layer adds up two partial results, and the embedding one: a decode step waits for a round trip in each.
+    Each layer adds up two partial results, and the embedding one. In each of them a decode step waits for a message,
+    half a round trip, on CPUs (comm.gloo), and for one there and one back on GPUs, where NCCL adds up.
     """
     groups = crossing_groups(plan)
     if not groups:
@@ -226,7 +227,8 @@ def crossing_warning(plan: Plan, round_trip_s: float | None) -> str:
     sums = 2 * layers + 1
     cost = f"{sums} sums per token cross the network"
     if round_trip_s is not None:
-        cost += f", at least {1000 * sums * round_trip_s:.1f} ms at {1e6 * round_trip_s:.0f} us each"
+        each_s = round_trip_s / 2 if plan.on_cpu else round_trip_s
+        cost += f", at least {1000 * sums * each_s:.1f} ms at {1e6 * each_s:.0f} us each"
     nodes, ranks = plan.nodes, len(plan.places)
     tensor = max(size for size in range(1, ranks // nodes + 1) if ranks % size == 0)
     return (

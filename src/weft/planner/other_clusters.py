@@ -24,13 +24,14 @@ def grown_cluster(cluster: Cluster, by: int) -> Cluster | None:
     nodes, left_over = divmod(by, len(last.gpus))
     if left_over or len(cluster.nodes) + nodes > MOST_NODES:
         return None
-    return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps)
+    return Cluster((*cluster.nodes, *[last] * nodes), cluster.network_Bps, network_s=cluster.network_s)
 
 
 def with_gpu(cluster: Cluster, gpu: GpuSpec) -> Cluster:
     """The cluster with this GPU in place of each of its own."""
     rows = [(gpu,) * len(node.gpus) for node in cluster.nodes]
-    return Cluster(tuple(Node(row, default_link(row)) for row in rows), cluster.network_Bps)
+    nodes = tuple(Node(row, default_link(row)) for row in rows)
+    return Cluster(nodes, cluster.network_Bps, network_s=cluster.network_s)
 
 
 def is_limited(cluster: Cluster) -> bool:

@@ -22,6 +22,7 @@ from weft.planner.profiles import OURS, Profile
 from weft.planner.roofline import Roofline, Seconds
 from weft.planner.work import RankWork, rank_work
 
+FP32_BYTES = 4  # of a number that passes between ranks that compute in 32 bits
 NEGLIGIBLE = 1e-6  # share of steps below which it does not matter that they have this many prompts
 
 T = TypeVar("T", float, Seconds)
@@ -64,8 +65,10 @@ class Stage:
         exchange: TokenExchange | None,
         send_on: LinkCost,
         vocab: int,
+        number_bytes: int = HIDDEN_BYTES,
     ) -> None:
         self.ranks, self.sums, self.exchange, self.send_on, self.vocab = ranks, sums, exchange, send_on, vocab
+        self._number_bytes = number_bytes
         self.key = (tuple((id(rank), id(work)) for rank, work in ranks), sums, exchange, send_on)
 
     def links_s(self, work: RankWork, tokens: float, routed: float, logits: float) -> float:
@@ -74,11 +77,11 @@ class Stage:
 
         `tokens` are those of the replica, `routed` those of all replicas that share its experts.
         """
-        size = work.hidden * HIDDEN_BYTES
+        size = work.hidden * self._number_bytes
         reductions = sum(layer.count * layer.sums for layer in work.layers)
         total = reductions * self.sums.seconds(tokens * size) + self.exchange_s(work, tokens, routed)
         if work.head:
-            total += self.sums.seconds(logits * self.vocab * HIDDEN_BYTES / 2)
+            total += self.sums.seconds(logits * self.vocab * self._number_bytes / 2)
         return total + self.send_on.seconds(tokens * size)
 
     def exchange_s(self, work: RankWork, tokens: float, routed: float) -> float:
@@ -129,6 +132,7 @@ class Replica:
         self.sharing = layout.data_parallel if layout.shares_experts else 1
         precision = canonical(layout.precision)
         held, tensor = profile.held_precision(precision), layout.tensor_parallel
+        number_bytes = FP32_BYTES if precision == "fp32" else HIDDEN_BYTES
         seats = layout.replica(number)
 
         def rank_of(place: Place, index: int) -> tuple[Roofline, RankWork]:
@@ -146,11 +150,12 @@ class Replica:
             # From the first rank to the first one of the next stage.
             send_on = stage_send(cluster, [index for _, index in seats[start : start + tensor + 1 : tensor]])
             exchange = _exchange(shape, layout, cluster, profile, start // tensor) if self.sharing > 1 else None
-            self.stages.append(Stage(tuple(distinct.values()), sums, exchange, send_on, shape.vocab))
+            self.stages.append(Stage(tuple(distinct.values()), sums, exchange, send_on, shape.vocab, number_bytes))
+        self.control_s = control_time(cluster, [index for _, index in seats], profile)
         # Stages on one GPU take turns: each stage has the number of the first stage on its GPU.
         first = [index for _, index in seats[::tensor]]
         self.turns = tuple(first.index(index) for index in first)
-        self.key = (self.turns, *(stage.key for stage in self.stages))
+        self.key = (self.turns, self.control_s, *(stage.key for stage in self.stages))
         self._prefills: dict[tuple[int, float], list[float]] = {}  # by prompt length and prompts per step
         self._rounds_known: dict[tuple[float, float], tuple[Seconds, Seconds]] = {}  # by batch and context
 
@@ -170,7 +175,7 @@ class Replica:
         each = batch / groups
         steps = self._steps(each, context)
         host = Seconds(overhead=(self.profile.step_us.value + self.profile.sequence_us.value * each) * 1e-6)
-        one = host
+        one = host + Seconds(links=self.control_s)
         for step in steps:
             one = one + step
         slowest = max(self._by_gpu(steps, Seconds()), key=lambda seconds: seconds.total) + host
@@ -229,12 +234,13 @@ class Replica:
     def full_step_s(self, tokens: int, longest: int) -> float:
         """A step with `tokens` tokens of prompts, each of at most `longest` tokens, through all stages."""
         length = min(tokens, longest)
-        return sum(self._whole(length)) * tokens / length + self.profile.step_us.value * 1e-6
+        return sum(self._whole(length)) * tokens / length + self.profile.step_us.value * 1e-6 + self.control_s
 
     def prompt_s(self, workload: Workload, most: float = inf) -> float:
         """Time to first token of a request alone, its prompt read in steps of `most` tokens."""
         steps = ceil(workload.input_len / most) if most < workload.input_len else 1
-        return sum(self._prompts(workload.input_len, most)) + steps * self.profile.step_us.value * 1e-6
+        step_s = self.profile.step_us.value * 1e-6 + self.control_s
+        return sum(self._prompts(workload.input_len, most)) + steps * step_s
 
     def tpot_s(self, batch: float, workload: Workload, batched_tokens: int) -> float:
         """Time per token. During one answer, the prompt of each of the other requests is read once."""
@@ -317,8 +323,25 @@ def slowest_link(homes: Collection[GpuPosition]) -> LinkKind:
 def all_reduce_between(cluster: Cluster, indices: Sequence[int], profile: Profile) -> LinkCost:
     """An all-reduce between these GPUs, at the pace of their slowest link."""
     kind = slowest_link_between(cluster, indices)
-    gpu = _slowest_sender(cluster, indices, kind)
-    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, bool(profile.graphs.value), cluster.network_s)
+    gpu, nodes = _slowest_sender(cluster, indices, kind), nodes_of(cluster, indices)
+    graphs = bool(profile.graphs.value)
+    return all_reduce_cost(gpu, kind, len(indices), cluster.network_Bps, graphs, cluster.network_s, nodes)
+
+
+def nodes_of(cluster: Cluster, indices: Sequence[int]) -> int:
+    """Number of nodes that these GPUs are on."""
+    return len({cluster.gpu_positions[index].node for index in indices})
+
+
+def control_time(cluster: Cluster, indices: Sequence[int], profile: Profile) -> float:
+    """Seconds in which a step of our engine waits for a message between the head and other nodes, 0 on one node.
+
+    The first node's ranks begin with the plan of a step, and the last node's result ends it; of a group that spans
+    nodes, the other ranks begin later by a message.
+    """
+    if profile.name != OURS or nodes_of(cluster, indices) == 1:
+        return 0.0
+    return send_cost(cluster.devices[indices[0]], "network", cluster.network_Bps, cluster.network_s).latency_s
 
 
 def stage_send(cluster: Cluster, indices: Sequence[int]) -> LinkCost:

@@ -37,6 +37,7 @@ class StepPredictor:
     def __init__(self, replica: Replica) -> None:
         profile = replica.profile
         self._host_s, self._row_s = profile.step_us.value * 1e-6, profile.sequence_us.value * 1e-6
+        self._control_s = replica.control_s
         self._bubble, self._sharing = profile.bubble.value, replica.sharing
         if len(set(replica.turns)) < len(replica.stages):  # the times of stages that share a GPU add up
             self._stages = [(1, stage) for stage in replica.stages]
@@ -74,7 +75,7 @@ class StepPredictor:
             seen = [_attended_tokens(contexts, window) for window in self.windows]
             latency, slowest = _seconds(self._decode(len(contexts), decoded), seen, self._turns)
         interval = (slowest + host) * (1 + self._bubble * (groups - 1))
-        latency += host
+        latency += host + self._control_s
         if read:
             pairs = [_chunk_pairs(chunks, window) for window in self.windows]
             reading, longest = _seconds(self._read(tokens, ends, read), pairs, self._turns)
