@@ -62,10 +62,15 @@ def load_points(arguments: Namespace) -> tuple[str, list[LoadPoint]]:
     rates, limits = given.get("request_rate") or (), given.get("max_concurrency") or ()
     _check_varied(rates, limits)
     if len(rates) > 1 or not limits:
-        limit = int(limits[0]) if limits else None
-        return "request_rate", [LoadPoint(rate, arguments.burstiness, limit) for rate in rates]
+        return "request_rate", _points_by_rate(rates, limits, arguments.burstiness)
     rate = rates[0] if rates else inf
     return "max_concurrency", [LoadPoint(rate, arguments.burstiness, int(limit)) for limit in limits]
+
+
+def _points_by_rate(rates: Sequence[float], limits: Sequence[float], burstiness: float) -> list[LoadPoint]:
+    """A load for each rate; `limits` are one number of requests at most, or none."""
+    limit = int(limits[0]) if limits else None
+    return [LoadPoint(rate, burstiness, limit) for rate in rates]
 
 
 def _check_varied(rates: Sequence[float], limits: Sequence[float]) -> None:

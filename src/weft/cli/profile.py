@@ -146,13 +146,16 @@ def share_table(ranks: list[dict[str, Any]], predicted: dict[str, float] | None)
     """Shares of the traced time of each rank beside those that the planner predicts for a step."""
     table = figures_table("share of the time", *(f"rank {row['rank']}" for row in ranks), "planner")
     for kind in KINDS:
-        expected = "" if predicted is None or kind not in predicted else f"{predicted[kind]:.0%}"
-        table.add_row(kind, *_percentages(row["shares"][kind] for row in ranks), expected)
+        table.add_row(kind, *_percentages(row["shares"][kind] for row in ranks), _expected_share(kind, predicted))
     if predicted is not None:
         table.add_row(", ".join(OVERHEAD), *_percentages(map(_overhead_share, ranks)), f"{predicted['overhead']:.0%}")
     if all(row["waiting_s"] is not None for row in ranks):
         table.add_row("waiting for other ranks", *_percentages(map(_waiting_share, ranks)), "")
     return table
+
+
+def _expected_share(kind: str, predicted: dict[str, float] | None) -> str:
+    return "" if predicted is None or kind not in predicted else f"{predicted[kind]:.0%}"
 
 
 def _percentages(shares: Iterable[float]) -> list[str]:

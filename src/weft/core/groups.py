@@ -90,13 +90,15 @@ class GroupedScheduler:
         if not any(plans):
             return None
         self.started = [id for group in self.groups for id in group.started]
-        self.prompt_tokens = max(
-            group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None
-        )
+        self.prompt_tokens = self._most_prompt_tokens(plans)
         step = LockStep([plan or empty_plan() for plan in plans])
         _set_group_tokens(step)
         self._in_flight.append(step)
         return step
+
+    def _most_prompt_tokens(self, plans: Sequence[StepPlan | None]) -> int:
+        """Tokens of prompts in the plan that has the most."""
+        return max(group.prompt_tokens for group, plan in zip(self.groups, plans, strict=True) if plan is not None)
 
     def _tell_of_other_groups(self) -> None:
         """Tell each group if another one decodes."""

@@ -107,15 +107,12 @@ def resolve(
     format = _file_format(path, load_format)
     dummy = load_format == "dummy"
     contents = _read_gguf(path, model_impl) if format == "gguf" else _read_directory(path, model_impl, dummy=dummy)
-    shape, index = contents.shape, contents.tensors
-    _check_shape(shape, str(path))
-    pooled = pooling.read_pooling(path, shape, task, contents.metadata)
-    if pooled is not None and pooled.task == "embed" and index:
-        shape, pooled = _without_head(shape, pooled, index)
+    _check_shape(contents.shape, str(path))
+    shape, pooled = _with_pooling(path, contents, task)
     if dummy:
         format, quantised = "dummy", packed.stored_types(shape)
     else:
-        shape, quantised = _with_stored_tensors(shape, index, path, format)
+        shape, quantised = _with_stored_tensors(shape, contents.tensors, path, format)
     return Checkpoint(
         model=model,
         path=str(path),
@@ -154,6 +151,16 @@ def _read_directory(path: Path, model_impl: str, *, dummy: bool) -> _Contents:
     shape = config_json.read_shape(path, main_dtype(index), model_impl=model_impl)
     generation = config_json.recommended_sampling(path)
     return _Contents(shape, generation, _translate_layout(index, shape), None)
+
+
+def _with_pooling(
+    path: Path, contents: _Contents, task: pooling.PoolingTask
+) -> tuple[ModelShape, pooling.PoolingSettings | None]:
+    """The shape, and what the model makes of prompts as a whole; an embedding model may be without its head."""
+    shape, pooled = contents.shape, pooling.read_pooling(path, contents.shape, task, contents.metadata)
+    if pooled is not None and pooled.task == "embed" and contents.tensors:
+        return _without_head(shape, pooled, contents.tensors)
+    return shape, pooled
 
 
 def _with_stored_tensors(

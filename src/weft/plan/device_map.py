@@ -160,8 +160,7 @@ def _place_units(shape: ModelShape, devices: Mapping[str, Device]) -> list[Place
         placed += [(unit, device) for device in by_device]
         if not missing:
             continue
-        goes_with_norm = not by_device and unit.kind == "head" and shape.tied
-        if goes_with_norm and placed:
+        if placed and _is_unnamed_tied_head(shape, unit, by_device):
             placed.append((unit, placed[-1][1]))
         else:
             left_out += _parts_left_out(unit, by_device, missing)
@@ -210,6 +209,11 @@ def _split_error(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]]) 
     return ConfigError(
         f"--device-map splits {unit.name}: {parts}; all of it has to be on one device", code="map-splits-layer"
     )
+
+
+def _is_unnamed_tied_head(shape: ModelShape, unit: PipelineUnit, by_device: Collection[Device]) -> bool:
+    """Return True for a tied head without a tensor on any device."""
+    return unit.kind == "head" and shape.tied and not by_device
 
 
 def _parts_left_out(unit: PipelineUnit, by_device: Mapping[Device, Sequence[str]], missing: Sequence[str]) -> list[str]:

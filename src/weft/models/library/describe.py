@@ -291,13 +291,18 @@ def layer_tensors(
         linear = type(layer.get_submodule(path)) is nn.Linear
         style = planned_style(f"{layers_name}.0.{path}", plan)
         cut, gathers = STYLES.get(style, ("", False))
-        if style not in STYLES or (cut and not linear):
+        if not can_follow(style, linear=linear):
             reasons.append(f"its plan for tensor parallelism wants {path} {style}")
         if gathers:
             joined[path] = None
         if kind == "bias" and cut == "cols":
             cut = ""
         yield LibraryTensor(name, tuple(tensor.shape), linear and kind == "weight", cut)
+
+
+def can_follow(style: str, *, linear: bool) -> bool:
+    """Return True for a cut that Weft makes: of a linear module, or none at all."""
+    return style in STYLES and (linear or not STYLES[style][0])
 
 
 def planned_style(path: str, plan: Mapping[str, str]) -> str:
