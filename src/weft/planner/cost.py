@@ -129,7 +129,7 @@ def _total_rate(loads: list[_Load], rates: Mapping[_Load, float]) -> float:
 
 
 def _slowest(tpots: Mapping[_Load, float], replicas: list[Replica]) -> _Load:
-    """The load with the longest time per token; that of the first replica among equal ones."""
+    """The load with the longest time per token, and among equal ones the load of the first replica."""
     return max(tpots, key=lambda load: (tpots[load], -replicas.index(load.replica)))
 
 

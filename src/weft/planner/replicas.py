@@ -117,7 +117,7 @@ def _configs_of_replicas(
 
 
 def _is_one_engine(config: EngineConfig, one: EngineConfig, host: Host) -> bool:
-    """Return True if the config gives the layout of one replica, and `one`, a config of one replica, all of it."""
+    """Return True if the config, or `one`, which is its config of a single replica, decides the layout of an engine."""
     if config.device_map is not None:
         return True
     return is_cut(one, host) and (config.data_parallel_size or 1) == 1
