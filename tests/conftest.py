@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from httpx._transports import default as transports
 from hypothesis import settings
 
 from tests.pure.commands import logging_as_it_was
@@ -21,8 +23,8 @@ if not Path("/dev/nvidiactl").exists():
 # A shell's background jobs begin with it ignored, and would hand that on to the processes that tests end with it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test judges by the clock: a slow machine is not a bug.
-settings.register_profile("weft", deadline=None, print_blob=True)
+# No test judges by the clock: a slow machine is not a bug. Half as many examples as usual: each run draws others.
+settings.register_profile("weft", deadline=None, print_blob=True, max_examples=50)
 settings.load_profile("weft")
 
 
@@ -57,6 +59,20 @@ def pin_to_core() -> None:
 
 
 pin_to_core()
+
+
+def share_certificates() -> None:
+    """Have clients of httpx share what they trust: each would read the certificates of all authorities, which takes
+    longer than many a request."""
+    create = functools.cache(transports.create_ssl_context)
+
+    def create_context(*, verify: object, cert: object, trust_env: bool) -> object:
+        return create(verify=verify, cert=cert, trust_env=trust_env)
+
+    transports.create_ssl_context = create_context
+
+
+share_certificates()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,6 +43,7 @@ async def serve(port: int) -> None:
     with listen.bind(options) as listener:
         made = server.ServingServer(service, listener, asyncio.Event().wait, ConnectionLimits())
         listen.start_listening(listener, options)
+        gc.freeze()  # as `weft serve` does
         await made.serve(sockets=[listener])
 
 

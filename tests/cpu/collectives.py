@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from weft.comm import Group
 
@@ -116,19 +115,3 @@ def check_case(group: Group, case: Case, device: str = "cpu") -> None:
         assert got.dtype == DTYPES[case.dtype], (case, got.dtype)
         assert got.shape == want.shape, (case, got.shape, want.shape)
         assert np.array_equal(got.to("cpu", torch.int64).numpy(), want), (case, got, want)
-
-
-@st.composite
-def cases(draw: st.DrawFn, operation: int, most: int = MOST_RANKS) -> Case:
-    """Cases of one operation among up to `most` ranks; sizes are uneven, and may be zero."""
-    ranks = draw(st.integers(1, most))
-    numbers = st.tuples(*[st.integers(0, 9)] * ranks)
-    return Case(
-        operation,
-        ranks,
-        draw(st.integers(0, len(DTYPES) - 1)),
-        draw(st.integers(0, 12)),
-        draw(st.integers(0, ranks - 1)),
-        draw(st.integers(0, 99)),
-        draw(st.tuples(*[numbers] * ranks)),
-    )

@@ -11,8 +11,9 @@ import psutil
 import pytest
 import torch
 
+from tests.cpu.kept_forks import end_kept_server, lend_server
 from tests.cpu.shared_threads import threads_share_memory
-from weft.executors import forks
+from weft.executors import forks, processes
 from weft.executors.forks import MIN_FORKS, pool
 from weft.plan import memory
 
@@ -24,11 +25,17 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_fork_server() -> Iterator[None]:
-    """Ranks of all tests come from one fork server, also those that are alone in their engine: 2 s less for each."""
+    """Ranks of all tests come from one fork server, also those that are alone in their engine: 2 s less for each.
+
+    Those of engines with a process for the core come from another one.
+    """
     pool.min_forks, pool.keep = 1, True
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "Server", lend_server)
+        yield
     pool.min_forks, pool.keep = MIN_FORKS, False
     pool.close()
+    end_kept_server()
 
 
 MUCH_MEMORY = 500e6  # bytes

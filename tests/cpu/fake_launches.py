@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.cpu.fake_cuda import CardError, OnCard, card
+from tests.cpu.fake_cuda import CardError, OnCard, card, plainly
 from weft.formats.schemes import ALL_SCHEMES, Scheme
 from weft.kernels.base import HeadNorm, KVCache
 from weft.kernels.plain import create_plain_kernels
@@ -41,7 +41,7 @@ def launch(real: Callable[..., None]) -> Callable[..., None]:
 
         def run() -> None:
             if all(grid):
-                with card.lock, torch.inference_mode():
+                with card.lock, torch.inference_mode(), plainly():
                     SWIFT.get(executor.fn.__name__, partial(real, executor))(*given, **constants)
 
         if card.captures():

@@ -3,8 +3,8 @@
 For every launch, and for every call of a function inside of one, it puts its own operations in the place of those of
 the language, one by one, and takes them out again; for every operation it builds a table of number types, types of the
 sizes, and copies of tensors that have the shape already. After every sum of integers it computes whether that
-overflowed, for an assertion that it leaves out. Here the operations are replaced once and stay, for nothing is compiled
-in such a process, and the rest is found once.
+overflowed, for an assertion that it leaves out. It copies every storage back from the CPU, where all lie here. Here the
+operations are replaced once and stay, for nothing is compiled in such a process, and the rest is found once.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def remember_searches() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug, "its assertions would tell of overflows"
     builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter.GridExecutor._init_args_hst = lambda _, given, named: (given, named)
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
     core.tensor.__init__ = create_tensor
     core.block_type.__init__ = create_block
     TritonSemantic.broadcast_impl_value = broadcast_shapes

@@ -77,10 +77,16 @@ def serve_tiny(folder: Path, cache: str) -> Server:
     return Server(*words, "--enable-prefix-debug")
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve_tiny(tmp_path_factory.mktemp("agents"), "7M") as server:
+        yield server
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_turns_of_an_agent_hit_the_cache(path: str, tmp_path: Path) -> None:
+def test_turns_of_an_agent_hit_the_cache(path: str, server: Server) -> None:
     """The short form of the one below."""
-    with serve_tiny(tmp_path, "7M") as server, other_users(server, "tiny", 700):
+    with other_users(server, "tiny", 700):
         reusable, hit = replay(server, "tiny", path, turns=12, size=150, tokens=8)
         assert reusable > 10_000 and hit >= LEAST * reusable, hit / reusable
 

@@ -17,7 +17,7 @@ from tests.cpu import tiny
 from tests.cpu.test_serve import HI, Server, eventually
 
 URL = "/v1/chat/completions"
-LINES = 1000
+LINES = 300
 TOKENS = 30
 
 

@@ -14,8 +14,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 import torch
-from collectives import MOST_RANKS, OPERATIONS, cases, check_case
+from collectives import MOST_RANKS, OPERATIONS, check_case
 from comm_worker import BETWEEN_STAGES, WITHIN_STAGES
+from drawn_collectives import cases
 from fake_worker import make_plan, make_step
 from hypothesis import given
 from hypothesis import strategies as st

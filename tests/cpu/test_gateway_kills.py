@@ -19,7 +19,7 @@ CHAT: dict[str, Any] = {
     "ignore_eos": True,
 }
 # So long that a call is still being written when the server dies.
-WORDS = {"type": "object", "properties": {"words": {"type": "string", "minLength": 200, "maxLength": 260}}}
+WORDS = {"type": "object", "properties": {"words": {"type": "string", "minLength": 100, "maxLength": 130}}}
 SCHEMA = {**WORDS, "required": ["words"], "additionalProperties": False}
 # Greedy, and drawn by a seed with penalties, which another replica must know of; calls that a grammar enforces.
 KINDS: list[tuple[str, dict[str, Any]]] = [

@@ -15,6 +15,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.cpu import checkpoints
+from tests.cpu.describing import ask_here
 from tests.cpu.layouts import LAYOUTS, logits_of
 from tests.cpu.test_parity import NEW, PROMPTS, greedy
 from tests.refusals import refusal, refuses
@@ -24,13 +25,10 @@ from weft.config import EngineConfig
 from weft.errors import ModelError, PlanError
 from weft.formats import library
 from weft.formats.checkpoint import resolve
-from weft.formats.library import LibraryReport
 from weft.formats.lookup import look_up
 from weft.formats.safetensors import read_directory
 from weft.hardware import host
 from weft.kernels.plain import create_plain_kernels
-from weft.models.library.build import ClassError
-from weft.models.library.describe import describe
 from weft.models.library.modules import kernel_norm
 from weft.plan.layout import build_plan
 from weft.plan.plan import Plan
@@ -39,14 +37,6 @@ pytestmark = pytest.mark.usefixtures("small_caches")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
 ask_child = library._ask_child
-
-
-def ask_here(config: str) -> LibraryReport:
-    """The child's report, without its five seconds of imports."""
-    try:
-        return describe(config)
-    except ClassError as error:
-        return LibraryReport(refusal=str(error))
 
 
 @pytest.fixture(autouse=True)
@@ -140,10 +130,10 @@ def test_tokens_do_not_depend_on_scheduling(checkpoint: Path, truth: list[list[i
 
 
 def test_a_process_per_rank_sleep_and_other_weights(olmo2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the child's own report on the class."""
+    """With the child's own report on the class. One rank: each would import Transformers."""
     monkeypatch.setattr(library, "_ask_child", ask_child)
     expected = greedy(checkpoints.reference(olmo2), PROMPTS[1], NEW)
-    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "tensor_parallel_size": 2}
+    options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
     with LLM(str(olmo2), executor="processes", **options) as llm:
         assert llm.plan.shape.architecture == "transformers:Olmo2ForCausalLM"
         assert llm.plan.shape == plan_for(olmo2).shape

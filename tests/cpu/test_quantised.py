@@ -129,6 +129,7 @@ def held(path: Path, truth: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tor
 LOST = {"Q2_K": 3e-4, "Q3_K": 3e-4, "Q5_K": 3e-4, "IQ4_XS": 3e-4, "Q6_K": 6e-3}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
 @pytest.mark.parametrize("type", GGUF_SCHEMES)
 def test_blocks_of_a_file_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:
@@ -307,12 +308,18 @@ def true_perplexity() -> float:
     return measured(quantization="none")
 
 
+@functools.cache
+def kept_perplexity() -> float:
+    """Perplexity of the demo with its weights as they are stored."""
+    return measured()
+
+
 def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 5 % of the file's own, for what is kept and for what is made anew from its dequantised numbers. These lie
     on a grid of 4 bits, which has to be found again; what others lose is in test_importance.py."""
     truth = true_perplexity()
     assert 5 < truth < 50
-    assert measured() < 1.02 * truth
+    assert kept_perplexity() < 1.02 * truth
     assert measured(quantization="int8") < 1.03 * truth
     monkeypatch.setattr(StoredWeights, "read_blocks", lambda *_: False)
     assert measured(quantization="int4") < 1.05 * truth
@@ -321,7 +328,7 @@ def test_perplexity_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def answers(**how: Any) -> list[list[int]]:
     asked = ["Why is the sky blue?", "The capital of France is", "def fibonacci(n):\n    "]
     with LLM("demo", max_model_len=256, executor="inline", **how) as llm:
-        found = llm.generate(asked, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        found = llm.generate(asked, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
         assert found[1].outputs[0].text.startswith(" Paris")
     return [answer.outputs[0].token_ids for answer in found]
 
@@ -340,5 +347,5 @@ def test_layouts_agree(quantization: str, ranks: int) -> None:
     next may then be a step off: that moves tokens that are nearly as likely as others, but not the perplexity."""
     exact = {"quantization": quantization, "dtype": "float32"}  # in which the number of tokens changes no product
     assert answers(**exact, pipeline_parallel_size=2) == answers(**exact)
-    whole = measured(quantization=quantization)
+    whole = kept_perplexity() if quantization == "auto" else measured(quantization=quantization)
     assert measured(quantization=quantization, tensor_parallel_size=ranks) == pytest.approx(whole, rel=0.01)

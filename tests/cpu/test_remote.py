@@ -13,6 +13,7 @@ import pytest
 from fake_worker import HERE, make_plan
 
 from tests.cpu.families import family
+from tests.cpu.kept_forks import take_back
 from tests.refusals import refuses
 from weft.client.remote import AsyncEngine
 from weft.config import EngineConfig
@@ -20,6 +21,8 @@ from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
 from weft.core.token_ids import TokenIds
 from weft.errors import CORE, EngineError, QueueFullError, RequestError
+from weft.executors.processes import start_server
+from weft.plan.plan import Plan
 
 WAIT_S = 60
 
@@ -29,14 +32,27 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fakes are found, and no process is left."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     yield
+    take_back()
     assert family() == []
 
 
 async def start(
     model: str = "fine", *, tensor: int = 1, stages: int = 1, max_num_queued_reqs: int = 1024
 ) -> AsyncEngine:
+    """Start an engine in new interpreters, as a first start does."""
     plan = make_plan(model, tensor=tensor, stages=stages)
     return await AsyncEngine.start(plan, EngineConfig(model=model, max_num_queued_reqs=max_num_queued_reqs), HERE)
+
+
+async def fork(model: str = "fine", *, max_num_queued_reqs: int = 1024, **layout: int) -> AsyncEngine:
+    """Start an engine as a restart does: core and ranks are forks of a server that has imported all."""
+    return await fork_plan(make_plan(model, **layout), max_num_queued_reqs=max_num_queued_reqs)
+
+
+async def fork_plan(plan: Plan, *, max_num_queued_reqs: int = 1024) -> AsyncEngine:
+    config = EngineConfig(model=plan.model, max_num_queued_reqs=max_num_queued_reqs)
+    forks = start_server(plan)
+    return await AsyncEngine.start(plan, config, HERE, forks=forks, forks_core=forks is not None)
 
 
 def ask(id: str, tokens: int = 3, prompt: int = 2) -> Request:
@@ -81,7 +97,7 @@ async def test_many_streams_at_once() -> None:
 
 async def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
     """Four may run (the plan says) and two wait."""
-    engine = await start(max_num_queued_reqs=2)
+    engine = await fork(max_num_queued_reqs=2)
     try:
         for _ in range(6):  # what cannot be sent takes no room
             with pytest.raises(OverflowError):
@@ -99,7 +115,7 @@ async def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
 
 
 async def test_refusals_of_the_core_are_told() -> None:
-    engine = await start()
+    engine = await fork()
     try:
         with refuses(RequestError, "prompt-too-long") as caught:
             await collect(engine.submit([ask("0", prompt=100)]))
@@ -115,7 +131,7 @@ async def test_a_listener_who_goes_frees_the_blocks(begun: bool) -> None:
     # Answers that would take seconds: who goes is heard before their end, however busy the machine.
     long = 50_000
     plan = msgspec.structs.replace(make_plan(), max_model_len=long + 2, kv_cache_bytes=256 << 20)
-    engine = await AsyncEngine.start(plan, EngineConfig(model="fine"), HERE)
+    engine = await fork_plan(plan)
     try:
         stream = engine.submit([ask("0", long), ask("1", long)])
         if begun:
@@ -131,7 +147,7 @@ async def test_a_listener_who_goes_frees_the_blocks(begun: bool) -> None:
 
 
 async def test_a_cancelled_listener_aborts_too() -> None:
-    engine = await start("hang 0 step")
+    engine = await fork("hang 0 step")
     try:
         task = asyncio.create_task(collect(engine.submit([ask("0")])))
         await asyncio.sleep(0)
@@ -144,7 +160,7 @@ async def test_a_cancelled_listener_aborts_too() -> None:
 
 
 async def test_one_choice_is_aborted_and_the_other_goes_on() -> None:
-    engine = await start()
+    engine = await fork()
     try:
         stream = engine.submit([ask("0", 20), ask("1", 20)])
         first = await anext(stream)
@@ -157,7 +173,7 @@ async def test_one_choice_is_aborted_and_the_other_goes_on() -> None:
 
 
 async def test_every_stream_fails_with_the_cause() -> None:
-    engine = await start("raise 1 step", tensor=2)
+    engine = await fork("raise 1 step", tensor=2)
     try:
         streams = [engine.submit([ask(str(n))]) for n in range(3)]
         died = asyncio.create_task(engine.died())
@@ -177,7 +193,7 @@ async def test_every_stream_fails_with_the_cause() -> None:
 
 
 async def test_an_idle_engine_notices_a_dead_rank() -> None:
-    engine = await start(tensor=2)
+    engine = await fork(tensor=2)
     try:
         _, *ranks = family()
         ranks[0].kill()
@@ -190,7 +206,7 @@ async def test_an_idle_engine_notices_a_dead_rank() -> None:
 
 
 async def test_closing_fails_what_runs() -> None:
-    engine = await start("hang 0 step")
+    engine = await fork("hang 0 step")
     stream = engine.submit([ask("0")])
     await engine.close()
     with refuses(EngineError, "engine-closed"):
@@ -199,7 +215,7 @@ async def test_closing_fails_what_runs() -> None:
 
 async def test_a_start_that_fails_says_why() -> None:
     with refuses(EngineError, "short-tensor") as caught:
-        await start("refuse 0 load")
+        await fork("refuse 0 load")
     cause = caught.value.cause
     assert (cause.rank, cause.phase, cause.cause) == (0, "load", "model.safetensors is cut off")
 
@@ -207,14 +223,14 @@ async def test_a_start_that_fails_says_why() -> None:
 async def test_a_length_that_was_asked_for_and_does_not_fit() -> None:
     plan = msgspec.structs.replace(make_plan(), max_model_len=10**6, max_model_len_given=True)
     with refuses(EngineError, "context-exceeds-kv-cache") as caught:
-        await AsyncEngine.start(plan, EngineConfig(model="fine"), HERE)
+        await fork_plan(plan)
     assert (caught.value.cause.rank, caught.value.cause.phase) == (CORE, "allocate")
     assert " 1,000,000 " in str(caught.value)
 
 
 async def test_the_plan_that_runs_has_the_length_that_fits() -> None:
     plan = msgspec.structs.replace(make_plan(), max_model_len=10**6)
-    engine = await AsyncEngine.start(plan, EngineConfig(model="fine"), HERE)
+    engine = await fork_plan(plan)
     try:
         assert engine.plan.max_model_len == engine.ready.num_blocks * plan.block_size
     finally:
@@ -223,7 +239,7 @@ async def test_the_plan_that_runs_has_the_length_that_fits() -> None:
 
 async def test_idle_means_idle() -> None:
     """Not one time slice: core and rank sleep until something comes."""
-    engine = await start()
+    engine = await fork()
     try:
         await collect(engine.submit([ask("0")]))
         members = family()

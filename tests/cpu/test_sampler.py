@@ -51,7 +51,7 @@ def sample(sampler: Sampler, logits: torch.Tensor, rows: list[Row], slots: list[
 
 
 @given(data=st.data(), vocab=st.sampled_from(VOCABULARIES), seed=st.integers(0, 10**6))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_tokens_are_those_of_the_reference(data: st.DataObject, vocab: int, seed: int) -> None:
     rows = data.draw(st.lists(row_of(vocab), min_size=1, max_size=5))
     sampler = sampler_of(vocab, rows)

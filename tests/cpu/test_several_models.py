@@ -83,7 +83,7 @@ class Asking:
         self._threads = [threading.Thread(target=self._ask, args=(model,)) for model in models for _ in range(2)]
 
     def _ask(self, model: str) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(0.02):
             self.statuses[model].append(ask(self._server, model).status_code)
 
     def some_more(self, model: str) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.cpu import checkpoints, published
+from tests.cpu.describing import ask_here
 from tests.cpu.test_published import written
 from tests.pure.gguf_files import write_model
 from tests.pure.shapes import dense_shape
@@ -28,7 +29,7 @@ from weft.client.control import swap_command
 from weft.config import EngineConfig
 from weft.errors import ConfigError, ModelError, PlanError, RequestError
 from weft.executors.inline import InlineExecutor
-from weft.formats import sharded
+from weft.formats import library, sharded
 from weft.formats.checkpoint import resolve
 from weft.formats.lookup import look_up
 from weft.hardware.host import probe_host
@@ -284,7 +285,10 @@ def test_an_error_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["empty"] and not list((tmp_path / "empty").iterdir())
 
 
-def test_the_classes_that_a_model_runs_through(model: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_classes_that_a_model_runs_through(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_ask_child", ask_here)
     through = cut(model, tmp_path / "through", model_impl="transformers", pipeline_parallel_size=2)
     state = sharded.read_state(through)
     assert state.shape.library is not None

@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.pure.drawn_shapes import layouts
 from tests.pure.gguf_files import ggml_name, interleave, write_model
-from tests.pure.shapes import dense_shape, layouts
+from tests.pure.shapes import dense_shape
 from tests.refusals import refuses
 from weft.architectures.parameters import parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span
@@ -140,6 +141,7 @@ def test_gguf_in_any_layout(
     agrees(plan_for(shape, path, "gguf", (weights, stages)), truth)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("type", BLOCKS)
 @pytest.mark.parametrize("chunk", [1 << 20, 1500])
 def test_quantised_in_an_uneven_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: str, chunk: int) -> None:

@@ -39,6 +39,9 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", PATHS)
         patch.setenv("RAY_DEDUP_LOGS", "0")
+        # No processes for work that may come: each takes two seconds of a core.
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
+        patch.setenv("RAY_enable_worker_prestart", "0")
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", cluster.address)

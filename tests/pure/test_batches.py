@@ -20,6 +20,7 @@ from tests.pure.clients import openai_client
 from tests.pure.commands import HERE
 from tests.pure.worlds import HELLO, FakeEngine, World, dying, endless, refused
 from weft.core.request import Output, Request
+from weft.logs import request_id
 from weft.serving.batches import lines, uploads
 from weft.serving.batches.keeper import BatchKeeper
 from weft.serving.batches.store import Store
@@ -68,6 +69,20 @@ async def rows_of(api: openai.AsyncOpenAI, file: str | None) -> list[dict[str, A
         return []
     text = (await api.files.content(file)).text
     return [json.loads(row) for row in text.splitlines()]
+
+
+async def test_lines_are_not_of_the_request_that_woke_the_server(tmp_path: Path) -> None:
+    """Neither in the log nor in traces."""
+    ids: list[str] = []
+
+    def noting(request: Request) -> Iterable[Output]:
+        ids.append(request_id.get())
+        return HELLO(request)
+
+    of = World(FakeEngine(noting), enable_request_id_headers=True, storage_directory=str(tmp_path))
+    async with client(of) as api:
+        await ended(api, await begin(api, [line("a")]))
+    assert ids == [""]
 
 
 async def test_files_with_the_official_client(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server = tmp_path / "python"
     server.write_text(
         "#!/bin/sh\n"
+        'case "$*" in *--long*) printf "%200000s" "";; esac\n'
         f'case "$*" in *--wrong*) echo "no such flag" >&2; exit 2;; *" doctor "*) echo \'{FOUND}\'; exit 1;; esac\n'
         'echo "words $@"\necho "key $WEFT_CLUSTER_KEY" "given $GIVEN"\n'
         'case "$*" in *" pull "*) echo "half" >&2; echo /models/m; exit;; *fail*) echo "it failed"; exit 1;; esac\n'
@@ -195,7 +196,7 @@ def test_a_model_is_fetched_with_progress(home: Path) -> None:
 def test_a_machine_is_examined(home: Path) -> None:
     """A check that fails is an answer; a doctor that says nothing is none."""
     before_s = time.time()
-    side = Side(Examine(flags=("--no-measure",)))
+    side = Side(Examine(flags=("--no-measure", "--long")))  # longer than what a pipe holds
     side.thread.join(WAIT_S)
     reply = side.end()
     assert isinstance(reply, Examined) and before_s <= reply.clock_s <= time.time()

@@ -7,7 +7,8 @@ import json
 import logging
 import resource
 from contextlib import suppress
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.pure.servers import PATIENCE_S, weft_server
 from tests.pure.worlds import FakeEngine, World, endless
 from weft.serving import admission
 from weft.serving.admission import Admission, ConnectionLimits
-from weft.serving.connection import Connection
+from weft.serving.connection import Connection, CycleWriter
 
 GET = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -41,6 +42,25 @@ def refusal(said: bytes, status: int, code: str) -> str:
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
     return str(error["message"])
+
+
+# Streams
+
+
+@pytest.mark.parametrize(
+    ("state", "written", "taken"), [({}, 1, True), ({"ended": True}, 0, True), ({"full": True}, 0, False)]
+)
+def test_chunks_that_go_straight_to_the_connection(state: dict[str, bool], written: int, taken: bool) -> None:
+    """None follows the end of its response: the client would take it for the beginning of the next one."""
+    chunks: list[bytes] = []
+    cycle = SimpleNamespace(
+        disconnected=False,
+        response_complete=state.get("ended", False),
+        flow=SimpleNamespace(write_paused=state.get("full", False)),
+        transport=SimpleNamespace(write=chunks.append),
+    )
+    assert CycleWriter(cast(Any, cycle)).write_now(b"data: 1\n\n") is taken
+    assert chunks == [b"9\r\ndata: 1\n\n\r\n"] * written
 
 
 # One connection
@@ -226,6 +246,16 @@ async def test_a_stream_without_chunks_for_http_1_0() -> None:
         whole = await live.connect()
         await whole.send(post(asking(), version="1.0"))
         assert b"text_completion" in await whole.rest()
+
+
+async def test_a_json_answer_has_no_body_for_head() -> None:
+    async with weft_server(World()) as live:
+        client = await live.connect()
+        await client.send(MODELS.replace(b"GET", b"HEAD") + MODELS)
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        status, fields, body = await client.answer()
+        assert status == 200 and json.loads(body)["object"] == "list"
+        assert f"content-length: {len(body)}\r\n".encode() in head and fields["content-length"] == str(len(body))
 
 
 async def test_a_client_that_still_writes_its_body_gets_the_refusal() -> None:

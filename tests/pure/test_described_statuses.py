@@ -48,9 +48,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     thread.join()
 
 
-def check_operation(url: str, method: str, path: str, examples: int) -> None:
+@pytest.fixture(scope="module")
+def schema(url: str) -> Any:
+    """The server's description."""
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+def check_operation(schema: Any, method: str, path: str, examples: int) -> None:
     """Send requests of both kinds. 501 and 503 are refusals, as long as they are described."""
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operation = schema[path][method]
     described = {int(status) for status in operation.definition.raw["responses"]}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if path in WITH_ADMIN_KEY else {}
@@ -86,14 +91,14 @@ OPERATION_NAMES = [(method, path.replace(":path", "")) for method, path in OPERA
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATION_NAMES)
-def test_statuses_are_described(url: str, method: str, path: str) -> None:
-    check_operation(url, method, path, EXAMPLES)
+def test_statuses_are_described(schema: Any, method: str, path: str) -> None:
+    check_operation(schema, method, path, EXAMPLES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "path"), OPERATION_NAMES)
-def test_statuses_of_many_requests_are_described(url: str, method: str, path: str) -> None:
-    check_operation(url, method, path, LONG_EXAMPLES)
+def test_statuses_of_many_requests_are_described(schema: Any, method: str, path: str) -> None:
+    check_operation(schema, method, path, LONG_EXAMPLES)
 
 
 async def test_parts_of_files_are_described(tmp_path: Path) -> None:

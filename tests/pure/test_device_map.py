@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.shapes import shapes
+from tests.pure.drawn_shapes import shapes
 from tests.refusals import refuses
 from weft.architectures.modules import holds_weights, pipeline_units
 from weft.architectures.shape import ModelShape

@@ -116,6 +116,39 @@ def test_time_without_requests_is_no_credit() -> None:
     assert engine.scheduler._queue.owners[1].served > served + 20 * 8  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("who", [2, 3])
+def test_little_use_is_no_credit(who: int) -> None:
+    """Neither for the one that has had little to do, number 3, nor for a newcomer beside it, number 2."""
+    engine = Engine(ROOMY)
+    engine.scheduler.add(request("light", [9], owner=3, max_tokens=240))
+    for number in range(1500):
+        engine.scheduler.add(request(f"busy-{number}", [number % 9, 2], owner=1, max_tokens=4))
+    for _ in range(100):
+        step(engine)
+    for number in range(700):
+        engine.scheduler.add(request(f"heavy-{number}", [number % 9, 3], owner=who, max_tokens=4))
+    before = [tokens_of(engine, name) for name in ("busy", "heavy")]
+    for _ in range(60):
+        step(engine)
+    busy, heavy = (tokens_of(engine, name) - past for name, past in zip(("busy", "heavy"), before, strict=True))
+    assert busy == pytest.approx(heavy, rel=0.2)
+
+
+def test_two_long_prompts_share_the_steps() -> None:
+    engine = Engine(ROOMY)
+    for owner in (1, 2):
+        engine.scheduler.add(request(f"long-{owner}", [owner] * 240, owner=owner, max_tokens=1))
+    for _ in range(5):
+        step(engine)
+    first, second = (engine.scheduler._running[f"long-{number}"].computed for number in (1, 2))
+    assert abs(first - second) <= 32
+
+
+def tokens_of(engine: Engine, name: str) -> int:
+    """Tokens of all answers whose requests' names begin like this."""
+    return sum(len(engine.tokens(id)) for id in engine.outputs if id.startswith(name))
+
+
 def test_rows_take_turns_within_the_limit_of_a_step() -> None:
     engine = busy({}, 32)
     before = [len(engine.tokens(f"big1-{number}")) for number in range(32)]
@@ -222,6 +255,22 @@ def test_the_owner_that_outgrows_its_share_gives_up_its_blocks() -> None:
         step(engine)
     assert engine.scheduler.stats().preemptions > preemptions, "or there was no want of blocks"
     engine.run()
+
+
+def test_a_request_goes_on_if_the_one_before_it_has_to_give_up_its_blocks() -> None:
+    """With two stages a step takes one of two requests. After a command both await their turn, and none is in flight:
+    if the first one gets no block, and is preempted, nobody but the second one keeps the engine going."""
+    engine = Engine(ROOMY | {"num_blocks": 5, "stages": 2, "prefix_caching": False})
+    for owner, length in ((1, 8), (2, 4)):
+        engine.scheduler.add(request(f"of-{owner}", [owner] * length, owner=owner, max_tokens=10))
+    while engine.scheduler._unfinished:
+        while len(engine.flight) < 2 and engine.schedule():
+            pass
+        assert engine.flight, "unfinished requests, and nothing to run"
+        while engine.flight:
+            engine.apply()
+    assert [len(engine.tokens(f"of-{owner}")) for owner in (1, 2)] == [10, 10]
+    assert engine.scheduler.stats().preemptions
 
 
 # Any owners and requests

@@ -9,7 +9,8 @@ from math import prod
 import pytest
 from hypothesis import given
 
-from tests.pure.shapes import SMOLLM2, layouts
+from tests.pure.drawn_shapes import layouts
+from tests.pure.shapes import SMOLLM2
 from weft.architectures.axes import Axis, axis_length, owned
 from weft.architectures.parameters import model_parameters, parameter_dims, rank_parameters
 from weft.architectures.place import Place, Span

@@ -27,8 +27,7 @@ from weft.hosting.keeper import Keeper
 from weft.hosting.model_set import ModelEntry, ModelSet
 from weft.hosting.residency import Need, Residency, State
 from weft.hosting.set_plan import ModelPlan, SetPlan
-from weft.serving.errors import HttpError
-from weft.serving.joined import WHOLE
+from weft.serving.errors import WHOLE, HttpError
 from weft.serving.options import ServeOptions
 
 ENTRIES = (

@@ -8,11 +8,22 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 from scripts import writing
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/weft"
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+
+Nodes = dict[Path, list[ast.AST]]
+
+
+@pytest.fixture(scope="module")
+def source_nodes() -> Nodes:
+    """Nodes of every file of the source, in breadth-first order."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def test_every_room_is_on_one_side_of_torch() -> None:
@@ -24,14 +35,14 @@ def test_every_room_is_on_one_side_of_torch() -> None:
     assert not free & torch
 
 
-def test_no_pickle_and_no_remote_code() -> None:
+def test_no_pickle_and_no_remote_code(source_nodes: Nodes) -> None:
     """No object crosses a process border but as plain data, and no checkpoint brings code along."""
     modules = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     # torch.distributed's object collectives pickle too.
     calls = re.compile(r"\w+_object(_list)?$")
     found = []
-    for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, nodes in source_nodes.items():
+        for node in nodes:
             match node:
                 case ast.Import(names=names):
                     bad = any(alias.name.partition(".")[0] in modules for alias in names)
@@ -57,19 +68,20 @@ def test_rules_of_writing_find_what_they_forbid() -> None:
     assert not list(writing.violations('"""Blocks."""\n\nsizes = [len(it) for it in ()]\n'))
 
 
-def test_the_simulator_uses_the_core_s_public_names() -> None:
+def test_the_simulator_uses_the_core_s_public_names(source_nodes: Nodes) -> None:
     """It runs the scheduler that serves: a private name of the core, or a subclass, would be a second one."""
     named_tuples = {"_replace", "_asdict", "_fields", "_make"}
     found = []
-    for path in sorted((SOURCE / "simulate").glob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path, nodes in source_nodes.items():
+        if path.parent != SOURCE / "simulate":
+            continue
         core = {
             alias.asname or alias.name
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.core")
             for alias in node.names
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             match node:
                 case ast.Attribute(value=ast.Name(id="self" | "cls")):
                     bad = False
@@ -84,14 +96,13 @@ def test_the_simulator_uses_the_core_s_public_names() -> None:
     assert found == []
 
 
-def test_every_error_carries_a_code() -> None:
+def test_every_error_carries_a_code(source_nodes: Nodes) -> None:
     """A code is a literal of its own, or comes from the caller or from the error beneath."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
-    names = error_classes(trees.values())
+    names = error_classes(node for nodes in source_nodes.values() for node in nodes)
     bad = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path, nodes in source_nodes.items()
+        for node in nodes
         if isinstance(node, ast.Call) and not carries_code(node, names)
     ]
     assert bad == []
@@ -104,7 +115,7 @@ def test_rule_of_codes_finds_what_it_forbids() -> None:
     assert found == bad
     classes = ["class B(A): ...", "class A(WeftError): ...", "class C(list): ..."]
     classes.append("class D(A):\n    def __init__(self, cause): super().__init__(str(cause), code=cause.code)")
-    assert error_classes(map(ast.parse, classes)) == {"WeftError", "A", "B"}
+    assert error_classes(node for source in classes for node in ast.walk(ast.parse(source))) == {"WeftError", "A", "B"}
 
 
 def call_of(source: str) -> ast.Call:
@@ -118,17 +129,25 @@ def carries_code(call: ast.Call, names: set[str]) -> bool:
     code = next((keyword.value for keyword in call.keywords if keyword.arg == "code"), None)
     if isinstance(code, ast.Constant):
         return isinstance(code.value, str) and re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", code.value) is not None
-    return code is not None or ast.unparse(call.func).rpartition(".")[2] not in names
+    return code is not None or called_name(call) not in names
 
 
-def error_classes(trees: Iterable[ast.AST]) -> set[str]:
+def called_name(call: ast.Call) -> str | None:
+    """Return the last part of the dotted name that is called."""
+    match call.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return None
+
+
+def error_classes(nodes: Iterable[ast.AST]) -> set[str]:
     """Names of WeftError and of the classes derived from it, without those that set their code themselves."""
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     names: set[str] = set()
     more = {"WeftError"}
     while more - names:
         names |= more
-        more = {node.name for node in classes if names & {ast.unparse(base) for base in node.bases}}
+        more = {node.name for node in classes if names & {base.id for base in node.bases if isinstance(base, ast.Name)}}
     return names - {node.name for node in classes if sets_its_code(node)}
 
 

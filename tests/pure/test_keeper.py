@@ -21,6 +21,7 @@ from weft.hosting.keeper import FAILURES, Keeper
 from weft.hosting.model_set import ModelEntry
 from weft.hosting.residency import TURN_S, Need, Residency, State
 from weft.hosting.set_plan import ModelPlan
+from weft.logs import request_id
 from weft.serving.errors import HttpError
 
 PATIENCE_S = 10.0
@@ -31,6 +32,7 @@ class FakeMember:
 
     def __init__(self, name: str, names: Sequence[str]) -> None:
         self.name, self.told, self.runs, self.broken = name, list[str](), False, False
+        self.logged_as = "nobody"
         self.fault: Exception | None = None  # of the next start
         self.health, self.responds, self.stopped = "", asyncio.Event(), False
         self.responds.set()
@@ -41,6 +43,7 @@ class FakeMember:
 
     async def start(self, model: str, names: Sequence[str], words: Sequence[str]) -> None:
         self.told.append("start")
+        self.logged_as = request_id.get()
         self.runs, self._ended = True, asyncio.Event()
         either = [asyncio.create_task(event.wait()) for event in (self.gate, self._ended)]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -136,8 +139,10 @@ async def ask(keeper: Keeper, name: str, **fields: Any) -> None:
 
 async def test_a_request_loads_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with keeping(monkeypatch, 100, one={"keep_alive_s": 60.0}) as (keeper, members, _):
+        request_id.set("first")
         await asyncio.gather(*(ask(keeper, "one") for _ in range(20)))
         assert members["one"].told == ["start"]
+        assert members["one"].logged_as == "", "it outlives the request that loads it"
         assert keeper.residency.tenants["one"].running == 0
 
 
@@ -315,6 +320,26 @@ async def test_a_process_that_does_not_respond_is_killed_after_its_limit(monkeyp
         assert members["two"].runs, "its limit is that of the set"
         clock.now += 60
         await until(lambda: members["one"].told.count("start") == 2)
+
+
+async def test_time_in_which_the_keeper_itself_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container is paused, with all models in it: when it goes on, responses to the looks are not read yet."""
+    async with keeping(monkeypatch, 100, one={}) as (keeper, members, clock):
+        await keeper.start(["one"])
+        over = asyncio.Event()
+
+        async def time_out(limit_s: float) -> str:
+            await over.wait()
+            raise UpstreamError("no response", code="check-timeout")
+
+        monkeypatch.setattr(keepers, "time", SimpleNamespace(monotonic=clock))
+        monkeypatch.setattr(members["one"], "ask_health", time_out)
+        await asyncio.sleep(0.03)
+        clock.now += 1000
+        await asyncio.sleep(0.05)
+        over.set()
+        await asyncio.sleep(0.05)
+        assert members["one"].told == ["start"] and members["one"].runs
 
 
 async def test_a_process_that_is_stopped_while_it_loads_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.pure.drawn_shapes import shapes
 from tests.pure.machines import gpu, host, plan
-from tests.pure.shapes import SMOLLM2, repeated, shapes, with_attention
+from tests.pure.shapes import SMOLLM2, repeated, with_attention
 from tests.refusals import refuses
 from weft.architectures.shape import ModelShape
 from weft.client.arguments import engine_config

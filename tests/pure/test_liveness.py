@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from weft.errors import CORE, Cause
+from weft.executors import beats as node_beats
 from weft.executors import liveness, rank_watch
 from weft.executors.liveness import BEAT_S, STEP, ProcessTimes, Silence, Work, read_other_work, read_times
 from weft.executors.rank_processes import RankProcesses
@@ -129,6 +131,18 @@ def test_a_step_that_computes_has_more_time(clock: Clock) -> None:
     assert watched(Ranks(), clock, None, 100)[0] is None, "nothing to do"
 
 
+def test_time_in_which_the_watch_itself_was_stopped_does_not_count(clock: Clock) -> None:
+    """A container that is paused, with the ranks in it, and goes on: the step needs a moment yet."""
+    ranks, causes = Ranks(), []
+    watch = RankWatch(cast(RankProcesses, ranks), LIMIT_S, lambda: A_STEP, lambda cause: None)
+    watch._stopped = cast(Any, SimpleNamespace(wait=lambda seconds: None))
+    for beat in range(100):
+        clock.now += 1000 * (beat == 2)
+        clock.beat()
+        causes.append(watch._stuck_work(clock.now))
+    assert not any(causes[:4]) and causes[10].code == "step-stuck", "but a step that never finishes is found"
+
+
 @pytest.mark.parametrize("phase", ["load", "report"])
 def test_a_start_and_a_command_that_never_finish(clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """No progress, no CPU time, no file read: but they have no limit while there is one of these."""
@@ -164,3 +178,28 @@ def test_other_work_of_a_process() -> None:
         child.kill()
         child.wait()
     assert read_other_work(2**31 - 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("gaps", "beats_sent", "accused"), [([0.5] * 16, 16, 0), ([0.5] * 17, 16, 1), ([0.5, 60.0, 0.5], 3, 0)]
+)
+def test_a_node_that_was_stopped_itself_accuses_nobody(
+    gaps: list[float], beats_sent: int, accused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times between two looks of a Watch that hears nothing."""
+    clock, left = [0.0], list(gaps)
+    sent: list[int] = []
+    silent: list[int] = []
+
+    class Passing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not left:
+                return True
+            clock[0] += left.pop(0)
+            return False
+
+    monkeypatch.setattr(node_beats, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(node_beats, "threading", SimpleNamespace(Event=Passing, Thread=threading.Thread))
+    watch = node_beats.Watch(lambda: sent.append(1), lambda: silent.append(1), "node")
+    watch._run()
+    assert (len(sent), len(silent)) == (beats_sent, accused)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.shapes import SMOLLM2, layouts, with_ffn
+from tests.pure.drawn_shapes import layouts
+from tests.pure.shapes import SMOLLM2, with_ffn
 from tests.refusals import refuses
 from weft.architectures.place import Place, Span
 from weft.architectures.shape import ModelShape

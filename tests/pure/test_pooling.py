@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import math
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -393,6 +394,28 @@ async def test_later_waves_wait_for_room_in_the_queue() -> None:
     assert answer.status_code == 200 and len(answer.json()["data"]) == 12
     engine.full = True
     assert (await of.post("/v1/embeddings", {"input": ["a"] * 12})).status_code == 429
+
+
+async def test_a_wave_that_waits_for_room_is_signed_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    of = world(api_key=("one", "two"), enable_log_requests=True, max_model_len=2048)
+    engine = of.engine
+
+    def filling(request: Request) -> Iterable[Output]:
+        if len(engine.requests) == 8:
+            engine.full = True
+            asyncio.get_running_loop().call_later(0.1, setattr, engine, "full", False)
+        return pools(request)
+
+    engine.script = filling
+    logging.getLogger("weft").propagate = True
+    with caplog.at_level(logging.INFO, "weft.serving"):
+        inputs = [f"{number:03}" + "a" * 100 for number in range(12)]
+        answer = await of.post("/v1/embeddings", {"input": inputs}, headers={"Authorization": "Bearer one"})
+    assert answer.status_code == 200 and len(engine.requests) == 12
+    assert len({request.identity for request in engine.requests}) == 1, "or they share no cached prefix"
+    prefixes = of.service.monitor.prefixes
+    assert (prefixes.prompts, prefixes.repeated) == (12, 0)
+    assert sum(": prompt " in record.getMessage() for record in caplog.records) == 12
 
 
 async def test_a_shutdown_lets_later_waves_run() -> None:

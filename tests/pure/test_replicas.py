@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -610,6 +611,27 @@ async def test_an_engine_that_stalls_is_taken_for_dead(monkeypatch: pytest.Monke
         # One with nothing to do stalls as little as one that sleeps.
         await asyncio.sleep(0.1)
         assert len(FakeEngine.started) == 3
+
+
+async def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls, lead_s = 0, 0.0
+
+    def monotonic() -> float:
+        return time.monotonic() + lead_s
+
+    async def sleep(seconds: float) -> None:
+        nonlocal polls, lead_s
+        await asyncio.sleep(0.001)
+        polls += 1
+        lead_s += 1000 * (polls == 2)
+
+    async with running(1, 1, stall_s=60.0) as engine:
+        monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=monotonic))
+        monkeypatch.setattr(restarts, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+        stream = engine.submit([ask("0")])
+        await until(lambda: polls > 5)
+        assert all(one.failure is None for one in FakeEngine.started)
+        assert await stepped(stream) == [{"0": [2, 3, 4, 5]}]
 
 
 async def test_an_engine_that_executes_a_command_does_not_stall() -> None:

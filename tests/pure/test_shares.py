@@ -7,10 +7,10 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pure.shapes import planned_layouts, planned_shapes
+from tests.pure.drawn_shapes import planned_layouts, planned_shapes
 from tests.refusals import refuses
 from weft.architectures.axes import CUT_BY, Axis, axis_length
 from weft.architectures.parameters import Parameter, parameter_count, parameter_dims, rank_parameters
@@ -42,6 +42,7 @@ def read(fill: Fill, dims: tuple[int, ...], count: np.ndarray) -> None:
         count[rows, fill.cols.start : fill.cols.stop] += 1
 
 
+@settings(max_examples=50)
 @given(planned_layouts())
 def test_the_groups_of_a_stage_read_everything(layout: Layout) -> None:
     """A parameter that may be cut is read once per stage and attention group, experts once by all groups; any other by
@@ -72,6 +73,7 @@ def test_the_groups_of_a_stage_read_everything(layout: Layout) -> None:
             assert (count == groups * (1 if is_cut else len(tensor))).all()
 
 
+@settings(max_examples=50)
 @given(planned_layouts())
 def test_experts_partition(layout: Layout) -> None:
     """Each column of each expert is on exactly one rank of a stage; each part has experts, and each rank columns."""
@@ -91,6 +93,7 @@ def test_experts_partition(layout: Layout) -> None:
         assert len({place.experts for place in ranks}) == parts
 
 
+@settings(max_examples=50)
 @given(planned_layouts())
 def test_fills_fill_what_the_rank_holds(layout: Layout) -> None:
     shape = layout[0]

@@ -114,6 +114,20 @@ async def test_a_generation() -> None:
     await node.end()
 
 
+async def test_a_cancel_that_comes_with_its_request_is_answered() -> None:
+    """Both lines may be there before the request has begun."""
+    node = Node("qwen")
+    assert (await node.event())["type"] == "ready"
+    for _ in range(2):  # and the id may be used again
+        node.send("generate", id="early", messages=HI)
+        node.send("cancel", id="early")
+        done = await node.event()
+        assert (done["type"], done["id"], done["reason"], done["text"]) == ("done", "early", "cancel", "")
+    node.send("generate", id="early", messages=HI)
+    assert (await node.event("done"))["text"] == "hello"
+    await node.end()
+
+
 async def test_a_cancel_ends_one_of_two() -> None:
     node = Node("qwen")
     assert (await node.event())["type"] == "ready"

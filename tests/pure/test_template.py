@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.pure.vocabularies import byte_level, word_level
 from tests.refusals import refusals, refuses
 from weft.errors import ConfigError, ModelError, RequestError
 from weft.text.limits import RequestLimits
+from weft.text.sandbox import ChatEnvironment
 from weft.text.settings import TokenizerSettings
 from weft.text.template import ChatML, ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -206,6 +209,18 @@ def test_a_template_that_refuses_says_why() -> None:
 def test_the_sandbox(source: str) -> None:
     with refuses(RequestError, "chat-template-refused"):
         ChatTemplate(source).render([USER])
+
+
+def test_the_short_ways_to_attributes_are_those_of_jinja() -> None:
+    loops: list[Any] = []
+    ChatTemplate("{% for m in messages %}{{ keep(loop) }}{% endfor %}").render([USER], keep=loops.append)
+    ours, jinjas = ChatEnvironment(), ImmutableSandboxedEnvironment()
+    for value in ({"role": "user", "_x": 1, "pop": 2}, {}, "text", *loops):
+        for name in {*dir(value), "role", "_x", "absent", "__globals__"} - {"format", "format_map"}:
+            mine, theirs = ours.getattr(value, name), jinjas.getattr(value, name)
+            assert type(mine) is type(theirs), (value, name)
+            assert isinstance(mine, Undefined) or mine == theirs or callable(mine), (value, name)
+    assert ours.getattr("{:>3}", "format")(1) == "  1"
 
 
 DOUBLED = "{%% set ns = namespace(s=%s) %%}{%% for i in range(40) %%}{%% set ns.s = %s %%}{%% endfor %%}{{ ns.s }}"

@@ -226,7 +226,7 @@ def test_a_collector_that_is_away_is_told_once(caplog: pytest.LogCaptureFixture)
             return SpanExportResult.SUCCESS
 
     away = Away()
-    exporter = NotingFailures(away, ENDPOINT)
+    exporter = NotingFailures(away, ENDPOINT.replace("//", "//user:secret@") + "?key=secret")
     logging.getLogger("weft").propagate = True
     with caplog.at_level(logging.INFO, "weft"):
         exporter.export([])
@@ -237,6 +237,7 @@ def test_a_collector_that_is_away_is_told_once(caplog: pytest.LogCaptureFixture)
         ("WARNING", True),
         ("INFO", True),
     ]
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from weft.client.outputs import CompletionOutput, Logprob, Metrics, RequestOutput
 from weft.core.params import SamplingParams
 from weft.core.request import Output, Request
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from weft.text.tokenizer import Tokenizer
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """New text of one choice (never half a character), its token ids, and the reason if the choice ended.
 
     `cut` is True if a stop string ended the choice. The core does not know that, so the request must be aborted.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from weft.client.checks import check_cache_salt, check_ids, check_priority
 from weft.client.collector import Collector
@@ -38,8 +39,7 @@ GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 POOLED = SamplingParams(temperature=0.0, max_tokens=1)  # of requests for which nothing is sampled
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt as token ids, and as text if the caller gave text.
 
     Prompts share cached KV only with prompts of the same `cache_salt`. `answered` are the token ids of an answer that
@@ -424,7 +424,7 @@ class Frontend:
             bad_word_ids += self.require_tokenizer("bad_words", "bad_words").word_ids(word)
         room = self.max_model_len - len(prompt.ids)
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        return msgspec.structs.replace(
+        return replace(
             params,
             n=1,
             max_tokens=most,

@@ -20,7 +20,7 @@ from weft.executors.ranks import CLOSED
 log = logging.getLogger("weft")
 
 GIVE_UP = 5  # restarts of every replica in a row without an answered request between them, after which all is over
-STALL_POLL_S = 1.0
+STALL_POLL_S, LATE_POLL_S = 1.0, 3.0  # between two looks for stalls; the longest time that counts in full
 CORE_STALL_S = 3.0  # the core itself finds a step that does not finish, and knows the rank: it comes first
 # Codes of failed starts that only wait for machines: these may come back at any time.
 WAITING = frozenset(
@@ -177,9 +177,13 @@ class EngineKeeper:
         """Take an engine for dead that finishes no step while it has requests."""
         while True:
             await self._requests.busy.wait()
+            began = time.monotonic()
             await asyncio.sleep(STALL_POLL_S)
             now = time.monotonic()
+            # This process was stopped itself, most likely with the engines, as in a container that is paused.
+            paused_s = max(0.0, now - began - LATE_POLL_S)
             for replica in self._replicas:
+                replica.moved_s = min(now, replica.moved_s + paused_s)
                 if replica.engine is not None and replica.stalled_s(now) > step_limit_s(replica.engine, stall_s):
                     text = f"no step has finished for {stall_s:g} s while requests run"
                     replica.engine.fail(Cause(rank=CORE, phase="step", code="replica-stalled", cause=text))

@@ -182,18 +182,22 @@ class Agent:
             start_new_session=True,
         )
         said: list[str] = []
-        copier = threading.Thread(target=self._copy_lines, args=(child, said), daemon=True)
-        copier.start()
+        printed: list[bytes] = []
+        # Both at the same time: a child waits for ever that fills a pipe which nobody reads.
+        readers = [
+            threading.Thread(target=self._copy_lines, args=(child, said), daemon=True),
+            threading.Thread(target=_read_output, args=(child, printed), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
         while child.poll() is None:
             if self._given.line(LOOK_S) == b"":
                 os.killpg(child.pid, signal.SIGTERM)
                 break
         child.wait()
-        copier.join()
-        assert child.stdout
-        printed = child.stdout.read().decode("utf-8", "replace").strip()
-        child.stdout.close()
-        return child.returncode, printed, said
+        for reader in readers:
+            reader.join()
+        return child.returncode, b"".join(printed).decode("utf-8", "replace").strip(), said
 
     def _copy_lines(self, child: subprocess.Popen[bytes], said: list[str]) -> None:
         assert child.stderr
@@ -201,6 +205,13 @@ class Agent:
             for line in lines:
                 said.append(line.decode("utf-8", "replace").strip())
                 self._send(Progress(said[-1]))
+
+
+def _read_output(child: subprocess.Popen[bytes], printed: list[bytes]) -> None:
+    """Keep all that a child prints."""
+    assert child.stdout
+    with child.stdout as output:
+        printed.append(output.read())
 
 
 def decode_doctor(status: int, printed: str | bytes, said: Sequence[str]) -> Examined | Failed:

@@ -116,20 +116,28 @@ def _beside(file: Path, name: str) -> Path:
 def _check(hosts: HostsFile) -> None:
     if not NAME.fullmatch(hosts.name):
         raise _wrong("name", hosts.name, "letters, digits, dots, dashes and underscores")
+    seen = set()
     for machine in hosts.hosts:
-        if not HOST.fullmatch(machine.host):
-            raise _wrong("host", machine.host, "a name or an address, as ssh takes it")
-        if machine.user and not USER.fullmatch(machine.user):
-            raise _wrong("user", machine.user, "a user's name of letters, digits, dots, dashes and underscores")
-        if not PYTHON.fullmatch(machine.python) or (machine.python.startswith("~") and machine.python[1:2] != "/"):
-            raise _wrong("python", machine.python, "a program's path, without quotes, backslashes and !")
-    places = [(machine.host, machine.user, machine.port) for machine in hosts.hosts]
-    if twice := next((place for place in places if places.count(place) > 1), None):
-        raise ConfigError(f"host {twice[0]} is there twice; each machine is one node", code="host-twice")
-    if wrong := next((name for name in hosts.variables if not VARIABLE.fullmatch(name)), None):
-        raise _wrong("variables", wrong, "names of environment variables")
+        _check_machine(machine)
+        place = (machine.host, machine.user, machine.port)
+        if place in seen:
+            raise ConfigError(f"host {machine.host} is there twice; each machine is one node", code="host-twice")
+        seen.add(place)
+    for name in hosts.variables:
+        if not VARIABLE.fullmatch(name):
+            raise _wrong("variables", name, "names of environment variables")
     if hosts.model:
         check_model(hosts.model)
+
+
+def _check_machine(machine: Machine) -> None:
+    if not HOST.fullmatch(machine.host):
+        raise _wrong("host", machine.host, "a name or an address, as ssh takes it")
+    if machine.user and not USER.fullmatch(machine.user):
+        raise _wrong("user", machine.user, "a user's name of letters, digits, dots, dashes and underscores")
+    of_other_user = machine.python.startswith("~") and not machine.python.startswith("~/")
+    if of_other_user or not PYTHON.fullmatch(machine.python):
+        raise _wrong("python", machine.python, "a program's path, without quotes, backslashes and !")
 
 
 def _wrong(field: str, value: str, form: str) -> ConfigError:

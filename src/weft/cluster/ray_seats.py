@@ -115,13 +115,19 @@ def choose_seats(
     if len(fitting) >= nodes and sum(seat.room for seat in fitting) >= ranks:
         counts = divide_ranks(tensor, groups, [seat.room for seat in fitting])
         return [replace(seat, room=count) for seat, count in zip(fitting, counts, strict=True)]
+    wanted = f"{ranks} ranks" if nodes == 1 or len(seats) >= nodes else f"{nodes} nodes"
+    raise _too_small(wanted, seats, replicas, where)
+
+
+def _too_small(wanted: str, seats: Sequence[Seat], replicas: int, where: str) -> PlanError:
+    """The error for a cluster that has no room for `wanted`, for each of `replicas`."""
     present = ", ".join(seat.label for seat in seats) or "no room left"
-    one = f"{ranks} ranks" if nodes == 1 or len(seats) >= nodes else f"{nodes} nodes"
     more = "start Ray on more machines" if where == CLUSTER else "give it more bundles"
-    wanted = f"{one} are" if replicas == 1 else f"{replicas} replicas of {one} are"
-    raise PlanError(
-        f"{wanted} wanted, and {where} has {present}{' for the next one' * (replicas > 1)}; lower "
-        f"--tensor-parallel-size or --pipeline-parallel-size, or {more}",
+    if replicas > 1:
+        wanted, present = f"{replicas} replicas of {wanted}", f"{present} for the next one"
+    return PlanError(
+        f"{wanted} are wanted, and {where} has {present}; lower --tensor-parallel-size or --pipeline-parallel-size, or "
+        f"{more}",
         code="ray-too-small",
     )
 

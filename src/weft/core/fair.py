@@ -2,7 +2,8 @@
 
 After the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each owner's
 counter grows by the tokens of its rows divided by its weight, and the owner with the lowest counter goes first. One
-that comes back begins at the lowest counter of those that have work, so that nobody saves up a right to the engine.
+that comes back, or that gets all that it asks for, has at least the lowest counter of those that wait, so that nobody
+saves up a right to the engine.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FairScheduler(Scheduler):
         super().__init__(**parameters | {"policy": "fcfs"})
         self._queue = FairQueue()
         self._owners = self._queue.owners
-        self._floor = 0.0  # lowest counter of the owners that have work, or had it last
+        self._floor = 0.0  # lowest counter of an owner that has work
         self._earned = 0.0  # credit of an owner since the start
         # Of the step that is being scheduled:
         self._active: list[Owner] = []  # owners with work, the least served first
@@ -116,8 +117,22 @@ class FairScheduler(Scheduler):
         for sequence, count in zip(flight.rows, flight.plan.counts, strict=True):
             owner = owners[sequence.request.owner]
             owner.served += count / owner.weight
-        self._floor = max(self._floor, min((one.served for one in owners.values() if one.unfinished), default=0.0))
         self._earned += LOST_SHARE * len(flight.plan.tokens) / max(1, active)
+        self._raise_counters(flight)
+
+    def _raise_counters(self, flight: Flight) -> None:
+        """Raise the counters of owners that get all that they ask for to the lowest one of those that wait.
+
+        With a lower one, an owner that has had little to do for hours could keep others from the engine for hours, and
+        so could each newcomer beside it. If nobody waits, all become equal.
+        """
+        taken = set(map(id, flight.rows))
+        left = {self._owner(one) for one in self._ready if id(one) not in taken or not _awaits_token(one)}
+        waiting = [owner.served for owner in self._active if owner in left or len(owner.queue)]
+        level = min(waiting) if waiting else max(owner.served for owner in self._active)
+        self._floor = max(self._floor, level)
+        for owner in self._active:
+            owner.served = max(owner.served, self._floor)
 
     def _credit(self, owner: Owner) -> float:
         """Tokens that steps may lose for an owner's sake."""
@@ -158,11 +173,10 @@ class FairScheduler(Scheduler):
         rows: Counter[Owner] = Counter()
         prompts: Counter[Owner] = Counter()
         for sequence in self._ready:
-            known = len(sequence.tokens) + sequence.pending
-            if known - sequence.computed == 1 and known > sequence.first:
+            if _awaits_token(sequence):
                 rows[self._owner(sequence)] += 1
             else:
-                prompts[self._owner(sequence)] += known - sequence.computed
+                prompts[self._owner(sequence)] += len(sequence.tokens) + sequence.pending - sequence.computed
         return rows, prompts
 
     def _admitted_tokens(self, owner: Owner) -> int:
@@ -172,26 +186,32 @@ class FairScheduler(Scheduler):
 
     def _select_running(self) -> list[Sequence]:
         """Select the running requests of this step, of the least served owners first."""
+        selected: list[Sequence] = []
+        # Again if all that were selected have given up their blocks: others can go on.
+        while not selected and (ready := self._ready_by_owner()):
+            share = -(-len(self._running) // self.stages)
+            count = min(len(ready), self.max_num_batched_tokens, share, max(1, self.row_limit))
+            selected = ready[:count]
+            chosen = set(map(id, selected))
+            left = [sequence for sequence in self._ready if id(sequence) not in chosen]
+            self._ready.clear()
+            self._ready.extend(left)
+            for sequence in selected:
+                sequence.ready = False
+                if self.kv.frees:
+                    self.kv.free_behind(sequence, sequence.computed)
+            if self.kv.free_columns < count:
+                self._make_room(selected)
+        return selected
+
+    def _ready_by_owner(self) -> list[Sequence]:
+        """The requests that await their turn, of the owners that take part: those of the least served first."""
         places = {owner: place for place, owner in enumerate(self._ranked)}
         # The sort is stable: requests of an owner take turns.
-        ready = sorted(
+        return sorted(
             (sequence for sequence in self._ready if self._owner(sequence) in places),
             key=lambda sequence: places[self._owner(sequence)],
         )
-        share = -(-len(self._running) // self.stages)
-        count = min(len(ready), self.max_num_batched_tokens, share, max(1, self.row_limit))
-        selected = ready[:count]
-        chosen = set(map(id, selected))
-        left = [sequence for sequence in self._ready if id(sequence) not in chosen]
-        self._ready.clear()
-        self._ready.extend(left)
-        for sequence in selected:
-            sequence.ready = False
-            if self.kv.frees:
-                self.kv.free_behind(sequence, sequence.computed)
-        if self.kv.free_columns < count:
-            self._make_room(selected)
-        return selected
 
     def _continue_prefills(self, flight: Flight, prefills: list[Sequence], budget: int) -> int:
         """Add chunks of prompts, but for those before which waiting requests of less served owners go."""
@@ -322,3 +342,9 @@ class FairScheduler(Scheduler):
     def _find_victim(self) -> Sequence:
         """The youngest request of the owner with the most blocks beyond its share; the youngest of all if none has."""
         return self._youngest_beyond(self._active, self._blocks(), self.kv.num_blocks) or super()._find_victim()
+
+
+def _awaits_token(sequence: Sequence) -> bool:
+    """Return True for a running request that awaits its next token, False for one with a prompt still to compute."""
+    known = len(sequence.tokens) + sequence.pending
+    return known - sequence.computed == 1 and known > sequence.first

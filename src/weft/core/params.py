@@ -72,11 +72,14 @@ class SuggestingStructMeta(msgspec.StructMeta):
     """Metaclass of a struct whose constructor answers an unknown keyword with the nearest field's name."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
-        unknown = next((name for name in fields if name not in cls.__struct_fields__), None)
-        if unknown is not None:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            unknown = next((name for name in fields if name not in cls.__struct_fields__), None)
+            if unknown is None:
+                raise
             suggestion = nearest_name(unknown, cls.__struct_fields__, OTHER_NAMES)
-            raise TypeError(f"{cls.__name__} has no parameter {unknown!r}{suggestion}")
-        return super().__call__(*args, **fields)
+            raise TypeError(f"{cls.__name__} has no parameter {unknown!r}{suggestion}") from None
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -172,11 +175,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_numbers(self) -> None:
         for name, (low, high) in INTEGERS.items():
             value = getattr(self, name)
+            if type(value) is int and low <= value <= high:
+                continue
             if value is not None or name not in OPTIONAL:
                 self._keep(name, value, _integer(name, value, low, high))
         for name, (least, most) in NUMBERS.items():
             value = getattr(self, name)
-            self._keep(name, value, _number(name, value, least, most))
+            if type(value) is not float or not least <= value <= most:
+                self._keep(name, value, _number(name, value, least, most))
         for name in FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 _refuse(name, value, "true or false")
@@ -191,16 +197,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_sequences(self) -> None:
         for name in ("stop", "bad_words"):
-            self._keep(name, given := getattr(self, name), _texts(name, given))
-        self._keep("stop_token_ids", given := self.stop_token_ids, _ids("stop_token_ids", given))
+            if not _is_empty(given := getattr(self, name)):
+                self._keep(name, given, _texts(name, given))
+        if not _is_empty(given := self.stop_token_ids):
+            self._keep("stop_token_ids", given, _ids("stop_token_ids", given))
         if (given := self.allowed_token_ids) is not None:
             ids = _ids("allowed_token_ids", given)
             if not ids:
                 _refuse("allowed_token_ids", given, "at least one id, or None for all")
             self._keep("allowed_token_ids", given, ids)
-        words = _items("bad_word_ids", self.bad_word_ids)
-        # A word without ids, which a tokenizer may make, forbids nothing.
-        self._keep("bad_word_ids", words, tuple(ids for word in words if (ids := _ids("bad_word_ids", word))))
+        if not _is_empty(self.bad_word_ids):
+            words = _items("bad_word_ids", self.bad_word_ids)
+            # A word without ids, which a tokenizer may make, forbids nothing.
+            self._keep("bad_word_ids", words, tuple(ids for word in words if (ids := _ids("bad_word_ids", word))))
         if (bias := self.logit_bias) is not None:
             self._keep("logit_bias", bias, _bias(bias))
 
@@ -227,6 +236,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def needs_history(self) -> bool:
         """True if sampling a token depends on the tokens before it by more than the logits."""
         return self.penalised or any(len(word) > 1 for word in self.bad_word_ids)
+
+
+def _is_empty(value: object) -> bool:
+    """Return True for the value of a sequence that is left out."""
+    return type(value) is tuple and not value
 
 
 def _refuse(name: str, value: object, limit: str) -> NoReturn:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-BEAT_S = 0.5
+BEAT_S, LATE_BEAT_S = 0.5, 2.0  # between two heartbeats; the longest time between them that counts in full
 # A link that is back within 5 s costs time only: TCP repeats what was lost up to 3.2 s later.
 SILENCE_S = 8.0
 STACKS_S = 0.5  # seconds for the ranks to print their stacks before they are killed
@@ -39,11 +39,17 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
+        looked_s = time.monotonic()
         while not self._stopped.wait(BEAT_S):
-            if time.monotonic() - self._heard_s > SILENCE_S:
+            now = time.monotonic()
+            # This process was stopped itself: what came meanwhile is not read yet.
+            paused_s = max(0.0, now - looked_s - LATE_BEAT_S)
+            self._heard_s = min(now, self._heard_s + paused_s)
+            if now - self._heard_s > SILENCE_S:
                 self._silent()
                 return
             self._beat()
+            looked_s = now
 
 
 def keep_alive(connection: socket.socket) -> None:

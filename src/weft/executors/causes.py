@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.errors import Cause, EngineError, WeftError
@@ -65,21 +66,29 @@ def describe_exit(returncode: int | None, stderr: str, *, ended: bool = False) -
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if any(line.startswith("Timeout (") for line in lines):  # faulthandler's: the process was stuck and ended itself
         return ExitReason("process-stuck", "was stuck and ended itself", STUCK)
-    # A crash in C ends with a long listing, whose first line names the crash.
-    crash = next((line for line in lines if line.startswith("Fatal Python error")), None)
-    last = crash or (lines[-1] if lines else "")
+    said = _last_words(lines)
     if returncode is None:
         text = "has ended, most likely killed; its exit status is not known, since its fork server was killed before"
-        return ExitReason("process-ended", text + (f": {last}" if last else ""))
+        return ExitReason("process-ended", text + said)
     if returncode < 0:
-        return _describe_signal(-returncode, last)
+        return _describe_signal(-returncode, said)
     if returncode == 0:  # as a child does whose parent is gone, for all that it knows
         return ExitReason("connection-closed", "ended because its connection to the parent process was closed")
-    return ExitReason("process-ended", f"ended with status {returncode}" + (f": {last}" if last else ""))
+    return ExitReason("process-ended", f"ended with status {returncode}{said}")
 
 
-def _describe_signal(number: int, last_line: str) -> ExitReason:
+def _last_words(lines: Sequence[str]) -> str:
+    """The last line of a process's output behind a colon, "" without any.
+
+    A crash in C ends with a long listing, whose first line names the crash: that one counts.
+    """
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    words = (crashes or list(lines[-1:]))[:1]
+    return f": {words[0]}" if words else ""
+
+
+def _describe_signal(number: int, said: str) -> ExitReason:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return ExitReason("process-killed", f"killed by {name}", KILLED)
-    return ExitReason("process-killed", f"killed by {name}" + (f": {last_line}" if last_line else ""))
+    return ExitReason("process-killed", f"killed by {name}{said}")

@@ -39,6 +39,7 @@ class RankWatch:
         self._oldest_work, self._fail = oldest_work, fail
         self._work: Work | None = None
         self._moved_s = self._computed_s = 0.0  # when the oldest work was last seen to move, and a rank to compute
+        self._looked_s: float | None = None
         self._other_work = 0
         self._idle_s = idle_beat_s(limit_s)
         self._asked, self._stopped = threading.Event(), threading.Event()
@@ -88,6 +89,7 @@ class RankWatch:
 
     def _stuck_work(self, now: float) -> Cause | None:
         """The cause if the oldest work has taken too long: it is that of the rank that is behind the others."""
+        self._leave_pause_out(now)
         before, work = self._work, self._oldest_work()
         self._work = work
         if work is None or before is None or work.key != before.key:
@@ -109,6 +111,15 @@ class RankWatch:
         text = f"no progress for {idle_s:.0f} s, and no CPU time used; the stacks of all ranks are printed above"
         rank = next(iter(work.awaited)) if len(work.awaited) == 1 else CORE
         return Cause(rank=rank, phase=work.phase, code="rank-stuck", cause=text)
+
+    def _leave_pause_out(self, now: float) -> None:
+        """Leave out the time for which this process has been stopped itself, and most likely its ranks with it, as in a
+        container that is paused. As for `Silence`, it has been if two heartbeats had the time to pass."""
+        if self._looked_s is not None:
+            paused_s = max(0.0, now - self._looked_s - 2 * self._idle_s)
+            self._moved_s += paused_s
+            self._computed_s += paused_s
+        self._looked_s = now
 
     def _is_computing(self, work: Work | None) -> bool:
         """Return True if a rank computes. For a start or a command it may also read files, or wait for a compiler."""

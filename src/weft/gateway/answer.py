@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -185,14 +186,13 @@ class StreamedAnswer(ResumableAnswer):
     def _keep(self, chunk: dict[str, Any]) -> bool:
         """Read a chunk and take out what the client did not ask for. Returns True if something is left."""
         usage, choices = chunk.get("usage"), chunk.get("choices")
+        if not choices:
+            return self._keep_usage(usage)
         found = choices if isinstance(choices, list) else []
         rows = [choice for choice in found if isinstance(choice, dict)]
         # The usage of a chunk in the middle is that of the answer so far.
-        if isinstance(usage, dict) and (not choices or any(row.get("finish_reason") for row in rows)):
+        if isinstance(usage, dict) and any(row.get("finish_reason") for row in rows):
             self.usage = usage
-        if not choices:
-            self._usage_passed |= self._keeps_usage and isinstance(usage, dict)
-            return self._keeps_usage or not isinstance(usage, dict)
         if not self.continuable:
             self.tokens += 1
         ids = rows[0].get("token_ids") if rows else None
@@ -201,27 +201,43 @@ class StreamedAnswer(ResumableAnswer):
                 row.pop("token_ids", None)
         return not rows or not self.continuable or self._keep_choice(rows[0], ids)
 
+    def _keep_usage(self, usage: Any) -> bool:
+        """Read a chunk without choices. Returns True if the client gets it."""
+        if not isinstance(usage, dict):
+            return True
+        self.usage = usage
+        self._usage_passed |= self._keeps_usage
+        return self._keeps_usage
+
     def _keep_choice(self, choice: dict[str, Any], ids: Any) -> bool:
+        """Read a choice of an answer that can be continued. Returns True if the client gets it."""
         if self.finished:  # another replica repeats the end
             return False
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict) or not (ids is None or is_id_list(ids)):
             self._give_up()
             return True
-        said = bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
-        if not ids and not choice.get("finish_reason"):
+        said, finished = _says_something(choice, delta), bool(choice.get("finish_reason"))
+        if not ids and not finished:
             self.continuable = ids is not None or not said  # else this server does not know of token ids
-            if self._skipped:
-                self._skipped -= 1
-                return False
-            self._preamble += 1
-            return True
-        self.token_ids += ids or ()
-        self.tokens += len(ids or ())
-        self.finished = bool(choice.get("finish_reason"))
+            return self._keep_preamble()
+        self._add_ids(ids or [])
+        self.finished = finished
+        return said or finished or bool(choice.get("logprobs")) or self._keeps_ids
+
+    def _keep_preamble(self) -> bool:
+        """Count a chunk before the first token. Returns True if the client has not got it from another replica."""
+        if self._skipped:
+            self._skipped -= 1
+            return False
+        self._preamble += 1
+        return True
+
+    def _add_ids(self, ids: list[int]) -> None:
+        self.token_ids += ids
+        self.tokens += len(ids)
         if len(self.token_ids) > MOST_IDS:
             self._give_up()
-        return bool(said or self.finished or choice.get("logprobs") or self._keeps_ids)
 
     def _give_up(self) -> None:
         """Hold no token ids any more: no other replica can go on."""
@@ -235,6 +251,11 @@ class StreamedAnswer(ResumableAnswer):
             if self._model is not None:
                 self._head["model"] = self._model
         chunk.update(self._head)
+
+
+def _says_something(choice: Mapping[str, Any], delta: Mapping[str, Any]) -> bool:
+    """Return True if a choice has text, or its delta anything but a role."""
+    return bool(choice.get("text")) or any(value for name, value in delta.items() if name != "role")
 
 
 class WholeAnswer:

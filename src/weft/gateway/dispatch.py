@@ -86,10 +86,13 @@ class Dispatcher:
         usual = [replica for replica in found if not replica.overflow]
         if len(usual) == len(found) or (usual and not self._is_too_busy(usual, exchange.prompt_tokens)):
             return usual
+        return self._affordable(exchange, found) or usual
+
+    def _affordable(self, exchange: Exchange, found: list[Replica]) -> list[Replica]:
+        """The overflow upstreams that a request may go to: its price has to be known before, and within the budget."""
         if exchange.completion is None or not exchange.model or not exchange.completion.is_priced(exchange.body):
-            return usual
-        spare = [replica for replica in found if replica.overflow]
-        return [replica for replica in spare if self.accounts.affords(exchange, replica)] or usual
+            return []
+        return [replica for replica in found if replica.overflow and self.accounts.affords(exchange, replica)]
 
     def _is_too_busy(self, replicas: list[Replica], tokens: int) -> bool:
         """Return True if no replica keeps the objective for a prompt of `tokens` tokens."""
@@ -137,14 +140,16 @@ class Dispatcher:
         # Two readers of a body that names two models would not agree: a key for one model gets a body with one.
         if own_name != exchange.model or (exchange.model and exchange.client.models is not None):
             changes["model"] = own_name
-        if continuable and exchange.completion is not None:
-            told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
-            changes |= exchange.completion.token_fields(answered, told)
-        if exchange.completion is not None and exchange.metered:
-            changes |= exchange.completion.usage_fields()
-        if exchange.completion is not None and replica.overflow:  # no more than was reserved
-            most = exchange.completion.max_tokens or DEFAULT_ANSWER
-            changes |= exchange.completion.limit_fields(most, replica.config.limit_field)
+        completion = exchange.completion
+        if completion is not None:
+            if continuable:
+                told = exchange.answer.told if isinstance(exchange.answer, ResumableAnswer) else 0
+                changes |= completion.token_fields(answered, told)
+            if exchange.metered:
+                changes |= completion.usage_fields()
+            if replica.overflow:  # no more than was reserved
+                most = completion.max_tokens or DEFAULT_ANSWER
+                changes |= completion.limit_fields(most, replica.config.limit_field)
         return with_fields(exchange.body, changes, rewrites=replica.overflow) if changes else exchange.body
 
     def _answer(
@@ -225,11 +230,7 @@ class Dispatcher:
         while self.fleet.clock() < began + RESUME_S:
             if exchange.gone:
                 raise client_gone()
-            candidates = [
-                replica
-                for replica in self.fleet.candidates(exchange.model, exchange.tried)
-                if replica.is_weft and not replica.overflow
-            ]
+            candidates = self._continuing(exchange)
             if not candidates:
                 if self.fleet.clock() > began + SECOND_CHANCE_S:
                     exchange.tried.clear()
@@ -252,6 +253,11 @@ class Dispatcher:
             if head.status < 500 and head.status != 429:
                 break  # another replica would refuse it too
         raise broken
+
+    def _continuing(self, exchange: Exchange) -> list[Replica]:
+        """The replicas that can go on with an answer, without those that have been tried."""
+        found = self.fleet.candidates(exchange.model, exchange.tried)
+        return [replica for replica in found if replica.is_weft and not replica.overflow]
 
 
 def check_owner(exchange: Exchange, head: ResponseHead) -> None:

@@ -31,8 +31,8 @@ from weft.gateway.metrics import GatewayMetrics
 from weft.gateway.paths import BATCHES, PUBLIC, WITH_FORMS, is_kept, is_public
 from weft.gateway.replica import Attempt
 from weft.gateway.upstream import ResponseHead, UpstreamError
-from weft.serving.errors import HttpError, error_response
-from weft.serving.joined import JOINED, WHOLE
+from weft.serving.errors import WHOLE, HttpError, error_response
+from weft.serving.joined import JOINED
 from weft.serving.sse import DONE
 
 LENGTH = frozenset((b"content-length",))
@@ -130,7 +130,7 @@ class Proxy:
     async def _receive(self, exchange: Exchange, receive: Receive) -> None:
         """Receive the request as a whole, with what routing reads. Raises WeftError."""
         scope = exchange.scope
-        exchange.client = client = self.keys.identify(scope)
+        exchange.client = self.keys.identify(scope)
         self._check_path(exchange)
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", code="shutting-down", retry_after_s=1)
@@ -146,26 +146,29 @@ class Proxy:
                 check_counted(fields)
             exchange.completion = Completion(fields, scope["path"])
         exchange.model = self._model_of(fields, scope["path"])
-        if len(exchange.model) > MODEL_CHARACTERS:
-            raise HttpError(
-                400,
-                f"model has {len(exchange.model)} characters; a name has at most {MODEL_CHARACTERS}",
-                code="model-name-too-long",
-                param="model",
-            )
         policy = self.fleet.policy
         if policy.reads_prefix or policy.reads_session:
             headers = Headers(scope=exchange.scope)
             exchange.fingerprint = fingerprint(fields, headers, reads_prefix=policy.reads_prefix)
-        if not client.may_use(exchange.model) and scope["method"] not in ("GET", "HEAD"):
-            raise HttpError(
-                403,
-                f"the key {client.name!r} is not allowed to use model {exchange.model!r:.200}",
-                code="model-not-allowed",
-            )
-        if self.fleet.replicas and not self.fleet.knows_model(exchange.model):
-            raise unknown_model(exchange.model)
+        self._check_model(exchange)
         self.accounts.enter(exchange)
+
+    def _check_model(self, exchange: Exchange) -> None:
+        """Raise HttpError for a model that the key may not use, or that no replica has."""
+        model, client = exchange.model, exchange.client
+        if len(model) > MODEL_CHARACTERS:
+            raise HttpError(
+                400,
+                f"model has {len(model)} characters; a name has at most {MODEL_CHARACTERS}",
+                code="model-name-too-long",
+                param="model",
+            )
+        if not client.may_use(model) and exchange.scope["method"] not in ("GET", "HEAD"):
+            raise HttpError(
+                403, f"the key {client.name!r} is not allowed to use model {model!r:.200}", code="model-not-allowed"
+            )
+        if self.fleet.replicas and not self.fleet.knows_model(model):
+            raise unknown_model(model)
 
     @staticmethod
     def _read_fields(exchange: Exchange) -> RoutedFields:
@@ -276,19 +279,21 @@ class Proxy:
     async def _pass_on(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
         """Send a response to the client as it comes, no faster than the client reads it."""
         exchange.status = head.status
-        is_customer = exchange.client.known and not exchange.client.admin
-        headers = without(head.headers, NOT_FOR_CUSTOMERS if is_customer else HOP_BY_HOP)
-        if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
-            headers = without(headers, LENGTH)  # it may change, or tells of a body that does not come
+        headers = _headers_for_client(exchange, head)
         start: Message = {"type": "http.response.start", "status": head.status, "headers": headers}
+        has_body = exchange.method != b"HEAD"
         if exchange.answer is None and self._last(exchange).at_end:
             exchange.bytes_out += len(first)
             self._note_complete(exchange, head)
-            if not head.header(b"content-length") and head.status not in BODYLESS and exchange.method != b"HEAD":
+            if has_body and head.status not in BODYLESS and not head.header(b"content-length"):
                 headers.append((b"content-length", b"%d" % len(first)))
             await send({**start, WHOLE: first})
             return
-        await send({**start, JOINED: exchange.answer is None and bool(first) and exchange.method != b"HEAD"})
+        await send({**start, JOINED: has_body and exchange.answer is None and bool(first)})
+        await self._pass_pieces(exchange, head, first, send)
+
+    async def _pass_pieces(self, exchange: Exchange, head: ResponseHead, first: bytes, send: Send) -> None:
+        """Send the body of a response that has begun, and its end."""
         ending = EventEnding(head)
         try:
             async with aclosing(self._pieces(exchange, first)) as pieces:
@@ -428,3 +433,12 @@ class ClientWatches:
         while (await receive())["type"] != "http.disconnect":
             pass
         exchange.leave()
+
+
+def _headers_for_client(exchange: Exchange, head: ResponseHead) -> list[tuple[bytes, bytes]]:
+    """The headers of a response that are passed on."""
+    is_customer = exchange.client.known and not exchange.client.admin
+    headers = without(head.headers, NOT_FOR_CUSTOMERS if is_customer else HOP_BY_HOP)
+    if isinstance(exchange.answer, WholeAnswer) or head.status in BODYLESS:
+        return without(headers, LENGTH)  # it may change, or tells of a body that does not come
+    return headers

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextvars import Context
 from typing import Any
 
 from weft.errors import WeftError
@@ -26,7 +27,7 @@ log = logging.getLogger("weft.hosting")
 FAILURES = 5  # in a row, between which no request was answered: then the model stays down
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # before a failed model is started again
 LOAD_TIMEOUT_S = 300.0  # that a request waits for its model; Ollama's OLLAMA_LOAD_TIMEOUT
-TICK_S = 0.5  # between two looks at times
+TICK_S, LATE_TICK_S = 0.5, 3.0  # between two looks at times; the longest time that counts in full
 CHECK_EVERY_S = 1.0  # between two looks at the health of a model
 SETTLE_POLL_S = 0.02  # between two looks for the end of a model's requests
 GONE_POLL_S = 0.2  # between two looks for a client that has gone
@@ -379,14 +380,24 @@ class Keeper:
         """Look at the times and at the health of all models, until it is cancelled."""
         logged = ""
         while True:
+            began = time.monotonic()
             await asyncio.sleep(TICK_S)
             try:
+                self._leave_pause_out(time.monotonic() - began - LATE_TICK_S)
                 self.pump()
                 self._begin_checks()
             except Exception as error:  # a fault of ours: without a look at the times no model would sleep or start
                 if repr(error) != logged:
                     logged = repr(error)
                     log.exception("a look at the models failed; they go on")
+
+    def _leave_pause_out(self, paused_s: float) -> None:
+        """Leave out seconds for which this process has been stopped itself, most likely with all models, as in a
+        container that is paused: responses that came meanwhile are not read yet."""
+        if paused_s > 0:
+            now = self.clock()
+            for hosted in self.models.values():
+                hosted.answered_s = min(now, hosted.answered_s + paused_s)
 
     def _begin_checks(self) -> None:
         """Begin the looks at health that are due. One that waits for its response holds up no other."""
@@ -419,7 +430,8 @@ class Keeper:
         hosted.answered_s = self.clock()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        # In a context of its own: its log lines are not of the request that has it begun.
+        task = asyncio.get_running_loop().create_task(work, context=Context())
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
         return task

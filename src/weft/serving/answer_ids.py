@@ -46,7 +46,7 @@ class AnswerIds:
     """
 
     def __init__(self, state: StreamState | None = None) -> None:
-        self._seed = secrets.token_hex(16) if state is None else state.id
+        self._seed = "" if state is None else state.id  # drawn with the first id if it is empty
         self._made: Counter[str] = Counter()
 
     def hexadecimal(self, prefix: str) -> str:
@@ -59,4 +59,5 @@ class AnswerIds:
 
     def _draw(self, kind: str) -> bytes:
         self._made[kind] += 1
+        self._seed = self._seed or secrets.token_hex(16)
         return blake2b(f"{kind} {self._made[kind]} {self._seed}".encode(errors="replace"), digest_size=32).digest()

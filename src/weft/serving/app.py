@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from email.utils import formatdate
+from functools import lru_cache
+from inspect import iscoroutinefunction
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.errors import WeftError
 from weft.logs import request_id
 from weft.serving import health, models
 from weft.serving.admin import ADMIN_ROUTES
@@ -24,7 +30,7 @@ from weft.serving.chat import chat
 from weft.serving.client_access import RequireKey
 from weft.serving.completions import completions
 from weft.serving.embeddings import embeddings
-from weft.serving.errors import HANDLERS
+from weft.serving.errors import HANDLERS, api_path, handle_exception
 from weft.serving.ollama import chat as ollama_chat
 from weft.serving.ollama import embed as ollama_embed
 from weft.serving.ollama import models as ollama
@@ -113,11 +119,40 @@ def create_app(service: Service) -> Starlette:
         middleware.append(Middleware(TraceHeaders))
     if service.clients.required:
         middleware.append(Middleware(RequireKey, service.clients, KEYLESS_PATHS, options.open_listing))
+    middleware.append(Middleware(FixedPaths, ROUTES))
     application = Starlette(routes=ROUTES, middleware=middleware, exception_handlers=HANDLERS)
     application.router.redirect_slashes = False  # else an unknown path gets a redirect instead of its 404
     application.state.service = service
     application.state.batches = BatchKeeper(service, BATCH_ENDPOINTS)
     return application
+
+
+class FixedPaths:
+    """Middleware that calls the endpoints whose paths have no parameters; others go on to the application's router.
+
+    The router tries one route after the other, and wraps endpoint and response for exceptions, twice.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._endpoints = {
+            (method, route.path): route.endpoint
+            for route in routes
+            if not route.param_convertors and iscoroutinefunction(route.endpoint)
+            for method in route.methods or ()
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get((scope["method"], api_path(scope))) if scope["type"] == "http" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except (HTTPException, ClientDisconnect, WeftError) as error:
+            response = await handle_exception(request, error)
+        await response(scope, receive, send)
 
 
 class DateHeader:
@@ -129,10 +164,16 @@ class DateHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_dated(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Date"] = formatdate(usegmt=True)
+                message["headers"] = [*message["headers"], (b"date", _date_of(int(time.time())))]
             await send(message)
 
         await self._app(scope, receive, send_dated)
+
+
+@lru_cache(maxsize=1)
+def _date_of(second: int) -> bytes:
+    """A second since 1970 as header fields have it."""
+    return formatdate(second, usegmt=True).encode()
 
 
 class RequestIds:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Set
+from functools import cache
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -135,6 +136,12 @@ def _prepare(target: type[msgspec.Struct]) -> None:
             _prepared.add(target)
 
 
+@cache
+def field_names(target: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of a type's fields."""
+    return frozenset(target.__struct_fields__)
+
+
 class UnknownFields:
     """Log of unknown request fields, which are ignored. Each name appears once.
 
@@ -147,7 +154,10 @@ class UnknownFields:
 
     def log_new(self, raw: dict[str, Any], target: type[msgspec.Struct], accepted: Set[str]) -> None:
         """Log the fields of `raw` that are neither fields of `target` nor `accepted`, if they are new."""
-        unknown = (name for name in raw if name not in target.__struct_fields__ and name not in accepted)
+        fields = field_names(target)
+        unknown = [name for name in raw if name not in fields and name not in accepted]
+        if not unknown:
+            return
         cut = dict.fromkeys(name[: LIMITS.unknown_name] for name in unknown)
         with self._lock:
             names = [name for name in cut if name not in self._seen][: LIMITS.unknown_names - len(self._seen)]

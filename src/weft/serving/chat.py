@@ -60,7 +60,7 @@ class ChatStream(OpenAIStream[ChatChunkChoice]):
         self._top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         self._unsent_roles = [
             ChatChunkChoice(index=choice.index, delta=ChatDelta(role=self._role, content=""))
-            for choice in ([] if answers.continued else answers.whole())
+            for choice in (answers.whole() if self._streaming and not answers.continued else [])
         ]
 
     def _usage(self) -> Usage:

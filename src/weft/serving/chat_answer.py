@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weft.client.collector import Delta
 from weft.client.outputs import Logprob
 from weft.serving.answer_ids import AnswerIds
@@ -25,8 +27,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """New text of a call's `arguments`, which are JSON. `id` and `name` come with the call's first delta only."""
 
     index: int
@@ -35,8 +36,7 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
+class AnswerDelta(msgspec.Struct, frozen=True):
     """News of one choice: text of the answer and of its reasoning, parts of tool calls, and its tokens.
 
     `finish_reason` comes with the choice's last delta: "stop", "length", "tool_calls" or "abort".
@@ -189,8 +189,8 @@ class ChatAnswers:
 
     async def finish(self) -> None:
         """Wait until every choice has ended."""
-        async for _ in self:
-            pass
+        async for _, delta in self.stream:
+            self._choices[delta.index].read(delta.text, last=delta.finish_reason is not None)
 
     def whole(self) -> list[AnswerChoice]:
         """The choices up to now, by index."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from weft.client.collector import Collector
@@ -26,8 +27,7 @@ from weft.serving.tools import ToolUse, add_tools_message, read_tools
 from weft.text.limits import LIMITS
 
 
-@dataclass(frozen=True)
-class PreparedChat:
+class PreparedChat(msgspec.Struct, frozen=True):
     """A checked and tokenized chat request, ready for the engine. `state`: that of a stream which moves."""
 
     body: ChatRequest
@@ -84,10 +84,10 @@ def prepare_chat(service: Service, body: ChatRequest, state: StreamState | None 
     prepared = PreparedChat(body, model, [], answer_format, use, state)
     shown = service.frontend.special_ids(answer_format.marks) if prepared.parsed else frozenset()
     grammar = _grammar(service, prepared, prompt)
-    collectors = service.create_collectors(
-        [prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar
+    prepared.collectors.extend(
+        service.create_collectors([prompt], sampling_params, priority=body.priority, shown=shown, grammar=grammar)
     )
-    return replace(prepared, collectors=collectors)
+    return prepared
 
 
 def _grammar(service: Service, prepared: PreparedChat, prompt: Prompt) -> str:

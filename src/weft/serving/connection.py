@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import partial
 from typing import Any, Literal
@@ -22,8 +22,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from weft.serving.admission import Admission
-from weft.serving.errors import ErrorFrame, HttpError, describe_error, error_response
-from weft.serving.joined import JOINED, WHOLE, JoinedTransport, send_whole
+from weft.serving.errors import WHOLE, ErrorFrame, HttpError, describe_error, error_response
+from weft.serving.joined import JOINED, JoinedTransport, send_whole
+from weft.serving.leaving import LEAVING
 from weft.serving.service import shutting_down_error
 from weft.serving.sse import RESET, WRITER
 
@@ -65,6 +66,7 @@ class Connection(HttpToolsProtocol):
         self._queued = 0  # bytes of complete requests behind the one that is being answered
         self._held = 0  # bytes reported to Admission
         self._running: RequestResponseCycle | None = None
+        self._leave: Callable[[], None] | None = None  # to be called when the client of that one has disconnected
         self._fault: HttpError | None = None  # raised by a parser callback
         self._last_error: HttpError | None = None  # to be sent after all requests before it
         self._early = False  # the response began before the request was complete, and ends the connection
@@ -92,6 +94,8 @@ class Connection(HttpToolsProtocol):
         if self._running is not None:  # uvicorn tells only the newest request, which may be a queued one
             self._running.disconnected = True
             self._running.message_event.set()
+        if self._leave is not None:
+            self._leave()
         super().connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -113,6 +117,12 @@ class Connection(HttpToolsProtocol):
     def note_unread(self, unread: bool) -> None:
         """Note that bytes wait for the client, or no longer do."""
         self._admission.note_unread(self, unread)
+
+    def on_leave(self, call: Callable[[], None] | None) -> None:
+        """The LeaveNotice of the request that is being answered."""
+        self._leave = call
+        if call is not None and self._running is not None and self._running.disconnected:
+            call()
 
     @property
     def unsent_bytes(self) -> int:
@@ -266,7 +276,7 @@ class Connection(HttpToolsProtocol):
         self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Run the application and adapt its response to the transport."""
-        scope[WRITER] = CycleWriter(cycle)
+        scope[WRITER], scope[LEAVING], scope[WHOLE] = CycleWriter(cycle), self, True
         allowed = self._served or scope["path"].removeprefix(scope["root_path"]) in PROBES
         unframed = False
 
@@ -412,7 +422,7 @@ class CycleWriter:
 
     def write_now(self, data: bytes) -> bool:
         cycle = self._cycle
-        if cycle.disconnected:
+        if cycle.disconnected or cycle.response_complete:
             return True
         if cycle.flow.write_paused:
             return False

@@ -9,10 +9,14 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from weft.errors import EngineError, QueueFullError, RequestError, WeftError
 from weft.executors.ranks import CLOSED
+
+# Key of a scope whose server sends whole responses in one piece, and of their http.response.start: there, the body,
+# whose length the headers have. No body follows.
+WHOLE = "weft.whole"
 
 
 class HttpError(WeftError):
@@ -66,6 +70,13 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if WHOLE not in scope or scope["method"] == "HEAD":
+            await super().__call__(scope, receive, send)
+            return
+        head = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send({**head, WHOLE: self.body})
 
 
 def error_type(status: int) -> str:

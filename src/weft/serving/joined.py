@@ -8,7 +8,6 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-WHOLE = "weft.whole"  # key of an http.response.start: the whole body, whose length the headers have; no body follows
 JOINED = "weft.joined"  # key of an http.response.start whose body follows at once, and is not empty
 
 
@@ -50,6 +49,7 @@ async def send_whole(
         lines.append(b"connection: close\r\n")
     lines += (b"\r\n", body)
     cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
     cycle.transport.write(b"".join(lines))
     cycle.message_event.set()
     if not cycle.keep_alive and not stays_open:

@@ -14,10 +14,10 @@ from weft.client.collector import Collector
 from weft.errors import QueueFullError, RequestError
 from weft.serving.errors import JsonResponse
 from weft.serving.key_rates import counting
+from weft.serving.leaving import while_connected
 from weft.serving.openai_types import PromptTokensDetails
 from weft.serving.pooling_types import PoolingUsage
 from weft.serving.service import EngineStream, Service, shutting_down_error, timeout_error
-from weft.serving.sse import while_connected
 from weft.text.limits import LIMITS
 
 INPUTS = 2048  # of one HTTP request, as OpenAI's
@@ -179,6 +179,6 @@ async def _answer_of(
         return PooledAnswer(build())
 
     try:
-        return await while_connected(request.receive, whole())
+        return await while_connected(request, whole())
     finally:
         await source.aclose()

@@ -17,6 +17,7 @@ from weft.client.engine_nodes import EngineNodes
 from weft.client.frontend import Frontend, TextTools
 from weft.client.opening import open_model, plan_engines
 from weft.client.replicas import start_engine
+from weft.client.running import RunningReplica
 from weft.cluster.assembly import AnyAssembly, assemble
 from weft.config import EngineConfig
 from weft.errors import ConfigError, PlanError
@@ -119,13 +120,7 @@ async def _serve(
     engine = await start_engine(planned, config, stall_s=options.progress_timeout, nodes=nodes)
     try:
         expected = await predicting if predicting else []
-        for replica in engine.replicas:
-            if len(planned) > 1:
-                log.info("replica %d:", replica.number)
-            for line in capacity_lines(planned[replica.number].plan, replica.ready.num_blocks):
-                log.info(line)
-            if expected:
-                log.info(_compare_start(expected[replica.number], replica.ready))
+        _log_engines(engine.replicas, planned, expected)
         frontend = Frontend.for_engine(
             config, checkpoint, text_tools, max_model_len=engine.plan.max_model_len, grammars=grammars
         )
@@ -137,16 +132,7 @@ async def _serve(
         service.monitor.forecasts, service.monitor.caching = expected, config.enable_prefix_caching
         service.prediction_check = PredictionCheck(expected[0]) if len(expected) == 1 else None
         service.prefill_tok_s = sum(map(_prefill_speed, expected)) or None
-        # Room for a few bodies of the maximum size at once.
-        held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
-        limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
-        if limits.connections < capacity:
-            log.warning(
-                "at most %d connections are served, because no more than %d files may be open; raise `ulimit -n`",
-                limits.connections,
-                files,
-            )
-        server = ServingServer(service, listener, engine.died, limits)
+        server = ServingServer(service, listener, engine.died, _connection_limits(service, capacity, files))
         address = listen.public_url(listener, options)
         listen.start_listening(listener, options)
         gc.freeze()  # what exists now stays: no response waits while the collector scans it
@@ -160,6 +146,32 @@ async def _serve(
         await engine.close()
     if failure is not None:
         raise failure
+
+
+def _log_engines(
+    replicas: Sequence[RunningReplica], planned: Sequence[ReplicaPlan], expected: Sequence[Forecast]
+) -> None:
+    """Log what each engine has room for, and how its start compares with the prediction."""
+    for replica in replicas:
+        if len(planned) > 1:
+            log.info("replica %d:", replica.number)
+        for line in capacity_lines(planned[replica.number].plan, replica.ready.num_blocks):
+            log.info(line)
+        if expected:
+            log.info(_compare_start(expected[replica.number], replica.ready))
+
+
+def _connection_limits(service: Service, capacity: int, files: int) -> ConnectionLimits:
+    """Limits with room for a few bodies of the maximum size at once, within the number of open files."""
+    held_bytes = max(ConnectionLimits.held_bytes, 4 * service.body_bytes)
+    limits = fit_to_files(ConnectionLimits(held_bytes=held_bytes), files)
+    if limits.connections < capacity:
+        log.warning(
+            "at most %d connections are served, because no more than %d files may be open; raise `ulimit -n`",
+            limits.connections,
+            files,
+        )
+    return limits
 
 
 class ServingServer(HttpServer):

@@ -404,13 +404,15 @@ class EngineStream:
 
     def _submit(self) -> AsyncGenerator[Output, None]:
         service = self._service
-        for collector in self.collectors:
-            collector.requests = [self._client.sign(request) for request in collector.requests]
-            service.monitor.prefixes.add(collector.requests[0])
+        signed = [[self._client.sign(request) for request in collector.requests] for collector in self.collectors]
+        outputs = service.engine.submit([request for requests in signed for request in requests])
+        # Not before: one for which there is no room may come again, and again.
+        for collector, requests in zip(self.collectors, signed, strict=True):
+            collector.requests = requests
+            service.monitor.prefixes.add(requests[0])
             if service.options.enable_log_requests:
-                request = collector.requests[0]
-                log.info("request %s: prompt %r, %r", request.id, collector.output.prompt, request.params)
-        return service.engine.submit([request for collector in self.collectors for request in collector.requests])
+                log.info("request %s: prompt %r, %r", requests[0].id, collector.output.prompt, requests[0].params)
+        return outputs
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         running = len(self._owners)
@@ -479,10 +481,12 @@ class EngineStream:
     @property
     def usage(self) -> Usage:
         """Token counts up to now, over all prompts and choices."""
-        outputs = [collector.output for collector in self.collectors]
-        prompt = sum(len(output.prompt_ids) for output in outputs)
-        completion = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
-        cached = sum(output.num_cached_tokens for output in outputs)
+        prompt = completion = cached = 0
+        for collector in self.collectors:
+            prompt += len(collector.output.prompt_ids)
+            cached += collector.output.num_cached_tokens
+            for choice in collector.output.outputs:
+                completion += len(choice.token_ids)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
 

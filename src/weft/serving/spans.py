@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -144,7 +145,9 @@ class NotingFailures(SpanExporter):
     """An exporter that logs one line when spans cannot be sent, and one when they can again."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
-        self._exporter, self._url = exporter, url
+        # Without what may be a secret: a name with a password, and the query.
+        parts = urlsplit(url)
+        self._exporter, self._url = exporter, f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self._failed = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -1,4 +1,4 @@
-"""Server-sent events, and work that stops when the client disconnects."""
+"""Server-sent events, and responses that end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -15,11 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from weft.errors import WeftError
 from weft.serving.errors import AnthropicErrorFrame, error_frame
+from weft.serving.leaving import wait_for_disconnect, while_connected
 from weft.serving.prefix_debug import HEADER, PrefixReport
 
 log = logging.getLogger("weft.serving")
-
-T = TypeVar("T")
 
 WRITER = "weft.writer"  # key of a scope: the ChunkWriter of its response
 RESET = "weft.reset"  # key of an http.response.body after which the connection is reset
@@ -54,27 +53,11 @@ def encode_error_event(error: Exception, path: str = "") -> bytes:
 OPENAI_STREAM = StreamFormat("text/event-stream", encode_error_event, KEEPALIVE)
 
 
-async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel the tasks that still run, and wait until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and return None."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        await cancel_and_wait(task, watch)
 
 
 class Closable(Protocol):
@@ -108,7 +91,7 @@ async def send_reply(
             resets=request.app.state.service.options.reset_on_error,
         )
     try:
-        response = await while_connected(request.receive, whole())
+        response = await while_connected(request, whole())
     finally:
         if report is not None:
             report.end()
@@ -127,8 +110,8 @@ class ChunkWriter(Protocol):
         ...
 
     def write_now(self, data: bytes) -> bool:
-        """Write a chunk, which is not empty, or drop it if the client is gone. Returns False, and writes nothing, if
-        the client has to take earlier ones first."""
+        """Write a chunk, which is not empty, or drop it if the client is gone or the response has ended. Returns False,
+        and writes nothing, if the client has to take earlier ones first."""
         ...
 
 

@@ -198,7 +198,18 @@ class StreamEngine:
             return
         task = asyncio.create_task(self._answer(request))
         self._tasks[request.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+        task.add_done_callback(lambda ended: self._note_end(request.id, ended))
+
+    def _note_end(self, id: str, task: asyncio.Task[None]) -> None:
+        """Forget a request. One that was cancelled before its task began has said nothing yet."""
+        del self._tasks[id]
+        if id in self._cancelled:
+            self._cancelled.discard(id)
+            if task.cancelled():
+                self._emit_cancelled(id, "")
+
+    def _emit_cancelled(self, id: str, text: str) -> None:
+        self.emit("done", id=id, reason="cancel", text=text, finished_at=_now())
 
     def _cancel(self, id: str) -> None:
         if id in self._tasks:
@@ -223,7 +234,7 @@ class StreamEngine:
         except asyncio.CancelledError:
             if id not in self._cancelled:
                 raise
-            self.emit("done", id=id, reason="cancel", text=text, finished_at=_now())
+            self._emit_cancelled(id, text)
         except WeftError as error:
             self.emit("error", id=id, message=str(error))
         except Exception as error:

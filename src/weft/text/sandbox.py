@@ -20,7 +20,7 @@ from jinja2 import Environment, TemplateError, nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -32,12 +32,25 @@ WIDE = len(str(LIMITS.template_number))  # digits
 WIDE_PERCENT = re.compile(rf"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{{{WIDE},}}|\d*\.(?:\*|\d{{{WIDE},}}))")
 WIDE_FIELD = re.compile(rf"\{{[^{{}}]*:[^{{}}]*(?:\{{|\d{{{WIDE},}})")
 
+# Attributes that the sandbox lets templates read of exactly these types, whatever they hold. It must still see the
+# methods that make texts of formats, and those that change a dict.
+SAFE_ATTRIBUTES: Mapping[type, frozenset[str]] = {
+    dict: frozenset({"get", "items", "keys", "values"}),
+    str: frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"},
+    LoopContext: frozenset({"depth", "depth0", "first", "index", "index0", "last", "length", "revindex", "revindex0"}),
+}
+DICT_ATTRIBUTES = frozenset(dir(dict))
+METHOD_OWNERS = (str, bytes, int)  # whose methods are charged for
+IN_TIME = "in time"  # a test that no template can name
+
 WIDTH_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"})  # with a width argument
 WIDTH_FILTERS = ("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap")  # likewise
 
 
 class Budget:
     """Remaining budget of one rendering: time until `deadline`, and characters that it may still create."""
+
+    __slots__ = ("characters", "deadline")
 
     def __init__(self) -> None:
         self.deadline = time.monotonic() + LIMITS.template_s
@@ -79,7 +92,7 @@ def run_within_budget(work: Callable[[], str]) -> str:
 
 def text_size(value: object) -> int:
     """Approximate number of characters of a value as text. Repeated occurrences in lists count each time."""
-    if isinstance(value, str | bytes):
+    if type(value) is str or isinstance(value, str | bytes):
         return len(value)
     if not isinstance(value, list | tuple | Mapping):
         return 1
@@ -107,21 +120,27 @@ def _charge_join(parts: list[Any], separator: str) -> None:
     current_budget().charge(sum(map(text_size, parts)) + len(separator) * len(parts))
 
 
+def in_time(context: Context) -> bool:
+    """The test that each iteration of a loop makes."""
+    current_budget().check_time()
+    return True
+
+
 class Bounds(NodeTransformer):
-    """Adds a call to every loop iteration, and makes `~` a call: the environment counts calls."""
+    """Adds a test of the time to every loop iteration, and makes `~` a call, which the environment counts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("count_iteration", []), lineno=node.lineno))
+        # A test is called without the sandbox's checks of calls. Its argument is one that no compiler takes for a
+        # constant.
+        test = nodes.Test(nodes.ContextReference(), IN_TIME, [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(test, lineno=node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("join_texts", [nodes.List(node.nodes)]).set_lineno(node.lineno)
-
-
-def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+        joined = nodes.EnvironmentAttribute("join_texts")
+        return nodes.Call(joined, [nodes.List(node.nodes)], [], None, None).set_lineno(node.lineno)
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
@@ -135,6 +154,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols], finalize=_finalize
         )
+        self.tests[IN_TIME] = in_time
         self.filters["tojson"] = to_json
         for name in WIDTH_FILTERS:
             self.filters[name] = _limit_widths(name, self.filters[name])
@@ -148,17 +168,26 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = Bounds().visit(super()._parse(source, name, filename))
         return tree
 
-    def count_iteration(self) -> None:
-        """Count one iteration of a loop: `call` checks the budget."""
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Jinja's, with a short way for what templates read most."""
+        kind = type(obj)
+        if attribute in SAFE_ATTRIBUTES.get(kind, ()):
+            return getattr(obj, attribute)
+        if kind is dict and attribute not in DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         current_budget().check_time()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-        if isinstance(owner, str | bytes | int):
-            args = _check_method(owner, name, args, kwargs)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, METHOD_OWNERS):
+            args = _check_method(owner, getattr(__obj, "__name__", ""), args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:
+            current_budget().charge(len(left) + len(right))
+            return left + right
         current_budget().charge(_result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 

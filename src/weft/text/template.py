@@ -173,7 +173,7 @@ def _compile(source: str) -> Template:
     from weft.text.sandbox import ChatEnvironment
 
     try:
-        return ChatEnvironment().from_string(source)
+        template = ChatEnvironment().from_string(source)
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template is no valid Jinja (line {error.lineno}: {error.message}); "
@@ -185,3 +185,5 @@ def _compile(source: str) -> Template:
             "the chat template is nested too deeply; give another with --chat-template",
             code="chat-template-nested-too-deeply",
         ) from None
+    template.globals = dict(template.globals)  # a chain of mappings, which each rendering would read in full, twice
+    return template

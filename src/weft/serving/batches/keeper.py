@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -85,7 +86,8 @@ class BatchKeeper:
         self._arrivals += 1
         self._arrived.set()
         if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work())
+            # In a context of its own: its log lines and traces are not of the request that wakes it.
+            self._working = asyncio.create_task(self._work(), context=Context())
 
     async def close(self) -> None:
         """Let go of the batches; what is answered is kept."""

@@ -226,20 +226,26 @@ def _arguments(rules: Rules, schema: Any, argument: Callable[[str, Any], str], s
     required = schema.get("required")
     needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     parts = properties if isinstance(properties, Mapping) else {}
+    items = {key: f"({argument(key, part)})" for key, part in parts.items()}
     if not separator:
-        row = [f"({argument(key, part)}){'' if key in needed else '?'}" for key, part in parts.items()]
-        return " ".join(row)
-    # With separators: the required ones first, so that each optional one can bring its own separator.
-    must = [argument(key, part) for key, part in parts.items() if key in needed]
-    may = [argument(key, part) for key, part in parts.items() if key not in needed]
+        return " ".join(item if key in needed else f"{item}?" for key, item in items.items())
+    must = [item for key, item in items.items() if key in needed]
+    may = [item for key, item in items.items() if key not in needed]
+    return _separated(must, may, separator)
+
+
+def _separated(must: Sequence[str], may: Sequence[str], separator: str) -> str:
+    """Lark for the items `must`, then each of `may` or not: each of those behind the first brings its separator."""
     if must:
-        return f" {separator} ".join(f"({item})" for item in must) + "".join(f" ({separator} {item})?" for item in may)
+        return f" {separator} ".join(must) + _optional(may, separator)
     if not may:
         return ""
-    first = [
-        f"({item})" + "".join(f" ({separator} {other})?" for other in may[at + 1 :]) for at, item in enumerate(may)
-    ]
+    first = [item + _optional(may[at + 1 :], separator) for at, item in enumerate(may)]
     return "(" + " | ".join(first) + ")?"
+
+
+def _optional(items: Sequence[str], separator: str) -> str:
+    return "".join(f" ({separator} {item})?" for item in items)
 
 
 HERMES = Calls(hermes, between=("\n",))
