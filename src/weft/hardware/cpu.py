@@ -155,7 +155,7 @@ def _count_cores(entries: Sequence[Mapping[str, str]]) -> int:
 
 
 def _matrix_features(entry: Mapping[str, str]) -> tuple[str, ...]:
-    """Those of MATRIX_FEATURES that the CPU of this entry has."""
+    """The names in MATRIX_FEATURES that the CPU of this entry has."""
     flags = (entry.get("flags") or entry.get("Features") or "").split()
     return tuple(name for name in MATRIX_FEATURES if name in flags)
 
