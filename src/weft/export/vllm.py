@@ -62,6 +62,11 @@ def node_script(deployment: Deployment, node: int) -> ExportFile:
     return _script(deployment, f"node-{node}.sh", body, demanded)
 
 
+def _count_gpus(server: ReplicaServer) -> int:
+    """The GPUs of a server on all of its nodes."""
+    return sum(len(server.gpus(node)) for node in server.nodes)
+
+
 def _ray_lines(deployment: Deployment, spanning: Sequence[ReplicaServer], node: int, *, stays: bool) -> list[str]:
     """Lines that start Ray on a node for the servers over several nodes; none if it has no part of them.
 
@@ -70,7 +75,7 @@ def _ray_lines(deployment: Deployment, spanning: Sequence[ReplicaServer], node: 
     here = [server for server in spanning if node in server.nodes]
     if not here or has_shared_experts(deployment):
         return []
-    gpus = sum(len(server.gpus(used)) for server in spanning for used in server.nodes)
+    gpus = sum(map(_count_gpus, spanning))
     names = ",".join(gpu for server in here for gpu in server.gpus(node))
     visible = {hosts.gpu_vendor(deployment).visible: names}
     return [*start_ray_lines(visible, node, spanning[0].node, gpus, stays=stays), ""]
